@@ -1,0 +1,141 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+
+NPROC ?= 2
+ARGS ?=
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+TRAIN = $(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.train
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
+# The newest run, for `make resume` and `make infer`.
+RUN ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
+
+# One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train resume infer test test-slow test-oldest lint format clean
+
+help:  ## show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
+	@echo "  All honour NPROC=4 and ARGS=\"--epochs 3\"."
+
+# --- set-up -------------------------------------------------------------------------------------------
+
+# uv and not pip: it resolves the same everywhere, and a second environment is hard links.
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+
+$(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
+	$(UV) -e '.[tensorboard]'
+	@touch $@
+
+$(VENV)/.tools: $(BIN)/uv constraints.txt
+	$(UV) tox tox-uv
+	@touch $@
+
+# --- training: a target for each variant ---------------------------------------------------------------
+
+train: $(VENV)/.installed  ## train a sharded ViT on the embedded digits, 2 ranks on the CPU
+	$(TRAIN) $(ARGS)
+
+.PHONY: train-prefetch
+train-prefetch: $(VENV)/.installed  ## all-gather two groups ahead, and the root before the data is there
+	$(TRAIN) --explicit-prefetching $(ARGS)
+
+.PHONY: train-bf16
+train-bf16: $(VENV)/.installed  ## compute in bf16, reduce and update in fp32
+	$(TRAIN) --mixed-precision bf16 $(ARGS)
+
+.PHONY: train-fp16
+train-fp16: $(VENV)/.installed  ## compute in fp16 with a gradient scaler
+	$(TRAIN) --mixed-precision fp16 $(ARGS)
+
+.PHONY: train-offload
+train-offload: $(VENV)/.installed  ## parameters, gradients and optimizer state in CPU memory
+	$(TRAIN) --cpu-offload $(ARGS)
+
+.PHONY: train-no-reshard
+train-no-reshard: $(VENV)/.installed  ## keep parameters gathered between forward and backward
+	$(TRAIN) --reshard-after-forward false $(ARGS)
+
+.PHONY: train-all
+train-all: $(VENV)/.installed  ## all memory savers together: fp16, offload, reshard of the root too
+	$(TRAIN) --config configs/all-savers.toml $(ARGS)
+
+.PHONY: train-dcp-api
+train-dcp-api: $(VENV)/.installed  ## full state dicts by the DCP API
+	$(TRAIN) --dcp-api $(ARGS)
+
+.PHONY: train-accumulate
+train-accumulate: $(VENV)/.installed  ## four microbatches a step, one exchange of gradients
+	$(TRAIN) --grad-accumulation 4 --batch-size 16 $(ARGS)
+
+.PHONY: train-clip
+train-clip: $(VENV)/.installed  ## clip the gradient norm to 1.0
+	$(TRAIN) --clip-grad-norm $(ARGS)
+
+.PHONY: train-activation-checkpointing
+train-activation-checkpointing: $(VENV)/.installed  ## recompute each block's activations in backward
+	$(TRAIN) --activation-checkpointing $(ARGS)
+
+.PHONY: train-compile
+train-compile: $(VENV)/.installed  ## torch.compile each block (needs a C++ compiler)
+	$(TRAIN) --compile $(ARGS)
+
+.PHONY: train-hsdp
+train-hsdp: NPROC = 4
+train-hsdp: $(VENV)/.installed  ## HSDP: two replicas of a model sharded over two ranks, 4 ranks
+	$(TRAIN) --replicas 2 $(ARGS)
+
+.PHONY: train-vit-fashion
+train-vit-fashion: $(VENV)/.installed  ## the ViT on Fashion-MNIST (downloads, or --data-root)
+	$(TRAIN) --config configs/vit-fashion-mnist.toml $(ARGS)
+
+.PHONY: train-transformer
+train-transformer: $(VENV)/.installed  ## the guide's transformer on random tokens
+	$(TRAIN) --config configs/transformer.toml $(ARGS)
+
+.PHONY: train-cnn-mnist
+train-cnn-mnist: $(VENV)/.installed  ## the CNN on MNIST (downloads, or --data-root)
+	$(TRAIN) --config configs/cnn-mnist.toml $(ARGS)
+
+.PHONY: train-ddp
+train-ddp: $(VENV)/.installed  ## the baseline: a full copy on each rank
+	$(TRAIN) --strategy ddp $(ARGS)
+
+.PHONY: train-fsdp1
+train-fsdp1: $(VENV)/.installed  ## the baseline: FullyShardedDataParallel
+	$(TRAIN) --strategy fsdp1 $(ARGS)
+
+# --- what a run leaves --------------------------------------------------------------------------------
+
+resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
+	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
+	$(TRAIN) --config $(RUN)config.json --run-dir $(RUN) $(ARGS)
+
+infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… another)
+	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
+	$(BIN)/python -m fsdp2.infer $(RUN) $(ARGS)
+
+# --- development --------------------------------------------------------------------------------------
+
+test: $(VENV)/.tools  ## the tests, with the newest torch
+	$(BIN)/tox run -e newest -- $(ARGS)
+
+test-slow: $(VENV)/.tools  ## the tests that take minutes each
+	$(BIN)/tox run -e newest -- -m slow $(ARGS)
+
+test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
+	$(BIN)/tox run -e oldest -- $(ARGS)
+
+lint: $(VENV)/.tools  ## ruff and the type checker
+	$(BIN)/tox run -e lint
+
+format: $(VENV)/.tools  ## let ruff rewrite the layout
+	$(BIN)/tox run -e format
+
+clean:  ## remove environments and caches, but not runs
+	rm -rf .venv .tox build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,49 @@
+"""Full state dicts by the DCP API: torch gathers, offloads and broadcasts.
+
+`full_dtensor.py` has the same functions by the DTensor API; both write the same files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+
+from fsdp2.checkpoint.full_dtensor import read_full, require_same
+
+# Gathered tensors are moved to the CPU one by one and kept on rank 0 alone.
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+
+
+def full_model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> full CPU tensor on rank 0, {} elsewhere. A collective call."""
+    state: dict[str, Any] = get_model_state_dict(model, options=_GATHER)
+    return dict(state) if dist.get_rank() == 0 else {}
+
+
+def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere."""
+    state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    return dict(state) if dist.get_rank() == 0 else {}
+
+
+def load_full_model_state(model: nn.Module, path: Path) -> None:
+    """Fill a sharded model from the file of `full_model_state`. A collective call.
+
+    Rank 0 maps the file; torch broadcasts each tensor from there, and other ranks keep their shards. Raises
+    ValueError on every rank if names or shapes differ.
+    """
+    full: dict[str, Any] = read_full(path) if dist.get_rank() == 0 else {}
+    targets: dict[str, Any] = get_model_state_dict(model)
+    require_same(full, targets, path)
+    set_model_state_dict(model, full, options=_SCATTER)

@@ -1,0 +1,250 @@
+"""Every option of a training run: its name, default, reason and check.
+
+One frozen dataclass. `python -m fsdp2.train`'s parser is made from it, a `--config` file holds the same
+names, and a program builds `Config(...)` directly; all three are checked here, at construction. What
+needs the machine or the file system (world size, run directory, data) is checked in `preflight.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsdp2 import data, models
+from fsdp2.options import (
+    ConfigError,
+    check_values,
+    make_parser,
+    number,
+    one_of,
+    option,
+    or_off,
+    patterns,
+    read_values,
+    switch,
+    text,
+    unknown,
+    whole,
+)
+
+OPTIMIZERS = ("adam", "adamw", "adadelta", "sgd")
+STRATEGIES = ("fsdp2", "fsdp1", "ddp", "none")
+
+
+def _reshard(value: Any) -> bool | int:
+    if isinstance(value, bool) or value in ("true", "false"):
+        return value in (True, "true")
+    try:
+        return whole(2)(value)
+    except ValueError:
+        raise ValueError("must be true, false or a number of ranks from 2 up") from None
+
+
+def _granularity(value: Any) -> int | str:
+    if value in ("layer", "root"):
+        return value
+    try:
+        return whole(1)(value)
+    except ValueError:
+        raise ValueError("must be a number of blocks, layer or root") from None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of one run. Raises ConfigError, naming the flag and the fix, if they make no sense."""
+
+    # What is trained.
+    model: str = option("vit", "which model", one_of(*models.NAMES), metavar="|".join(models.NAMES))
+    model_size: str = option(None, "a name from the model's table; unset = the first", text)
+    dataset: str = option(
+        None, "unset = digits for images, source-text for language", one_of(*data.NAMES), metavar="NAME"
+    )
+    data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", text)
+    seq_len: int = option(128, "tokens in a sequence (language)", whole(1))
+
+    # How long, and in what portions.
+    epochs: int = option(12, "passes over the training set", whole(1))
+    max_steps: int | None = option(None, "stop after so many optimizer steps, evaluate and commit", whole(1))
+    batch_size: int = option(64, "samples per rank and microbatch", whole(1))
+    global_batch_size: int | None = option(
+        None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
+    )
+    test_batch_size: int = option(1000, "samples per forward in evaluation", whole(1))
+    loader_workers: int = option(0, "processes per rank that prepare batches; 0 = in the training process", whole(0))
+
+    # The optimizer.
+    optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), metavar="|".join(OPTIMIZERS))
+    lr: float = option(1e-3, "learning rate", number(0, 1000, open_minimum=True))
+    gamma: float = option(
+        0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
+    )
+    clip_grad_norm: float | None = option(
+        None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, open_minimum=True)), bare=1.0
+    )
+    grad_accumulation: int = option(1, "microbatches per optimizer step; communicates once a step", whole(1))
+    freeze: tuple[str, ...] = option(
+        (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True
+    )
+    seed: int = option(1, "of initial values, sample order and dropout", whole(0))
+
+    # How it is distributed.
+    strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), metavar="|".join(STRATEGIES))
+    replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
+    shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", _granularity)
+    reshard_after_forward: bool | int | None = option(
+        None,
+        "true (root too), false, or N ranks; unset = torch's rule: blocks yes, root no",
+        or_off(_reshard),
+    )
+    explicit_prefetching: int | None = option(
+        None, "all-gather N groups ahead, forward and backward; bare = 2", or_off(whole(1)), bare=2
+    )
+    forward_prefetch: int | None = option(None, "groups ahead in forward alone", or_off(whole(1)))
+    backward_prefetch: int | None = option(None, "groups ahead in backward alone", or_off(whole(1)))
+
+    # What saves memory or time.
+    mixed_precision: Literal["bf16", "fp16"] | None = option(
+        None,
+        "compute dtype; bare = bf16; fp16 has a gradient scaler",
+        or_off(one_of("bf16", "fp16")),
+        bare="bf16",
+    )
+    reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of("fp32", "bf16", "fp16"))
+    cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
+    activation_checkpointing: Literal["block", "op"] | None = option(
+        None,
+        "recompute activations in backward; bare = block; op keeps matmuls",
+        or_off(one_of("block", "op")),
+        bare="block",
+    )
+    compile: bool = option(False, "torch.compile each block", switch)
+
+    # The machine.
+    device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"))
+    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1))
+
+    # What is written and read.
+    run_dir: str | None = option(None, "folder of the run; unset = runs/<model>-<time>", text)
+    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", text)
+    checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
+    keep: int = option(3, "newest checkpoints that are kept", whole(1))
+    init_from: str | None = option(None, "start from the weights of a full-model.pt", text)
+    save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
+    dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
+    inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
+    tensorboard: bool = option(False, "also write TensorBoard event files", switch)
+
+    def __post_init__(self) -> None:
+        # Files write resume = 120 as a number.
+        object.__setattr__(self, "resume", str(self.resume))
+        check_values(self)
+        spec = models.get(self.model)
+        if self.model_size is None:
+            object.__setattr__(self, "model_size", next(iter(spec.sizes)))
+        elif self.model_size not in spec.sizes:
+            raise ConfigError(
+                f"--model-size {self.model_size}: for {self.model} it {unknown(self.model_size, list(spec.sizes))}"
+            )
+        if self.dataset is None:
+            object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])
+        for check in (self._check_data, self._check_batches, self._check_strategy, self._check_precision):
+            check()
+
+    def _check_data(self) -> None:
+        kind = models.get(self.model).kind
+        if data.KINDS[self.dataset] != kind:
+            fitting = ", ".join(name for name in data.NAMES if data.KINDS[name] == kind)
+            raise ConfigError(
+                f"--dataset {self.dataset} with --model {self.model}: the model takes {kind} data; use one of {fitting}"
+            )
+        if self.data_root is not None and self.dataset not in data.ON_DISK:
+            raise ConfigError(
+                f"--data-root with --dataset {self.dataset}: that data is not read from a folder; drop --data-root "
+                f"or choose --dataset {' or '.join(data.ON_DISK)}"
+            )
+
+    def _check_batches(self) -> None:
+        if self.global_batch_size is not None and self.global_batch_size < self.grad_accumulation:
+            raise ConfigError(
+                f"--global-batch-size {self.global_batch_size} with --grad-accumulation {self.grad_accumulation}: "
+                "a microbatch would be empty; raise the one or lower the other"
+            )
+
+    def _check_strategy(self) -> None:
+        if self.strategy == "fsdp2":
+            if self.shard_granularity == "root" and self.prefetches != (None, None):
+                raise ConfigError(
+                    "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; "
+                    "drop one of them"
+                )
+            return
+        only_fsdp2: list[tuple[str, bool, str]] = [
+            (
+                "--cpu-offload",
+                self.cpu_offload,
+                "keeps parameters, gradients and optimizer state on the device",
+            ),
+            ("--replicas", self.replicas != 1, "has no two-dimensional mesh here"),
+            ("--shard-granularity", self.shard_granularity != 1, "is grouped by blocks or not at all"),
+            ("--reshard-after-forward", self.reshard_after_forward is not None, "has no such policy here"),
+            (
+                "--explicit-prefetching",
+                self.prefetches != (None, None),
+                "has no groups to prefetch explicitly",
+            ),
+            ("--inspect", self.inspect, "has no DTensor parameters"),
+        ]
+        for flag, given, why in only_fsdp2:
+            if given:
+                raise ConfigError(
+                    f"{flag} with --strategy {self.strategy}: {self.strategy} {why}; "
+                    f"use --strategy fsdp2 or drop {flag}"
+                )
+        if self.strategy == "fsdp1" and self.dcp_api:
+            # Measured: FSDP1's FULL_STATE_DICT fails on CPU before torch 2.15 and crashes the process on 2.11.
+            raise ConfigError(
+                "--dcp-api with --strategy fsdp1: the DCP API uses FSDP1's full state dict, which crashes on CPU in "
+                "torch 2.11; drop --dcp-api or use --strategy fsdp2"
+            )
+
+    def _check_precision(self) -> None:
+        if self.reduce_dtype == "fp32":
+            return
+        if self.mixed_precision != self.reduce_dtype:
+            raise ConfigError(
+                f"--reduce-dtype {self.reduce_dtype} with --mixed-precision {self.mixed_precision or 'off'}: "
+                "gradients would be rounded to a dtype they are not computed in; "
+                f"add --mixed-precision {self.reduce_dtype} or drop it"
+            )
+        if self.strategy in ("ddp", "none"):
+            raise ConfigError(
+                f"--reduce-dtype {self.reduce_dtype} with --strategy {self.strategy}: its gradients are fp32, the "
+                "dtype of its parameters; use --strategy fsdp2 or drop --reduce-dtype"
+            )
+
+    def global_batch(self, world_size: int) -> int:
+        """Samples in one optimizer step over all ranks."""
+        return self.global_batch_size or self.batch_size * self.grad_accumulation * world_size
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether `--checkpoint-every` asks for a checkpoint after this step."""
+        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+
+    @property
+    def prefetches(self) -> tuple[int | None, int | None]:
+        """Groups to prefetch in forward and in backward; the specific flags win over the common one."""
+        return (
+            self.forward_prefetch or self.explicit_prefetching,
+            self.backward_prefetch or self.explicit_prefetching,
+        )
+
+
+def parser(prog: str = "fsdp2.train", *, add_help: bool = True) -> Any:
+    """The argparse parser of a Config; with `add_help=False` it is a parent for a launcher's parser."""
+    return make_parser(Config, prog=prog, description="Train a sharded model with PyTorch FSDP2.", add_help=add_help)
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """A Config from a command line. Raises ConfigError; `--help` prints and exits."""
+    return Config(**read_values(Config, vars(parser().parse_args(argv))))

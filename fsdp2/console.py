@@ -1,0 +1,102 @@
+"""What a user sees of a run: a header, progress, and how to go on. Rank 0 alone prints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def short(path: Path | str) -> str:
+    """A path relative to where the user stands, if it lies below."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class Console:
+    """A listener: a progress bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self, rank: int, steps_per_epoch: int, epochs: int) -> None:
+        self.active, self.steps_per_epoch, self.epochs = rank == 0, steps_per_epoch, epochs
+        self.in_terminal = sys.stderr.isatty()
+        self._bar: Any = None
+        self._printed = 0.0
+
+    def line(self, text: str) -> None:
+        if self.active:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        handler = getattr(self, f"_{kind}", None)
+        if self.active and handler is not None:
+            handler(data)
+
+    def lines(self, texts: list[str]) -> None:
+        for text in texts:
+            self.line(text)
+
+    def _start(self, data: dict[str, Any]) -> None:
+        self.lines(data["header"] + ([data["note"]] if data["note"] else []))
+
+    def _resume(self, data: dict[str, Any]) -> None:
+        self._start(data)
+        seeded = "" if data["same_world_size"] else "; another world size, so random generators are seeded anew"
+        self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch']}{seeded}")
+
+    def _train(self, data: dict[str, Any]) -> None:
+        if data.get("skipped"):
+            self.line(
+                f"step {data['step']}: gradients overflowed in fp16; step skipped, "
+                f"loss scale now {data['loss_scale']:g}"
+            )
+        figures = (
+            f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {data['samples_per_second']:.0f} samples/s"
+        )
+        if self.in_terminal:
+            if self._bar is None:
+                self._bar = tqdm(total=self.steps_per_epoch, unit="step", leave=False)
+            self._bar.set_description(f"epoch {data['epoch'] + 1}/{self.epochs}")
+            self._bar.n = data["step_in_epoch"]
+            self._bar.set_postfix_str(figures)
+        elif time.monotonic() - self._printed > SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
+            self.line(f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  {figures}")
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _eval(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+        self._printed = time.monotonic()
+        self.line(
+            f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
+            f"test accuracy {data['accuracy']:.2%}"
+        )
+
+    def _failure(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+
+    def _end(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+        run = short(data["run_dir"])
+        if data["reason"] == "already finished":
+            self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs to go on")
+        elif data["reason"] == "finished":
+            self.line(f"trained {data['step']} steps in {data['seconds']:.1f} s")
+        else:
+            self.line(f"{data['reason']}: saved at step {data['step']} after {data['seconds']:.1f} s")
+        self.line(f"run directory: {run}")
+        if data.get("accuracy") is not None:
+            self.line(f"test accuracy: {data['accuracy']:.2%}")
+        if data["reason"] in ("finished", "already finished"):
+            self.line(f"next: python -m fsdp2.infer {run}")
+        else:
+            self.line(f"next: the same command with --config {run}/config.json --run-dir {run} goes on from there")

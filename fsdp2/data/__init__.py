@@ -1,0 +1,57 @@
+"""Datasets by name. Each is loaded whole into memory; nothing is imported that the chosen one doesn't need.
+
+`load` gives a `Dataset` with a train and a test split. Normalisation belongs to the dataset, so training,
+evaluation and inference cannot disagree about it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp2.data.splits import Dataset
+
+KINDS = {
+    "digits": "image",
+    "fashion-mnist": "image",
+    "mnist": "image",
+    "source-text": "language",
+    "random-tokens": "language",
+}
+NAMES = tuple(KINDS)
+DEFAULTS = {"image": "digits", "language": "source-text"}
+ON_DISK = ("fashion-mnist", "mnist")
+
+__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "load", "missing_files"]
+
+
+def missing_files(name: str, root: str) -> list[str]:
+    """Files of `name` that are not under `root` in torchvision's layout; empty if all are there."""
+    from fsdp2.data import torchvision_sets
+
+    return torchvision_sets.missing_files(name, Path(root))
+
+
+def load(name: str, *, root: str | None, seq_len: int, vocab_size: int | None) -> Dataset:
+    """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
+
+    Call it on one rank of a node first: the download is not guarded against a second one at the same time.
+
+    Raises:
+        FileNotFoundError: the data can't be downloaded; the message says what to do instead.
+    """
+    if name == "digits":
+        from fsdp2.data import digits
+
+        return digits.load()
+    if name in ON_DISK:
+        from fsdp2.data import torchvision_sets
+
+        return torchvision_sets.load(name, None if root is None else Path(root))
+    assert vocab_size is not None, f"{name} is language data: it needs the model's vocabulary size"
+    if name == "source-text":
+        from fsdp2.data import source_text
+
+        return source_text.load(seq_len)
+    from fsdp2.data import random_tokens
+
+    return random_tokens.load(seq_len, vocab_size)

@@ -1,0 +1,159 @@
+"""Batches of a split for one rank: for training from a resumable position, for evaluation in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fsdp2.data import sampler
+from fsdp2.data.splits import Images, Windows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch on the device.
+
+    Attributes:
+        inputs, targets: with the samples as their first dimension.
+        valid: False for a placeholder. Every rank must take part in every forward and backward, because they
+            communicate; a rank that has no sample left runs one that counts nothing.
+        samples: in the whole global batch of this step, over all ranks and microbatches.
+        target_count: targets in that global batch; what the sum of losses is divided by.
+        last: True for the microbatch that ends the step.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    valid: bool
+    samples: int
+    target_count: int
+    last: bool
+
+
+def _whole_batch(batch: Any) -> Any:
+    """Datasets hand out whole batches, so there is nothing to collate. Named, so that workers can pickle it."""
+    return batch
+
+
+def _loader(split: Images | Windows, rows: Sequence[Sequence[int]], device: torch.device, workers: int) -> Any:
+    # A batch sampler that is a plain list: the order is decided in sampler.py and not here.
+    return DataLoader(
+        split,
+        batch_sampler=rows,  # type: ignore[arg-type]
+        collate_fn=_whole_batch,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+    )
+
+
+class Batches:
+    """The training batches of one rank. Its place in the data is saved with the checkpoint.
+
+    Iterating yields one optimizer step at a time, from the current position to the end of the epoch; each
+    step is itself an iterator over microbatches that reads data only when asked, so that work can be
+    started before the data is there.
+    """
+
+    def __init__(
+        self,
+        split: Images | Windows,
+        *,
+        global_batch: int,
+        accumulation: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        workers: int = 0,
+    ) -> None:
+        self.split, self.global_batch, self.accumulation, self.seed = split, global_batch, accumulation, seed
+        self.rank, self.world_size, self.device, self.workers = rank, world_size, device, workers
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that finished steps have consumed, over all ranks
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.split) // self.global_batch)
+
+    def steps_done(self) -> int:
+        """Finished steps of the current epoch."""
+        return -(-self.position // self.global_batch)
+
+    def at_end(self) -> bool:
+        """Whether every sample of the current epoch has been consumed."""
+        return self.position >= len(self.split)
+
+    def __iter__(self) -> Iterator[Iterator[Batch]]:
+        order = sampler.epoch_order(len(self.split), self.seed, self.epoch)
+        steps = list(sampler.global_batches(order, self.global_batch, self.position))
+        rows: list[list[int]] = []
+        valid: list[bool] = []
+        for batch in steps:
+            for part in sampler.microbatches(batch, self.rank, self.world_size, self.accumulation):
+                valid.append(len(part) > 0)
+                rows.append((part if len(part) > 0 else batch[:1]).tolist())
+        pairs = iter(_loader(self.split, rows, self.device, self.workers))
+        for index, batch in enumerate(steps):
+            first = index * self.accumulation
+            yield self._microbatches(pairs, len(batch), valid[first : first + self.accumulation])
+
+    def _microbatches(self, pairs: Iterator[Any], samples: int, valid: list[bool]) -> Iterator[Batch]:
+        for index, is_valid in enumerate(valid):
+            inputs, targets = next(pairs)
+            last = index == len(valid) - 1
+            if last:
+                # Before the last one is handed out: a checkpoint written in this step must not repeat it.
+                self.position += samples
+            yield Batch(
+                inputs.to(self.device, non_blocking=True),
+                targets.to(self.device, non_blocking=True),
+                is_valid,
+                samples,
+                samples * self.split.targets_per_sample,
+                last,
+            )
+
+    def next_epoch(self) -> None:
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.split)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Raises ValueError if the order of samples would be another one than the checkpoint's."""
+        for key, now, flag in (("seed", self.seed, "--seed"), ("size", len(self.split), "--dataset")):
+            if state[key] != now:
+                raise ValueError(
+                    f"{flag}: the checkpoint's data has {key} {state[key]}, this run's {now}; samples would be "
+                    f"repeated or left out. Use the same {flag}, or --init-from to start with the weights alone"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+def evaluation_batches(
+    split: Images | Windows, batch_size: int, rank: int, world_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Every sample of a split once over all ranks, in batches that do not depend on the world size.
+
+    Whole batches are dealt to ranks in turn, so each is computed on the same rows wherever it lands, and the
+    counts agree exactly between world sizes and with inference in one process. All ranks get equally many;
+    a placeholder fills the last round.
+    """
+    rows = torch.arange(len(split)).split(batch_size)
+    rounds = -(-len(rows) // world_size)
+    mine = [rows[i] if i < len(rows) else None for i in range(rank, rounds * world_size, world_size)]
+    loader = _loader(split, [rows[0][:1].tolist() if r is None else r.tolist() for r in mine], device, 0)
+    for row, (inputs, targets) in zip(mine, loader, strict=True):
+        yield Batch(
+            inputs.to(device, non_blocking=True),
+            targets.to(device, non_blocking=True),
+            row is not None,
+            len(split),
+            len(split) * split.targets_per_sample,
+            True,
+        )

@@ -1,0 +1,79 @@
+"""The two kinds of data in memory: images with labels, and a row of tokens cut into windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Images(TorchDataset[Pair]):
+    """Grey images and their labels.
+
+    Args:
+        pixels: (N, 28, 28), any dtype, from 0 to `white`.
+        labels: (N,), int64.
+        mean, std: of the pixels after they were scaled to 0–1, as torchvision's Normalize takes them.
+
+    An item is `(1, 28, 28)` float32 and a 0-d label; a list of indices gives a batch of them at once,
+    which torch's DataLoader asks for and which is many times faster than stacking single items.
+    """
+
+    targets_per_sample = 1
+
+    def __init__(self, pixels: Tensor, labels: Tensor, *, white: float, mean: float, std: float) -> None:
+        assert pixels.shape == (len(labels), 28, 28)
+        self.pixels, self.labels = pixels, labels
+        self.white, self.mean, self.std = white, mean, std
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> Pair:
+        inputs, labels = self.__getitems__([index])
+        return inputs[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        # The same operations in the same order as ToTensor and Normalize, so that the result is bit-equal.
+        picked = self.pixels[list(indices)].to(torch.float32).div(self.white)
+        return picked.sub(self.mean).div(self.std).unsqueeze(1), self.labels[list(indices)]
+
+
+class Windows(TorchDataset[Pair]):
+    """A row of tokens cut into windows of `seq_len`; the target of each token is the next one.
+
+    Args:
+        tokens: (T,), an integer dtype. Windows do not overlap; what is left over at the end is not used.
+
+    An item is a pair of (seq_len,) int64; a list of indices gives a batch of them.
+    """
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+        self.targets_per_sample = seq_len
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> Pair:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        starts = torch.tensor(list(indices)) * self.seq_len
+        windows = self.tokens[starts[:, None] + torch.arange(self.seq_len + 1)].to(torch.int64)
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Train and test split, and how to name a class (a label's name, or a token's text)."""
+
+    train: Images | Windows
+    test: Images | Windows
+    classes: Sequence[str]

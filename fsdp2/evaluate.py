@@ -1,0 +1,44 @@
+"""Loss and accuracy on a whole split, the same at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.data.loader import Batch, evaluation_batches
+from fsdp2.data.splits import Images, Windows
+from fsdp2.runtime import World
+
+
+def evaluate(
+    forward: Callable[[Batch], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    split: Images | Windows,
+    batch_size: int,
+    world: World,
+    device: torch.device,
+) -> dict[str, float]:
+    """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks. A collective call.
+
+    Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
+    uneven shares don't shift the means.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in evaluation_batches(split, batch_size, world.rank, world.world_size, device):
+        outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
+        if batch.valid:
+            correct = (outputs.argmax(dim=-1) == batch.targets).sum()
+            sums += torch.stack(
+                [
+                    loss(outputs, batch.targets).double(),
+                    correct,
+                    torch.ones_like(correct) * batch.targets.numel(),
+                ]
+            )
+    if world.world_size > 1:
+        dist.all_reduce(sums)
+    total, correct, count = sums.tolist()
+    return {"loss": total / count, "accuracy": correct / count, "count": int(count)}

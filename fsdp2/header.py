@@ -1,0 +1,60 @@
+"""The lines that open a run, and what `--inspect` adds. All of it is read off the model that was made."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.config import Config
+from fsdp2.console import short
+from fsdp2.models import ModelSpec
+from fsdp2.parallel import inspect
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.precision import DTYPES
+from fsdp2.rundir import RunDir
+from fsdp2.runtime import World
+
+# Tensors of optimizer state per parameter.
+MOMENTS = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that a person would use."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def lines(
+    config: Config, engine: Engine, spec: ModelSpec, world: World, device: torch.device, run: RunDir
+) -> list[str]:
+    """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in spec.build(config.model_size).parameters())
+    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+    if config.replicas > 1:
+        ranks += f" ({config.replicas} replicas of {world.world_size // config.replicas} shards)"
+    dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
+    state = inspect.state_bytes(engine.model, MOMENTS[config.optimizer])
+    return [
+        f"model: {config.model} {config.model_size}, {parameters:,} parameters; data: {config.dataset}; "
+        f"{config.optimizer}, lr {config.lr:g}",
+        f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
+        f"memory: {size(state)} a rank for parameters, gradients and optimizer state"
+        + (", in CPU memory" if config.cpu_offload else ""),
+        f"sharding: {inspect.summary(engine.model)}",
+        f"run directory: {short(run.path)}",
+    ]
+
+
+def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
+    """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
+    with torch.device("meta"):
+        plain_type = type(spec.build(config.model_size))
+    return inspect.report(
+        engine.model,
+        plain_type,
+        replicas=config.replicas,
+        compute=DTYPES[config.mixed_precision] if config.mixed_precision else None,
+    )

@@ -1,0 +1,201 @@
+"""Load what a run left and predict:  python -m fsdp2.infer RUN
+
+Loads full_model/full-model.pt into a plain model in a plain process. With `--sharded`, under torchrun, it
+loads the newest sharded checkpoint instead, and no rank ever holds a full copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import data, models, runtime
+from fsdp2.checkpoint.save import verify_together
+from fsdp2.checkpoint.state import read_weights
+from fsdp2.config import Config
+from fsdp2.console import short
+from fsdp2.data.loader import Batch
+from fsdp2.data.splits import Dataset
+from fsdp2.evaluate import evaluate
+from fsdp2.models import ModelSpec
+from fsdp2.options import ConfigError, Parser
+from fsdp2.parallel.precision import DTYPES, autocast
+from fsdp2.parallelize import parallelize
+from fsdp2.preflight import check_data, checkpoint_at
+from fsdp2.rundir import RunDir, read_config
+from fsdp2.runtime import World
+
+SAMPLES = 10
+
+
+def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Tensor]:
+    """The full model in this process; a function from a batch to its outputs.
+
+    It computes in the precision that the run evaluated in, so that the accuracy is the run's: FSDP casts the
+    parameters, DDP and a single process use autocast.
+    """
+    model: nn.Module = spec.build(config.model_size)
+    model.load_state_dict(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
+    model.to(device).eval()
+    casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2")
+    dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
+    model.to(dtype)
+    context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
+
+    def forward(batch: Batch) -> Tensor:
+        inputs = batch.inputs.to(dtype) if batch.inputs.is_floating_point() else batch.inputs
+        with context:
+            return model(inputs)
+
+    return forward
+
+
+def load_sharded(
+    config: Config, spec: ModelSpec, checkpoint: Path, world: World, device: torch.device
+) -> Callable[[Batch], Tensor]:
+    """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
+    verify_together(checkpoint)
+    engine = parallelize(
+        config,
+        build=lambda: spec.build(config.model_size),
+        blocks_of=spec.blocks,
+        set_weights=lambda model: read_weights(model, checkpoint),
+        device=device,
+        world_size=world.world_size,
+        training=False,
+    )
+    engine.model.eval()
+    return engine.forward
+
+
+def samples_of(outputs: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
+    """Predicted and true class of each sample; for language, of the last token of each."""
+    if targets.dim() > 1:
+        outputs, targets = outputs[:, -1], targets[:, -1]
+    return [
+        {
+            "sample": i,
+            "predicted": dataset.classes[int(predicted)],
+            "actual": dataset.classes[int(actual)],
+            "correct": bool(predicted == actual),
+        }
+        for i, (predicted, actual) in enumerate(zip(outputs.argmax(dim=-1), targets, strict=True))
+    ]
+
+
+def context_of(inputs: Tensor, dataset: Dataset) -> str:
+    """The end of a sample of tokens, as text."""
+    return "".join(dataset.classes[int(token)] for token in inputs[-24:])
+
+
+def draw(samples: Sequence[dict[str, Any]], inputs: Tensor, dataset: Dataset, path: Path) -> None:
+    """A picture of the samples with predicted and true class."""
+    import matplotlib  # here: it takes a second that `import fsdp2.infer` should not
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    images = inputs.dim() == 4
+    figure, axes = pyplot.subplots(2, 5, figsize=(11, 5.2)) if images else pyplot.subplots(10, 1, figsize=(9, 5.5))
+    for axis, sample, one in zip(axes.flat, samples, inputs, strict=False):
+        colour = "tab:green" if sample["correct"] else "tab:red"
+        mark = "✓" if sample["correct"] else "✗"
+        axis.set_axis_off()
+        if images:
+            axis.imshow(one[0].float().cpu(), cmap="gray")
+            axis.set_title(f"{mark} {sample['predicted']}\n(is {sample['actual']})", color=colour, fontsize=11)
+        else:
+            # No dollar signs as text: matplotlib would typeset what is between them.
+            text = f"{mark} …{context_of(one, dataset)}  →  {sample['predicted']}   (is {sample['actual']})"
+            axis.text(0, 0.5, text.replace("$", r"\$"), color=colour, family="monospace", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False) -> dict[str, Any]:
+    """Predict ten test samples and measure the accuracy on the whole test set.
+
+    Returns {"accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct}}.
+    Raises ConfigError if the run, its model or its data can't be used.
+    """
+    world = runtime.world()
+    run = RunDir(run_path)
+    config, _ = read_config(run)
+    config = dataclasses.replace(config, data_root=data_root or config.data_root, cpu_offload=False)
+    check_data(config)
+    spec = models.get(config.model)
+    if not sharded and world.world_size > 1:
+        raise ConfigError(
+            "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
+        )
+    if sharded and config.strategy != "fsdp2":
+        raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
+    if not sharded and not run.full_model.is_file():
+        raise ConfigError(
+            f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had --no-save-model; "
+            "use --sharded, or finish it"
+        )
+    checkpoint = checkpoint_at(run.path) if sharded else None
+    device = runtime.pick_device(config.device, world)
+    with runtime.process_group(world, device):
+        runtime.set_threads(config.threads, world)
+        with runtime.first_on_node(world):
+            dataset = data.load(
+                config.dataset,
+                root=config.data_root,
+                seq_len=config.seq_len,
+                vocab_size=spec.vocab_size(config.model_size),
+            )
+        if checkpoint is not None:
+            forward = load_sharded(config, spec, checkpoint, world, device)
+        else:
+            forward = load_plain(config, spec, run.full_model, device)
+        with torch.no_grad():
+            inputs, targets = dataset.test.__getitems__(range(min(SAMPLES, len(dataset.test))))
+            batch = Batch(inputs.to(device), targets.to(device), True, len(inputs), targets.numel(), True)
+            samples = samples_of(forward(batch), batch.targets, dataset)
+            result = evaluate(forward, spec.loss, dataset.test, config.test_batch_size, world, device)
+        if world.rank == 0:
+            for sample, one in zip(samples, inputs, strict=True):
+                mark = "✓" if sample["correct"] else "✗"
+                after = "" if inputs.dim() == 4 else f" after …{context_of(one, dataset)}"
+                predicted, actual = sample["predicted"], sample["actual"]
+                print(f"{mark} sample {sample['sample']}: predicted {predicted:<12} actual {actual:<12}{after}")
+            right = sum(sample["correct"] for sample in samples)
+            print(f"{right} of {len(samples)} samples right")
+            picture = run.path / "predictions.png"
+            draw(samples, inputs, dataset, picture)
+            print(f"picture: {short(picture)}")
+            print(f"test accuracy: {result['accuracy']:.2%} of {result['count']}")
+    return {"accuracy": result["accuracy"], "count": result["count"], "samples": samples}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line. Raises ConfigError."""
+    parser = Parser(prog="fsdp2.infer", description="Predict with the model of a run.", allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--data-root", metavar="FOLDER", help="in torchvision's layout, if the data is not embedded")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write accuracy, count and samples here")
+    parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")
+    return parser.parse_args(argv)
+
+
+def cli() -> None:
+    with runtime.exit_status():
+        arguments = parse()
+        result = main(arguments.run, data_root=arguments.data_root, sharded=arguments.sharded)
+        if arguments.json is not None and runtime.world().rank == 0:
+            arguments.json.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    cli()

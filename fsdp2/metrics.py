@@ -1,0 +1,126 @@
+"""What a run reports: events, the metrics file, and the values of a step on their way from the device.
+
+`emit(kind, data)` is called on every rank; a listener decides on which of them it does anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2.runtime import peak_memory_bytes
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, written by rank 0. Floats are written in full precision."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._file = open(path, "a+b") if rank == 0 else None  # noqa: SIM115 - lives as long as the run
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **data}).encode() + b"\n")
+            self._file.flush()
+
+    def position(self) -> int:
+        """Bytes written; durable when this returns, because a checkpoint will refer to them."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def cut(self, position: int) -> None:
+        """Forget what was written after `position`: steps that will be done again, or a torn line."""
+        if self._file is not None:
+            self._file.truncate(position)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard:
+    """Train and eval figures as TensorBoard scalars, written by rank 0."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an extra; preflight has checked that it is there
+
+        self._writer = SummaryWriter(str(folder)) if rank == 0 else None
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        if self._writer is None or kind not in ("train", "eval"):
+            return
+        for name, value in data.items():
+            if isinstance(value, (int, float)) and name not in ("step", "epoch"):
+                self._writer.add_scalar(f"{kind}/{name}", value, data["step"])
+        if kind == "eval":
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class StepLog:
+    """Emits a `train` event for each step, one step late.
+
+    The values are copied from the device while the next step is being issued; reading them at once would
+    make the CPU wait for the GPU in every step. `stop` is how many ranks have had a stop signal: all read
+    the same sum at the same step, and so stop together.
+    """
+
+    def __init__(self, emit: OnEvent, device: torch.device) -> None:
+        self.emit, self.device = emit, device
+        self.stop = 0
+        self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
+        self._clock = time.perf_counter()
+
+    def add(self, data: dict[str, Any], values: Tensor) -> None:
+        """Queue a step.
+
+        Args:
+            data: step, epoch, lr, samples, and what else is known on the CPU.
+            values: (3,) float64 on the device: mean loss, gradient norm, ranks that have had a stop signal.
+        """
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        event = None
+        if self.device.type == "cuda":
+            values = values.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        timing = {"step_ms": 1000 * seconds, "samples_per_second": data["samples"] / seconds}
+        self.flush()
+        self._waiting = ({**data, **timing}, values, event)
+
+    def flush(self) -> None:
+        """Emit what is waiting."""
+        if self._waiting is None:
+            return
+        data, values, event = self._waiting
+        self._waiting = None
+        if event is not None:
+            event.synchronize()
+        loss, norm, stop = values.tolist()
+        self.stop = int(stop)
+        record = {
+            "step": data["step"],
+            "epoch": data["epoch"],
+            "loss": loss,
+            "lr": data["lr"],
+            "grad_norm": norm,
+        }
+        self.emit("train", {**record, **data, "peak_memory_bytes": peak_memory_bytes(self.device)})
+
+    def restart_clock(self) -> None:
+        """Leave what was done between steps (evaluation, a checkpoint) out of the next step's time."""
+        self._clock = time.perf_counter()

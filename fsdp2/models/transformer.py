@@ -1,0 +1,69 @@
+"""The simplified transformer of the FSDP2 guide: its `attention` is a linear layer, so it predicts a token
+from the one before it. What it shows is sharding, not language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2.models.initial import Table, fan_in_uniform, normal, ones, zeros
+from fsdp2.models.spec import ModelSpec
+
+SIZES = {
+    "debug": {"vocab_size": 256, "dim": 64, "num_layers": 3},
+    "seed": {"vocab_size": 10000, "dim": 512, "num_layers": 3},
+    "wide": {"vocab_size": 32000, "dim": 1024, "num_layers": 12},
+}
+
+# As nn.Embedding, nn.LayerNorm and nn.Linear draw them; biases at zero (their fan-in is not in their shape).
+INITIAL_VALUES: Table = {
+    "tok_embeddings.weight": normal(1.0),
+    "*.norm?.weight": ones,
+    "*.weight": fan_in_uniform,
+    "*.bias": zeros,
+}
+
+
+class TransformerBlock(nn.Module):
+    """(N, T, dim) -> (N, T, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, dim * 4), nn.ReLU(), nn.Linear(dim * 4, dim))
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """(N, T) tokens -> (N, T, vocab_size) logits."""
+
+    def __init__(self, vocab_size: int = 10000, dim: int = 512, num_layers: int = 3) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList([TransformerBlock(dim) for _ in range(num_layers)])
+        self.output = nn.Linear(dim, vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tok_embeddings(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    assert isinstance(model, Transformer)
+    return list(model.layers)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+SPEC = ModelSpec("transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss)

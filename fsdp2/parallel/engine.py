@@ -1,0 +1,103 @@
+"""What the training loop drives, the same for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Microbatch(Protocol):
+    """The part of a batch that an engine looks at."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def last(self) -> bool: ...
+
+
+class Engine:
+    """A model with its optimizer and gradient scaler. This one is the plain form, for a single process.
+
+    One optimizer step is: `begin_step()`, then for each microbatch `forward(batch)` and
+    `backward(loss, last_microbatch)`, then `clip(norm)` and `step()`.
+    """
+
+    strategy = "none"
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler) -> None:
+        self.model, self._optimizer, self.scaler = model, optimizer, scaler
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        assert self._optimizer is not None, "this engine was made for inference"
+        return self._optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint saves of this engine: model, optimizer and gradient scaler."""
+        return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+    def begin_step(self) -> None:
+        """Called before the data of a step is read."""
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        return self.model(batch.inputs)
+
+    def backward(self, loss: Tensor, last_microbatch: bool) -> None:
+        """Accumulate gradients of `loss` (0-d); ranks exchange theirs with the last microbatch of a step."""
+        self.scaler.scale(loss).backward()
+
+    def clip(self, norm: float | None) -> Tensor:
+        """Scale the gradients down to `norm`, or leave them for None; the norm before it, 0-d, on every rank."""
+        self.scaler.unscale_(self.optimizer)
+        return self._clip(norm)
+
+    def _clip(self, norm: float | None) -> Tensor:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        if norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, norm, total, foreach=True)
+        # A sharded gradient's norm is a DTensor whose value is spread over the ranks.
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def step(self) -> bool:
+        """Update the parameters; False if the gradient scaler skipped it because gradients overflowed."""
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.scaler.get_scale() >= before
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the model is as before afterwards."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+
+class AutocastEngine(Engine):
+    """A strategy whose model doesn't cast by itself: the forward runs under autocast."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler,
+        autocast: Any,
+    ) -> None:
+        super().__init__(model, optimizer, scaler)
+        self.autocast = autocast
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        with self.autocast:
+            return super().forward(batch)

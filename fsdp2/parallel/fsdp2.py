@@ -1,0 +1,95 @@
+"""Strategy `fsdp2`: `torch.distributed.fsdp.fully_shard`.
+
+Each parameter becomes a DTensor, split on its first dimension over the ranks of the mesh. A group of
+modules all-gathers its parameters before its forward and backward, frees them after, and reduce-scatters
+its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fsdp2.parallel.engine import Engine
+
+
+def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
+    """Pinned memory only where there is a GPU to copy to: without a driver, pinning raises."""
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if cpu_offload else OffloadPolicy()
+
+
+def shard(
+    model: nn.Module,
+    groups: Sequence[list[nn.Module]],
+    *,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+) -> list[FSDPModule]:
+    """Shard each group, then the root; the modules that stand for the groups, in forward order.
+
+    Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and
+    gets what is left. Torch's rule for `reshard_after_forward=None` is True for groups and False for the
+    root, whose parameters backward needs first.
+    """
+    settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    heads = []
+    for group in groups:
+        fully_shard(group, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+        heads.append(cast(FSDPModule, group[0]))
+    fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+    return heads
+
+
+class FSDP2Engine(Engine):
+    """`early_unshard`: all-gather the root before the data of a step is there, as explicit prefetching does."""
+
+    strategy = "fsdp2"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler,
+        *,
+        early_unshard: bool,
+    ) -> None:
+        super().__init__(model, optimizer, scaler)
+        self.root = cast(FSDPModule, model)
+        self.early_unshard = early_unshard
+
+    def begin_step(self) -> None:
+        if self.early_unshard:
+            self.root.unshard(async_op=True)
+
+    def backward(self, loss: Tensor, last_microbatch: bool) -> None:
+        self.root.set_is_last_backward(last_microbatch)
+        self.root.set_requires_gradient_sync(last_microbatch)
+        try:
+            super().backward(loss, last_microbatch)
+        finally:
+            # Also after an error: a model left like this would train on without exchanging gradients.
+            self.root.set_requires_gradient_sync(True)
+            self.root.set_is_last_backward(True)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            # A forward without backward leaves the root gathered.
+            self.root.reshard()

@@ -1,0 +1,95 @@
+"""What is sharded, where and in which dtype: looked up in the model, not in the flags, and asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+
+def groups_of(model: nn.Module) -> list[FSDPModule]:
+    """The modules that `fully_shard` was applied to, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def expected_placements(replicas: int) -> tuple[Placement, ...]:
+    return (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
+
+
+def state_bytes(model: nn.Module, states_per_parameter: int) -> int:
+    """Bytes of this rank's parameters, gradients and optimizer state, when all of them are fp32 shards.
+
+    `states_per_parameter` is 2 for Adam's two moments.
+    """
+    total = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        copies = 2 + states_per_parameter if parameter.requires_grad else 1
+        total += local.numel() * local.element_size() * copies
+    return total
+
+
+def summary(model: nn.Module) -> str:
+    """One line for the header of a run."""
+    parameters = list(model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    if not sharded:
+        return f"{type(model).__name__}, {len(parameters)} parameters in full on each rank"
+    placements = {", ".join(map(repr, p.placements)) for p in sharded}
+    return (
+        f"{type(model).__name__}, {len(groups_of(model))} groups, {len(sharded)} of {len(parameters)} parameters are "
+        f"DTensors placed ({' or '.join(sorted(placements))})"
+    )
+
+
+def check_sharded(model: nn.Module, plain_type: type, placements: Sequence[Placement]) -> None:
+    """Assert that `fully_shard` did what it says.
+
+    The model is an FSDPModule and still an instance of its own class; each parameter is a DTensor with the
+    expected placement. Raises RuntimeError that names what isn't so.
+    """
+    if not (isinstance(model, FSDPModule) and isinstance(model, plain_type)):
+        raise RuntimeError(f"{type(model).__name__} is not both an FSDPModule and a {plain_type.__name__}")
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise RuntimeError(f"{name} is a plain {type(parameter).__name__} and not a DTensor")
+        if tuple(parameter.placements) != tuple(placements):
+            raise RuntimeError(f"{name} is placed {parameter.placements} and not {tuple(placements)}")
+
+
+def check_dtypes(model: nn.Module, compute: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Name -> dtype of each parameter while sharded and while gathered. A collective call.
+
+    Raises RuntimeError if a sharded one isn't fp32 or a gathered one isn't in the compute dtype.
+    """
+    sharded = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    groups = groups_of(model)
+    for group in groups:  # the root first: it is what torch sets the whole tree up from
+        group.unshard()
+    gathered = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for group in groups:
+        group.reshard()
+    wanted = compute or torch.float32
+    for name, dtype in sharded.items():
+        if dtype != torch.float32 or gathered[name] != wanted:
+            raise RuntimeError(f"{name} is {dtype} sharded and {gathered[name]} gathered, not float32 and {wanted}")
+    return {name: (dtype, gathered[name]) for name, dtype in sharded.items()}
+
+
+def report(model: nn.Module, plain_type: type, *, replicas: int, compute: torch.dtype | None) -> list[str]:
+    """Check everything and describe each parameter in a line. A collective call; raises RuntimeError."""
+    check_sharded(model, plain_type, expected_placements(replicas))
+    dtypes = check_dtypes(model, compute)
+    lines = [f"{'parameter':<52} {'global shape':<16} {'local shape':<16} {'placement':<24} sharded -> gathered"]
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole, local = str(tuple(parameter.shape)), str(tuple(parameter.to_local().shape))
+        placed = ", ".join(map(repr, parameter.placements))
+        low, high = (str(dtype).removeprefix("torch.") for dtype in dtypes[name])
+        lines.append(f"{name:<52} {whole:<16} {local:<16} {placed:<24} {low} -> {high}")
+    lines.append(f"checked: {summary(model)}; it is an FSDPModule and a {plain_type.__name__}")
+    return lines

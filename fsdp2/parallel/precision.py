@@ -1,0 +1,47 @@
+"""Mixed precision: the compute dtype by strategy, and the loss scaling that fp16 needs.
+
+FSDP casts parameters when it all-gathers them, so activations are stored in the low dtype and the sharded
+parameters that the optimizer updates stay fp32. DDP and a single process have no such moment and use
+autocast, which picks a dtype for each operation: other arithmetic, close results.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:
+    """The policy of `fully_shard`.
+
+    `reduce_dtype` is always set: torch 2.15 changed what None means, and a reduction in fp16 overflows
+    where each rank's gradients alone would not.
+    """
+    return MixedPrecisionPolicy(param_dtype=None if compute is None else DTYPES[compute], reduce_dtype=DTYPES[reduce])
+
+
+def fsdp1_policy(compute: str | None, reduce: str) -> MixedPrecision | None:
+    """The same for FSDP1; None leaves everything in fp32."""
+    if compute is None:
+        return None
+    # Buffers stay fp32, as FSDP2, which doesn't cast them, leaves them.
+    return MixedPrecision(param_dtype=DTYPES[compute], reduce_dtype=DTYPES[reduce], buffer_dtype=torch.float32)
+
+
+def autocast(device_type: str, compute: str | None) -> AbstractContextManager[object]:
+    """The context of a forward that isn't FSDP's."""
+    return nullcontext() if compute is None else torch.autocast(device_type, DTYPES[compute])
+
+
+def gradient_scaler(device_type: str, compute: str | None) -> torch.amp.GradScaler:
+    """A scaler that is enabled for fp16 alone; bf16 has fp32's range and needs none.
+
+    fp16's smallest normal number is 6e-5, and gradients below vanish; the scaler multiplies the loss, divides
+    the gradients before the step, and skips a step whose gradients overflowed. The plain scaler is right for
+    sharded gradients too: with DTensors its overflow flag is reduced over the mesh, so ranks skip together.
+    """
+    return torch.amp.GradScaler(device_type, enabled=compute == "fp16")

@@ -1,0 +1,24 @@
+"""Explicit prefetching: all-gather groups before the one that needs them comes up.
+
+FSDP2 prefetches implicitly: while group i computes on the GPU, the CPU has already issued the all-gather
+of group i+1. That fails to overlap when the CPU is the slower one; then groups can be told to issue those
+of their successors as well, for the memory of that many more unsharded groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.fsdp import FSDPModule
+
+
+def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:
+    """When group i is about to run forward, also all-gather groups i+1 … i+ahead."""
+    for i, group in enumerate(groups):
+        group.set_modules_to_forward_prefetch(list(groups[i + 1 : i + 1 + ahead]))
+
+
+def prefetch_backward(groups: Sequence[FSDPModule], ahead: int) -> None:
+    """When group i is about to run backward, also all-gather groups i-1 … i-ahead, nearest first."""
+    for i, group in enumerate(groups):
+        group.set_modules_to_backward_prefetch(list(reversed(groups[max(0, i - ahead) : i])))

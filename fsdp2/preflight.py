@@ -1,0 +1,276 @@
+"""Every refusal that needs the machine, before anything is started: world size, device, data, run directory,
+checkpoint. A wrong combination must not cost a process group, a download or a run directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import data, models
+from fsdp2.checkpoint.full_dtensor import differences, read_full
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.config import Config
+from fsdp2.options import ConfigError, to_flags
+from fsdp2.parallelize import freeze
+from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
+from fsdp2.runtime import World, broadcast
+
+OLDEST_TORCH = (2, 11)
+
+# Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
+KEPT = {
+    "dataset": "the place in the data would mean other samples",
+    "seed": "the place in the data would mean other samples",
+    "seq-len": "the place in the data would mean other samples",
+    "optimizer": "the optimizer's state would not fit",
+    "freeze": "the optimizer's state would not fit",
+    "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
+    "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
+}
+
+
+class Job:
+    """What was decided before the start: where the run is written, and what it resumes.
+
+    As a context it gives the run directory back at the end.
+    """
+
+    def __init__(self, path: Path, lock: WriterLock | None) -> None:
+        self.path, self._lock = path.absolute(), lock
+        self.restore: Path | None = None
+        self.note: str | None = None
+        self._newest_kept: int | None = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def agree(self) -> None:
+        """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call."""
+        self.path, self.restore, self.note = broadcast((self.path, self.restore, self.note))
+
+    def restores_own(self, run: RunDir) -> bool:
+        """Whether the checkpoint is of this run, and not of another that this one goes on from."""
+        return self.restore is not None and self.restore.parent == run.store.root
+
+    def keep_up_to(self, step: int) -> None:
+        """Let `set_aside_newer` leave the checkpoints up to `step`."""
+        self._newest_kept = step
+
+    def set_aside_newer(self, store: Store) -> None:
+        """On rank 0, rename the checkpoints that a run which goes back will write again."""
+        if self._newest_kept is not None:
+            store.set_aside(self._newest_kept)
+
+    def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The `start` or `resume` event."""
+        if self.restore is None:
+            return "start", {**data, "note": self.note}
+        return "resume", {**data, "note": self.note, "checkpoint": str(self.restore)}
+
+    def wants_full_model(self, run: RunDir, *, trained: bool) -> bool:
+        """Whether full-model.pt has to be written, as rank 0 sees it. A collective call."""
+        return broadcast(trained or not run.full_model.exists())
+
+
+def preflight(config: Config, world: World) -> Job:
+    """Check everything; on rank 0 also take the run directory and find the checkpoint to resume from.
+
+    Raises ConfigError: one line that names the flag and the fix.
+    """
+    check_versions(config)
+    check_world(config, world)
+    check_data(config)
+    with torch.device("meta"):
+        model = models.get(config.model).build(config.model_size)
+    try:
+        freeze(model, config.freeze)
+    except ValueError as error:
+        raise ConfigError(f"--freeze {error}") from None
+    if config.run_dir is not None and "://" in config.run_dir:
+        remote(config.run_dir, world)
+    path = default_path(config.model) if config.run_dir is None else Path(config.run_dir)
+    if world.rank != 0:
+        return Job(path, lock=None)
+    with ExitStack() as on_error:
+        job = on_error.enter_context(Job(path, WriterLock(path)))
+        find_checkpoint(config, RunDir(path).store, job)
+        if job.restore is not None:
+            check_checkpoint(config, model, job.restore)
+        elif config.init_from is not None:
+            check_init_from(config.init_from, model)
+        on_error.pop_all()
+    return job
+
+
+def torch_version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_versions(config: Config) -> None:
+    if torch_version(torch.__version__) < OLDEST_TORCH:
+        raise ConfigError(
+            f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
+            "install a newer torch and the torchvision that belongs to it"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard: tensorboard isn't installed; pip install 'fsdp2-reference[tensorboard]'")
+    if config.compile and not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
+        raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
+
+
+def check_world(config: Config, world: World) -> None:
+    size = world.world_size
+    if config.strategy == "none" and size > 1:
+        raise ConfigError(
+            f"--strategy none with {size} ranks: each would train a model of its own; start one process "
+            "or use --strategy ddp or fsdp2"
+        )
+    if size % config.replicas:
+        raise ConfigError(
+            f"--replicas {config.replicas}: doesn't divide the world size {size}; use one of "
+            f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+        )
+    shards = size // config.replicas
+    n = config.reshard_after_forward
+    if n is not None and not isinstance(n, bool) and (shards % n or n >= shards):
+        fitting = [str(k) for k in range(2, shards) if shards % k == 0]
+        raise ConfigError(
+            f"--reshard-after-forward {n}: must be a divisor of the {shards} ranks that shard the model, and fewer "
+            f"than they are; use {' or '.join([*fitting, 'true, which reshards to all of them'])}"
+        )
+    if config.global_batch_size is not None and config.global_batch_size < size * config.grad_accumulation:
+        raise ConfigError(
+            f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {size} ranks and "
+            f"{config.grad_accumulation} microbatches; use {size * config.grad_accumulation} or more"
+        )
+
+
+def check_data(config: Config) -> None:
+    if config.data_root is None:
+        return
+    missing = data.missing_files(config.dataset, config.data_root)
+    if missing:
+        raise ConfigError(
+            f"--data-root {config.data_root}: {missing[0]} is missing; give the folder above it, in torchvision's "
+            "layout, or drop --data-root to download"
+        )
+
+
+def remote(url: str, world: World) -> None:
+    if url.startswith("memory://") and world.world_size > 1:
+        raise ConfigError(
+            f"--run-dir {url} with {world.world_size} ranks: memory:// lives inside one process, so the shards of the "
+            "others would be lost; use a folder that all ranks see"
+        )
+    raise ConfigError(f"--run-dir {url}: is a URL, and run directories are folders; use one that all ranks see")
+
+
+def find_checkpoint(config: Config, store: Store, job: Job) -> None:
+    """Decide from `--resume` what to restore. Dead saves are cleaned; damage stops the run."""
+    wanted = config.resume
+    dead = store.remove_dead()
+    notes = [f"removed {path.name}, a save that was never committed" for path in dead]
+    committed = store.committed()
+    if wanted == "auto":
+        if committed:
+            job.restore = store.directory(committed[-1])
+        elif dead:
+            notes.append("no checkpoint was ever committed here; starting fresh")
+    elif wanted == "never":
+        if committed:
+            job.keep_up_to(-1)
+            notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
+    elif wanted.isdigit():
+        if int(wanted) not in committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.root.parent} holds no committed checkpoint of that step; "
+                + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
+            )
+        job.restore = store.directory(int(wanted))
+        job.keep_up_to(int(wanted))
+        newer = [step for step in committed if step > int(wanted)]
+        if newer:
+            notes.append(f"--resume {wanted}: newer checkpoints {', '.join(map(str, newer))} are set aside")
+    else:
+        job.restore = checkpoint_at(Path(wanted))
+        if committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.root.parent} has checkpoints of its own; choose another --run-dir, "
+                "or --resume auto to go on with those"
+            )
+    if job.restore is not None:
+        try:
+            verify(job.restore, hashes=False)
+        except DamagedCheckpoint as error:
+            raise damaged(error) from None
+    job.note = "; ".join(notes) or None
+
+
+def damaged(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--resume: the checkpoint is damaged: {error}; choose an older one with --resume STEP, or --resume never"
+    )
+
+
+def checkpoint_at(path: Path) -> Path:
+    """A checkpoint's directory, or the newest of a run's. Raises ConfigError if there is none."""
+    if (path / MARKER).is_file():
+        return path.absolute()
+    steps = RunDir(path).store.committed()
+    if not steps:
+        raise ConfigError(
+            f"--resume {path}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
+            "checkpoint or the folder of a run"
+        )
+    return RunDir(path).store.directory(steps[-1])
+
+
+def check_checkpoint(config: Config, model: nn.Module, directory: Path) -> None:
+    marker: dict[str, Any] = read_marker(directory)
+    saved, ours = marker.get("model", {}), shapes_of(model)
+    wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
+             sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"--resume {config.resume}: {directory} is of another model; {len(wrong)} tensors differ "
+            f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
+            "with, or another --run-dir"
+        )
+    theirs, flags = marker.get("config", {}), to_flags(config)
+    for flag, why in KEPT.items():
+        if flag in theirs and theirs[flag] != flags[flag]:
+            raise ConfigError(
+                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. "
+                "Use that, or start a new --run-dir, with --init-from for the weights alone"
+            )
+    if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
+        raise ConfigError(
+            f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
+            f"{theirs.get('mixed-precision') or 'off'}, and fp16 alone has a gradient scaler; use the same"
+        )
+
+
+def check_init_from(file: str, model: nn.Module) -> None:
+    try:
+        full = read_full(Path(file))
+    except Exception as error:  # torch.load fails in many ways on what isn't its file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"--init-from {file}: can't be loaded ({reason}); give a full-model.pt of a run") from None
+    wrong = differences(full, model.state_dict()) if isinstance(full, dict) else ["it holds no state dict"]
+    if wrong:
+        raise ConfigError(
+            f"--init-from {file}: is of another model; {len(wrong)} tensors differ ({'; '.join(wrong[:3])}); give the "
+            "--model and --model-size it was made with"
+        )

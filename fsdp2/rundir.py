@@ -1,0 +1,131 @@
+"""The run directory: where things lie in it, who may write to it, and what a run was started with."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.checkpoint.store import Store
+from fsdp2.config import Config
+from fsdp2.models import ModelSpec
+from fsdp2.options import ConfigError, read_values, to_flags
+
+
+class RunDir:
+    """Paths of one run.
+
+    config.json  metrics.jsonl  checkpoints/step-…/  full_model/full-model.pt
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.full_model = self.path / "full_model" / "full-model.pt"
+        self.store = Store(self.path / "checkpoints")
+
+
+def default_path(model: str) -> Path:
+    """`runs/<model>-<time>`, with a number where that exists."""
+    path = Path("runs") / f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while (candidate := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+class WriterLock:
+    """Holds a run directory for one writer; the operating system frees it when the process dies."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the directory can't be written or another run has it."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {path}: can't be written ({error.strerror}); choose a folder that can"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise ConfigError(
+                f"--run-dir {path}: in use by a run that is still going; wait for it or choose another folder"
+            ) from None
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Versions and sizes that a reader of the results will ask for."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "git": _git_revision(),
+        "world_size": world_size,
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+@functools.cache
+def _git_revision() -> str | None:
+    try:
+        where = Path(__file__).parent
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def write_config(run: RunDir, config: Config, world_size: int) -> None:
+    """config.json: the flags, which `--config` reads back, and the environment."""
+    content = {"flags": to_flags(config), "environment": environment(world_size)}
+    aside = run.config.with_suffix(".tmp")
+    aside.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(aside, run.config)
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Name -> shape of everything in a model's state dict."""
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:
+    """What a checkpoint's marker says beside its files.
+
+    Names and shapes are there so that another model is recognised before anything is loaded.
+    """
+    with torch.device("meta"):
+        model = spec.build(config.model_size)
+    return {
+        "config": to_flags(config),
+        "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
+        "environment": environment(world_size),
+        "model": shapes_of(model),
+    }
+
+
+def read_config(run: RunDir) -> tuple[Config, dict[str, Any]]:
+    """The Config and the environment of a run. Raises ConfigError if there is none."""
+    if not run.config.is_file():
+        raise ConfigError(f"{run.path}: holds no config.json, so it is not a run; give the folder of a run")
+    config = Config(**read_values(Config, {"config": str(run.config)}))
+    return config, json.loads(run.config.read_text())["environment"]

@@ -1,0 +1,162 @@
+"""The process: its rank, device, threads, seeds and process group. Nothing else reads the environment to
+find out who launched it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from fsdp2.options import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among all of them. Made before any process group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def world() -> World:
+    """From the process group that a launcher already made, else from torchrun's variables, else alone."""
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def pick_device(wanted: str, world: World) -> torch.device:
+    """The device of this rank: `auto` is a GPU where there is one.
+
+    Raises ConfigError if a GPU is wanted and missing, or if there are fewer than ranks on this node.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    if world.local_world_size > gpus:
+        raise ConfigError(
+            f"--device {wanted}: {world.local_world_size} ranks and {gpus} GPU on this node; start "
+            f"{gpus} ranks a node (--nproc_per_node {gpus}) or use --device cpu"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def set_threads(threads: int | None, world: World) -> int:
+    """Set torch's CPU threads, by default this node's cores divided by its ranks.
+
+    Set here and not left to the launcher: torchrun sets one thread only if it starts more than one rank, Ray
+    chooses otherwise, and the number of threads changes the last bits of the losses.
+    """
+    count = threads or max(1, len(os.sched_getaffinity(0)) // world.local_world_size)
+    torch.set_num_threads(count)
+    return count
+
+
+@contextmanager
+def process_group(world: World, device: torch.device) -> Iterator[None]:
+    """Join the launcher's process group, or make one and end it afterwards.
+
+    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        # Alone: a store in memory, so that no port is opened.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    # Not in a `finally`: after an error other ranks may be dead, and waiting for them would hang.
+    dist.destroy_process_group()
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's Python object on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's Python object, in the order of ranks, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+@contextmanager
+def first_on_node(world: World) -> Iterator[None]:
+    """Let one rank of each node run the body while the others wait; then those run it."""
+    if world.local_rank != 0:
+        dist.barrier()
+    yield
+    if world.local_rank == 0:
+        dist.barrier()
+
+
+def seed_everything(seed: int, *context: int) -> None:
+    """Seed torch, Python and NumPy, for dropout and the like, from the run's seed and, say, the rank."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *context))).encode()).digest()
+    number = int.from_bytes(digest[:4], "big")
+    torch.manual_seed(number)  # every GPU too
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# What gloo and nccl say when the other side of a connection has gone.
+_PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket closed")
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn the ways a run can fail into what a user sees, and an exit status.
+
+    A ConfigError is one line from rank 0 and status 2. An error shows its traceback and ends this process at
+    once, so that ranks that wait for it notice; those show one line, since the cause is elsewhere.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if world().rank == 0:
+            print(f"fsdp2: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _PEER_LOST):
+            raise
+        print(
+            f"fsdp2: rank {world().rank} stopped because another rank ended; its traceback is the cause",
+            file=sys.stderr,
+            flush=True,
+        )
+        # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
+        os._exit(1)

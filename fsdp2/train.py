@@ -1,0 +1,263 @@
+"""Train a sharded model:  torchrun --nproc_per_node 2 -m fsdp2.train
+
+The whole job on one page. Read `main` top to bottom: process, data, model, where to start, the loop, what is
+left behind. What a step does is in `train_step`; everything else is one call away.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.optim.lr_scheduler import StepLR
+
+from fsdp2 import data, header, models, runtime
+from fsdp2.checkpoint import full_dcp, full_dtensor
+from fsdp2.checkpoint.save import restore, save, save_full
+from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.config import Config, parse
+from fsdp2.data.loader import Batch, Batches
+from fsdp2.evaluate import evaluate
+from fsdp2.metrics import OnEvent, StepLog
+from fsdp2.models import ModelSpec
+from fsdp2.models.initial import reset_parameters
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallelize import parallelize
+from fsdp2.preflight import damaged, preflight
+from fsdp2.reports import Reports
+from fsdp2.rundir import RunDir, checkpoint_info, write_config
+from fsdp2.runtime import World
+from fsdp2.signals import StopSignals
+
+
+def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
+    """Train as `config` says, in a process group that exists already or in one of its own.
+
+    Args:
+        on_event: called on every rank with (kind, data) for `start` or `resume`, `train` (each step, one step
+            late), `eval`, `checkpoint`, `failure` and `end`.
+
+    Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
+    sense here. Any later error ends the run without saving, since other ranks may be elsewhere.
+    """
+    world = runtime.world()
+    device = runtime.pick_device(config.device, world)
+    spec = models.get(config.model)
+    with preflight(config, world) as job, runtime.process_group(world, device):
+        job.agree()  # rank 0 has chosen the run directory and what to resume
+        run = RunDir(job.path)
+        runtime.set_threads(config.threads, world)
+
+        # Data. A download happens once on each node.
+        with runtime.first_on_node(world):
+            dataset = data.load(
+                config.dataset,
+                root=config.data_root,
+                seq_len=config.seq_len,
+                vocab_size=spec.vocab_size(config.model_size),
+            )
+        batches = Batches(
+            dataset.train,
+            global_batch=config.global_batch(world.world_size),
+            accumulation=config.grad_accumulation,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.world_size,
+            device=device,
+            workers=config.loader_workers,
+        )
+
+        # Model: meta -> sharded -> initialised -> with its optimizer.
+        engine = make_engine(config, spec, world, device, restoring=job.restore is not None)
+        scheduler = StepLR(engine.optimizer, step_size=1, gamma=config.gamma)
+        runtime.seed_everything(config.seed, world.rank)  # for dropout, which each rank draws by itself
+
+        # Where to start. All that a resumed run needs is part of this state.
+        progress = Progress()
+        parts: dict[str, Part] = {
+            "scheduler": SchedulerState(scheduler),
+            "scaler": engine.scaler,
+            "batches": batches,
+            "progress": progress,
+            "rng": RandomState(world.rank, device),
+        }
+        app = AppState(engine.model, engine.optimizer, parts)
+        same_ranks = job.restore is None or resume(job.restore, app)
+        if not same_ranks:
+            runtime.seed_everything(config.seed, world.rank, progress.step)
+        first_step = saved_step = progress.step
+
+        def finished() -> bool:
+            return batches.epoch >= config.epochs or progress.step == config.max_steps
+
+        with Reports(config, run, world, batches.steps_per_epoch, on_event) as reports, StopSignals() as stop:
+            started = time.perf_counter()
+            if world.rank == 0:
+                job.set_aside_newer(run.store)
+                write_config(run, config, world.world_size)
+            # Steps after the checkpoint will be done again; cut, each stands in the file once.
+            reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
+            opening = header.lines(config, engine, spec, world, device, run)
+            place = {"step": progress.step, "epoch": batches.epoch, "same_world_size": same_ranks}
+            reports.emit(*job.opening_event({"header": opening, **place}))
+            if config.inspect:
+                reports.console.lines(header.inspection(config, engine, spec))
+
+            def commit() -> None:
+                nonlocal saved_step
+                if progress.step == saved_step:
+                    return
+                began, saved_step = time.perf_counter(), progress.step
+                progress.metrics_position = reports.metrics.position()
+                info = checkpoint_info(config, world.world_size, spec)
+                path = save(run.store, app, progress.step, info=info, keep=config.keep)
+                data = {"step": progress.step, "epoch": batches.epoch, "path": str(path)}
+                reports.emit("checkpoint", {**data, "seconds": time.perf_counter() - began})
+
+            # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
+            accuracy: float | None = None
+            log = StepLog(reports.emit, device)
+            while not finished():
+                log.restart_clock()
+                for microbatches in batches:
+                    lr = engine.optimizer.param_groups[0]["lr"]
+                    facts, values = train_step(engine, microbatches, spec, config, world, stop)
+                    progress.step += 1
+                    place = {
+                        "step": progress.step,
+                        "epoch": batches.epoch,
+                        "step_in_epoch": batches.steps_done(),
+                    }
+                    log.add({**place, "lr": lr, **facts}, values)
+                    if log.stop or finished():
+                        break
+                    if config.checkpoint_due(progress.step) and not batches.at_end():
+                        log.flush()
+                        commit()
+                        log.restart_clock()
+                log.flush()
+                if log.stop:
+                    commit()
+                    break
+                with engine.evaluating():
+                    result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
+                accuracy = result["accuracy"]
+                reports.emit("eval", {"step": progress.step, "epoch": batches.epoch, **result})
+                if batches.at_end():
+                    scheduler.step()
+                    batches.next_epoch()
+                if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
+                    commit()
+
+            # What is left behind: one file that any PyTorch program can load.
+            if finished() and config.save_model and job.wants_full_model(run, trained=progress.step > first_step):
+                save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model)
+            end = {
+                "step": progress.step,
+                "epoch": batches.epoch,
+                "reason": why_it_ended(log, stop, trained=progress.step > first_step),
+                "seconds": time.perf_counter() - started,
+                "accuracy": accuracy,
+                "run_dir": str(run.path),
+                "peak_memory_bytes": runtime.peak_memory_bytes(device),
+            }
+            reports.emit("end", end)
+    return end
+
+
+def train_step(
+    engine: Engine,
+    microbatches: Iterator[Batch],
+    spec: ModelSpec,
+    config: Config,
+    world: World,
+    stop: StopSignals,
+) -> tuple[dict[str, Any], Tensor]:
+    """One optimizer step over the microbatches of this rank. A collective call.
+
+    Returns what is known on the CPU, and on the device (3,) float64: the mean loss over the global batch,
+    the gradient norm, and how many ranks have had a stop signal.
+    """
+    engine.begin_step()  # with explicit prefetching the first all-gather runs while data is read
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, stop signals
+    for batch in microbatches:
+        loss = spec.loss(engine.forward(batch), batch.targets)
+        # Ranks' gradients will be averaged. The sum of losses x ranks / targets in the global batch makes
+        # that the gradient of the mean over the global batch, also where shares are uneven.
+        share = world.world_size / batch.target_count if batch.valid else 0.0
+        engine.backward(loss * share, last_microbatch=batch.last)
+        sums = sums.to(loss.device)
+        sums[0] += loss.detach() if batch.valid else 0.0
+    norm = engine.clip(config.clip_grad_norm)
+    updated = engine.step()
+    sums[1] = float(stop.received != 0)
+    dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
+    facts: dict[str, Any] = {"samples": batch.samples}
+    if engine.scaler.is_enabled():
+        facts |= {"loss_scale": engine.scaler.get_scale(), "skipped": not updated}
+    return facts, torch.stack([sums[0] / batch.target_count, norm.double(), sums[1]])
+
+
+def make_engine(
+    config: Config,
+    spec: ModelSpec,
+    world: World,
+    device: torch.device,
+    *,
+    restoring: bool,
+    training: bool = True,
+) -> Engine:
+    """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
+
+    def set_weights(model: nn.Module) -> None:
+        if config.init_from is not None and not restoring:
+            full_state_api(config).load_full_model_state(model, Path(config.init_from))
+        else:
+            reset_parameters(model, spec.initial_values, config.seed)
+
+    return parallelize(
+        config,
+        build=lambda: spec.build(config.model_size),
+        blocks_of=spec.blocks,
+        set_weights=set_weights,
+        device=device,
+        world_size=world.world_size,
+        training=training,
+    )
+
+
+def full_state_api(config: Config) -> Any:
+    """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
+    return full_dcp if config.dcp_api else full_dtensor
+
+
+def resume(checkpoint: Path, app: AppState) -> bool:
+    """Load a checkpoint into `app`; whether it is from as many ranks, so that their random state counts."""
+    try:
+        return restore(checkpoint, app)
+    except DamagedCheckpoint as error:
+        raise damaged(error) from None
+
+
+def why_it_ended(log: StepLog, stop: StopSignals, *, trained: bool) -> str:
+    if log.stop:
+        return signal.Signals(stop.received).name if stop.received else "a stop signal on another rank"
+    return "finished" if trained else "already finished"
+
+
+@record  # lets torchrun show the traceback of the rank that failed first
+def cli() -> None:
+    with runtime.exit_status():
+        main(parse())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Ranks, main_in_ranks
+
+ROOT = Path(__file__).parent.parent
+# Real subsets of MNIST and Fashion-MNIST in torchvision's layout, where a checkout has them.
+DATA_ROOT = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def train(ranks: Ranks, tmp_path: Path) -> Callable[..., Events]:
+    """Run `fsdp2.train` on N ranks with a command line; rank 0's events.
+
+    It is the smallest model on few steps, and its run directory is below the test's folder.
+    """
+
+    def run(*flags: str, n: int = 2, run: str = "run", steps: int | None = 6, timeout: float = 120) -> Events:
+        line = ["--model-size=tiny", f"--run-dir={tmp_path / run}", "--batch-size=16", "--threads=1"]
+        if steps is not None:
+            line.append(f"--max-steps={steps}")
+        events: Events = ranks.run(main_in_ranks, [*line, *flags], ranks=n, timeout=timeout)[0]
+        return events
+
+    return run
+
+
+@pytest.fixture
+def data_root() -> Path:
+    if not (DATA_ROOT / "FashionMNIST").is_dir():
+        pytest.skip(f"needs the image files in {DATA_ROOT}, which this checkout doesn't have")
+    return DATA_ROOT

@@ -1,0 +1,137 @@
+"""Run functions on N real gloo ranks, which are kept alive from one test to the next.
+
+    results = ranks.run(function, argument, …, ranks=2)
+
+starts `function(argument, …)` on every rank inside a fresh process group and returns the ranks' results. The
+function must be at module level and its arguments picklable. A rank that raises, dies or takes too long fails
+the test with what it printed; all ranks are then killed, and the next test gets new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT = 120.0
+
+
+def _serve(pipe: Connection, output: str) -> None:
+    """A rank: wait for work, do it in a process group of its own, send the result."""
+    with open(output, "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        try:
+            work = pipe.recv()
+        except EOFError:
+            return
+        function, arguments, rank, world_size, store = work
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=TIMEOUT),
+            )
+            result = function(*arguments)
+            dist.destroy_process_group()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._workers: list[tuple[Any, Connection, Path]] = []
+        self._count = 0
+
+    def _worker(self, index: int) -> tuple[Any, Connection, Path]:
+        while len(self._workers) <= index:
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            self._count += 1
+            output = self.folder / f"rank{len(self._workers)}-{self._count}.log"
+            process = context.Process(target=_serve, args=(theirs, str(output)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours, output))
+        return self._workers[index]
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int = 2, timeout: float = TIMEOUT) -> list[Any]:
+        """The results of `function(*arguments)` on each rank. Fails the test if a rank does."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            workers = [self._worker(rank) for rank in range(ranks)]
+            for rank, (_, pipe, _) in enumerate(workers):
+                pipe.send((function, arguments, rank, ranks, os.path.join(folder, "store")))
+            results: dict[int, Any] = {}
+            deadline = time.monotonic() + timeout
+            pipes = {pipe: rank for rank, (_, pipe, _) in enumerate(workers)}
+            while pipes:
+                ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    self._fail(f"no answer from ranks {sorted(pipes.values())} in {timeout:.0f} s")
+                for pipe in ready:
+                    assert isinstance(pipe, Connection)
+                    rank = pipes.pop(pipe)
+                    try:
+                        good, result = pipe.recv()
+                    except EOFError:
+                        self._fail(f"rank {rank} died")
+                    if not good:
+                        self._fail(f"rank {rank}:\n{result}")
+                    results[rank] = result
+            return [results[rank] for rank in range(ranks)]
+
+    def _fail(self, reason: str) -> None:
+        outputs = [(path.name, path.read_text(errors="replace")[-3000:]) for _, _, path in self._workers]
+        self.close()
+        printed = "\n".join(f"--- {name} ---\n{text}" for name, text in outputs if text.strip())
+        pytest.fail(f"{reason}\n{printed}", pytrace=False)
+
+    def close(self) -> None:
+        for process, pipe, _ in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """`fsdp2.train` with a command line; this rank's events. To be run by `Ranks`."""
+    from fsdp2.config import parse
+    from fsdp2.train import main
+
+    events: list[tuple[str, dict[str, Any]]] = []
+    main(parse(flags), lambda kind, data: events.append((kind, data)))
+    return events
+
+
+def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:
+    return [data["loss"] for kind, data in events if kind == "train"]
+
+
+def of_kind(events: list[tuple[str, dict[str, Any]]], wanted: str) -> list[dict[str, Any]]:
+    return [data for kind, data in events if kind == wanted]
+
+
+def python_environment() -> dict[str, str]:
+    """The environment of a program that a test starts: this interpreter's programs first."""
+    return {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
