@@ -116,7 +116,8 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                 if progress.step == saved_step:
                     return
                 began, saved_step = time.perf_counter(), progress.step
-                progress.metrics_position = reports.metrics.position()
+                # The same on all ranks: DCP writes a plain value from whichever rank it likes.
+                progress.metrics_position = runtime.broadcast(reports.metrics.position())
                 info = checkpoint_info(config, world.world_size, spec)
                 path = save(run.store, app, progress.step, info=info, keep=config.keep)
                 data = {"step": progress.step, "epoch": batches.epoch, "path": str(path)}

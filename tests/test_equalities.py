@@ -78,8 +78,8 @@ def test_world_size_changes_only_rounding(train: Train, flags: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses that several tests compare with, by model; filled as they are needed."""
+def reference() -> dict[str, list[float]]:
+    """Losses that several tests compare with, by model; filled when first needed."""
     return {}
 
 
@@ -95,7 +95,6 @@ VARIANTS = {
     "dcp api": "--dcp-api",
     "activation checkpointing": "--activation-checkpointing",
     "selective activation checkpointing": "--activation-checkpointing=op",
-    "loader processes": "--loader-workers=1",
     "all seed 003 flags but precision": "--explicit-prefetching --dcp-api",
 }
 

@@ -85,7 +85,7 @@ def restore(directory: Path, app: AppState) -> bool:
     """Verify a checkpoint and load it in place, whatever world size it is from. A collective call.
 
     Returns whether the ranks' random generators were restored (only at the same world size). Raises
-    DamagedCheckpoint, or CheckpointException that lists what differs.
+    DamagedCheckpoint, or ValueError that lists what differs.
     """
     marker = verify_together(directory)
     return read_shards(app, directory, saved_world_size=marker["world_size"])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -57,7 +58,7 @@ class AppState(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
-        ours = [{k: group[k] for k in ("foreach", "fused")} for group in self.optimizer.param_groups]
+        ours = [{k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups]
         set_state_dict(
             self.model,
             self.optimizer,
@@ -204,7 +205,12 @@ def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
 def _load(state: Stateful, directory: Path, ignore: tuple[str, ...]) -> None:
     reader = SafeReader(directory)
     reader.read_metadata()  # fails here for what isn't metadata; dcp.load would look for other files first
-    dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore))
+    try:
+        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore))
+    except CheckpointException as error:
+        # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
 
 
 def write_shards(app: AppState, directory: Path) -> None:
@@ -216,7 +222,7 @@ def read_shards(app: AppState, directory: Path, *, saved_world_size: int) -> boo
     """Load in place with DCP, whatever world size it was saved at. A collective call.
 
     Returns whether the ranks' random generators were restored: at another world size they are not the same
-    ranks, and the caller must seed them anew. Raises CheckpointException that lists what differs.
+    ranks, and the caller must seed them anew. Raises ValueError that lists what differs.
     """
     same_world = saved_world_size == dist.get_world_size()
     if not same_world:

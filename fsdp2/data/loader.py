@@ -48,6 +48,9 @@ def _loader(split: Images | Windows, rows: Sequence[Sequence[int]], device: torc
         collate_fn=_whole_batch,
         num_workers=workers,
         pin_memory=device.type == "cuda",
+        # Of its own: a loader draws a number when it starts, and taken from the global generator, a resumed
+        # run, which starts one more loader, would go on with other dropout.
+        generator=torch.Generator(),
     )
 
 

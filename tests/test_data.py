@@ -1,0 +1,233 @@
+"""The sampler's promises by property, and the datasets against their sources."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp2 import data
+from fsdp2.data import sampler, source_text, torchvision_sets
+from fsdp2.data.loader import Batches, evaluation_batches
+from fsdp2.data.splits import Windows
+from tests.harness import python_environment
+
+CPU = torch.device("cpu")
+
+sizes = st.integers(1, 200)
+worlds = st.integers(1, 8)
+parts = st.integers(1, 4)
+
+
+@given(sizes, st.integers(0, 2**40), st.integers(0, 50))
+def test_an_epoch_reads_every_sample_once(size: int, seed: int, epoch: int) -> None:
+    assert sorted(sampler.epoch_order(size, seed, epoch).tolist()) == list(range(size))
+
+
+@given(st.integers(20, 200), st.integers(0, 1000), st.integers(0, 50))
+def test_epochs_and_seeds_have_other_orders(size: int, seed: int, epoch: int) -> None:
+    order = sampler.epoch_order(size, seed, epoch)
+    assert not torch.equal(order, sampler.epoch_order(size, seed, epoch + 1))
+    assert not torch.equal(order, sampler.epoch_order(size, seed + 1, epoch))
+
+
+@given(sizes, st.integers(1, 64), worlds, parts)
+def test_ranks_divide_each_global_batch_without_overlap_or_loss(
+    size: int, global_batch: int, world_size: int, accumulation: int
+) -> None:
+    order = sampler.epoch_order(size, 1, 0)
+    seen = []
+    for batch in sampler.global_batches(order, global_batch):
+        shares = [sampler.microbatches(batch, rank, world_size, accumulation) for rank in range(world_size)]
+        assert all(len(share) == accumulation for share in shares)
+        together = torch.cat([part for share in shares for part in share])
+        assert torch.equal(together, batch), "the order of samples depends on the world size"
+        lengths = [sum(map(len, share)) for share in shares]
+        assert max(lengths) - min(lengths) <= 1
+        seen.append(together)
+    assert torch.equal(torch.cat(seen), order)
+
+
+@given(sizes, st.integers(1, 64), st.data())
+def test_a_resumed_epoch_goes_on_where_it_stopped(size: int, global_batch: int, draw: st.DataObject) -> None:
+    order = sampler.epoch_order(size, 1, 0)
+    whole = list(sampler.global_batches(order, global_batch))
+    done = draw.draw(st.integers(0, len(whole)))
+    rest = list(sampler.global_batches(order, global_batch, position=done * global_batch))
+    assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in whole[done:]]
+
+
+def _split(size: int) -> Windows:
+    return Windows(torch.arange(size + 1), seq_len=1)  # sample i is the token i
+
+
+def _batches(size: int, rank: int, world_size: int, accumulation: int, workers: int = 0) -> Batches:
+    return Batches(
+        _split(size), global_batch=12, accumulation=accumulation, seed=1, rank=rank, world_size=world_size,
+        device=CPU, workers=workers,
+    )  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)  # builds a DataLoader for each step
+@given(sizes, st.integers(1, 4), st.integers(1, 3))
+def test_batches_are_the_same_samples_in_each_step_at_any_world_size(
+    size: int, world_size: int, accumulation: int
+) -> None:
+    def steps(rank: int, world_size: int, accumulation: int) -> list[list[int]]:
+        batches = _batches(size, rank, world_size, accumulation)
+        result = []
+        for microbatches in batches:
+            rows: list[int] = []
+            for batch in microbatches:
+                assert batch.inputs.numel() > 0, "also a placeholder has something to compute on"
+                rows += batch.inputs.flatten().tolist() if batch.valid else []
+            result.append(rows)
+            assert batches.position == sum(map(len, result)) or world_size > 1
+        assert batches.at_end()
+        return result
+
+    alone = steps(0, 1, 1)
+    together = [steps(rank, world_size, accumulation) for rank in range(world_size)]
+    assert [list(itertools.chain(*step)) for step in zip(*together, strict=True)] == alone
+
+
+def test_a_saved_place_in_the_data_is_found_again() -> None:
+    batches = _batches(100, 0, 1, 1)
+    batches.next_epoch()
+    for index, microbatches in enumerate(batches):
+        for _ in microbatches:
+            pass
+        if index == 2:
+            break
+    state = batches.state_dict()
+    rest = [[batch.inputs.tolist() for batch in microbatches] for microbatches in batches]
+    again = _batches(100, 0, 1, 1)
+    again.load_state_dict(state)
+    assert (again.epoch, again.position, again.steps_done()) == (1, 36, 3)
+    assert [[batch.inputs.tolist() for batch in microbatches] for microbatches in again] == rest
+    with pytest.raises(ValueError, match="--dataset"):
+        _batches(99, 0, 1, 1).load_state_dict(state)
+
+
+def test_loader_processes_give_the_same_batches() -> None:
+    def all_of(batches: Batches) -> list[list[list[int]]]:
+        return [[batch.inputs.flatten().tolist() for batch in microbatches] for microbatches in batches]
+
+    assert all_of(_batches(100, 1, 2, 2, workers=2)) == all_of(_batches(100, 1, 2, 2))
+
+
+def test_data_is_read_only_when_a_microbatch_is_asked_for() -> None:
+    batches = _batches(24, 0, 1, 2)
+    microbatches = next(iter(batches))
+    assert batches.position == 0
+    next(microbatches)
+    assert batches.position == 0, "half a step is not done"
+    next(microbatches)
+    assert batches.position == 12
+
+
+@given(sizes, st.integers(1, 50), worlds)
+@settings(max_examples=30, deadline=None)
+def test_evaluation_sees_every_sample_once_in_batches_that_do_not_depend_on_ranks(
+    size: int, batch_size: int, world_size: int
+) -> None:
+    def batches(rank: int, world_size: int) -> list[list[int]]:
+        loaded = list(evaluation_batches(_split(size), batch_size, rank, world_size, CPU))
+        return [batch.inputs.flatten().tolist() if batch.valid else [] for batch in loaded]
+
+    alone = batches(0, 1)
+    assert list(itertools.chain(*alone)) == list(range(size))
+    ranks = [batches(rank, world_size) for rank in range(world_size)]
+    assert len({len(rank) for rank in ranks}) == 1, "ranks would wait for each other"
+    assert sorted(batch for rank in ranks for batch in rank if batch) == sorted(alone)
+
+
+def test_digits_are_real_and_the_split_is_fixed() -> None:
+    digits = data.load("digits", root=None, seq_len=1, vocab_size=None)
+    assert (len(digits.train), len(digits.test)) == (1437, 360)
+    images, labels = digits.train.__getitems__(range(1437))
+    assert images.shape == (1437, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert labels.bincount().min() > 100
+    assert abs(images.mean()) < 0.02
+    assert abs(images.std() - 1) < 0.02
+    assert not torch.equal(images[0], digits.test[0][0])
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_normalisation_is_torchvisions_bit_for_bit(name: str, data_root: Path) -> None:
+    from torchvision import datasets, transforms
+
+    mean, std = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.5, 0.5)}[name]
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((mean,), (std,))])
+    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[name]
+    loaded = data.load(name, root=str(data_root), seq_len=1, vocab_size=None)
+    for split, train in ((loaded.train, True), (loaded.test, False)):
+        source = kind(data_root, train=train, transform=transform)
+        assert len(split) == len(source)
+        for index in (0, 7, len(source) - 1):
+            assert torch.equal(split[index][0], source[index][0])
+            assert int(split[index][1]) == source[index][1]
+    assert loaded.classes[0] == ("T-shirt/top" if name == "fashion-mnist" else "0 - zero")
+
+
+def test_source_text_is_the_standard_library_split_by_file() -> None:
+    text = data.load("source-text", root=None, seq_len=64, vocab_size=256)
+    assert isinstance(text.train, Windows)
+    inputs, targets = text.train[5]
+    assert inputs.shape == targets.shape == (64,)
+    assert torch.equal(inputs[1:], targets[:-1])
+    content = bytes(text.train.tokens.tolist())
+    argparse_file = Path(sys.modules["subprocess"].__file__ or "")
+    held_out = source_text.is_test(argparse_file)
+    assert (argparse_file.read_bytes() in content) is not held_out
+    assert 0.02 < len(text.test) / len(text.train) < 0.25
+
+
+def test_random_tokens_fill_the_vocabulary() -> None:
+    tokens = data.load("random-tokens", root=None, seq_len=16, vocab_size=10000)
+    assert isinstance(tokens.train, Windows)
+    assert (len(tokens.train), len(tokens.test)) == (1024, 128)
+    assert 9000 < int(tokens.train.tokens.max()) < 10000
+    assert tokens.classes[123] == "123"
+    again = data.load("random-tokens", root=None, seq_len=16, vocab_size=10000)
+    assert isinstance(again.train, Windows)
+    assert torch.equal(again.train.tokens, tokens.train.tokens)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    missing = data.missing_files("mnist", str(tmp_path))
+    assert len(missing) == 4
+    assert missing[0].endswith("MNIST/raw/train-images-idx3-ubyte")
+
+
+def test_a_download_that_fails_leaves_nothing_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(root: Path, download: bool) -> None:
+        (Path(root) / "MNIST" / "raw").mkdir(parents=True)
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(torchvision_sets, "_class_of", lambda name: broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"--dataset mnist: the download failed .*--data-root"):
+        data.load("mnist", root=None, seq_len=1, vocab_size=None)
+    assert list((tmp_path / "fsdp2").iterdir()) == []
+
+
+def test_nothing_is_imported_that_the_run_does_not_use() -> None:
+    program = (
+        "import sys, fsdp2.train, fsdp2.infer; from fsdp2.config import Config; Config(model='transformer');"
+        "print([m for m in ('sklearn', 'torchvision', 'matplotlib', 'tensorboard', 'ray', 'deepspeed',"
+        " 'transformers', 'accelerate') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=python_environment()
+    )
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
