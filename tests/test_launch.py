@@ -1,0 +1,226 @@
+"""The program as a user starts it: torchrun, python -m, make, signals, and ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import python_environment
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--model-size=tiny", "--batch-size=16"]
+
+
+def start(program: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(part) for part in program],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**python_environment(), **environment},
+        start_new_session=True,  # so that a test which fails can end all of it
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; nothing of it is left running."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            print(f"process group {process.pid} is gone, as it should be")
+    return process.returncode, out, err
+
+
+def torchrun(n: int, *rest: str | Path) -> list[str]:
+    # Port 0: a free one, so that tests never meet.
+    return ["torchrun", f"--nproc_per_node={n}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *map(str, rest)]
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def wait_for_step(run: Path, process: subprocess.Popen[str], step: int = 3, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists():
+            lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            if any(f'"kind": "train", "step": {step},' in line for line in lines):
+                return
+        time.sleep(0.05)
+    pytest.fail(f"step {step} was not reached: {finish(process)}")
+
+
+def test_the_main_job_in_one_process_then_infer(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "fsdp2.train", *SMALL, "--max-steps=4", "--tensorboard"]
+    status, out, err = finish(start(line, tmp_path))
+    assert status == 0, err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("vit-")
+    for part in ("model: vit tiny, 19,658 parameters", "sharding: FSDPVisionTransformer", f"run directory: runs/{run.name}",
+                 "test accuracy:", f"next: python -m fsdp2.infer runs/{run.name}"):  # fmt: skip
+        assert part in out
+    assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3, 4]
+    assert {"loss", "lr", "grad_norm", "samples", "step_ms", "samples_per_second", "peak_memory_bytes", "epoch"} <= set(
+        metrics(run, "train")[0]
+    )
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert json.loads((run / "config.json").read_text())["flags"]["max-steps"] == 4
+
+    status, out, err = finish(start([sys.executable, "-m", "fsdp2.infer", run, "--json", "out.json"], tmp_path))
+    assert status == 0, err
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["accuracy"] == metrics(run, "eval")[-1]["accuracy"]
+    assert result["count"] == 360
+    assert len(result["samples"]) == 10
+    marks = [line[0] for line in out.splitlines() if line[:1] in "✓✗" and line]
+    assert marks == ["✓" if sample["correct"] else "✗" for sample in result["samples"]]
+    assert (run / "predictions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_flag_under_torchrun_is_one_line_from_rank_zero(tmp_path: Path) -> None:
+    status, _, err = finish(start(torchrun(2, "-m", "fsdp2.train", "--lr", "-1"), tmp_path))
+    assert status == 1  # torchrun's own; the workers exit with 2
+    assert err.count("fsdp2: error: --lr -1: must be above 0") == 1
+    assert "exitcode  : 2" in err or "exitcode: 2" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_flag_under_python_exits_with_two(tmp_path: Path) -> None:
+    status, out, err = finish(start([sys.executable, "-m", "fsdp2.train", "--modle", "vit"], tmp_path))
+    assert (status, out) == (2, "")
+    assert err == "fsdp2: error: --modle: no such flag; did you mean --model?\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda s: s.name)
+def test_a_signal_saves_at_an_agreed_step_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    line = torchrun(2, "-m", "fsdp2.train", *SMALL, f"--run-dir={run}", "--max-steps=400")
+    process = start(line, tmp_path)
+    wait_for_step(run, process)
+    if number == signal.SIGUSR1:
+        # To one rank alone, as a scheduler may do; the others learn of it with the loss.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), number)
+    else:
+        os.killpg(process.pid, number)  # all at once, as a terminal does
+    before = time.monotonic()
+    status, out, err = finish(process)
+    assert time.monotonic() - before < 60
+    (end,) = metrics(run, "end")
+    assert end["reason"] in (number.name, "a stop signal on another rank"), err
+    assert 3 <= end["step"] < 400
+    assert [record["step"] for record in metrics(run, "train")] == list(range(1, end["step"] + 1))
+    assert metrics(run, "checkpoint")[-1]["step"] == end["step"]
+    assert f"saved at step {end['step']}" in out
+    assert "fsdp2/train.py" not in err, "no rank shows a traceback"
+    if number == signal.SIGUSR1:
+        assert status == 0
+
+
+FAILING = textwrap.dedent("""
+    import sys
+    import torch.distributed as dist
+    from fsdp2 import runtime
+    from fsdp2.config import parse
+    from fsdp2.train import main
+
+    def on_event(kind, data):
+        if kind == "train" and data["step"] == 3 and dist.get_rank() == 1:
+            {action}
+
+    with runtime.exit_status():
+        main(parse(sys.argv[1:]), on_event)
+""")
+
+
+FAILURES = {
+    "raises": 'raise ValueError("rank one has had enough")',
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES.keys())
+def test_a_rank_that_fails_ends_the_job_and_the_next_resumes(tmp_path: Path, action: str) -> None:
+    script, run = tmp_path / "failing.py", tmp_path / "run"
+    script.write_text(FAILING.format(action=action))
+    flags = [*SMALL, f"--run-dir={run}", "--checkpoint-every=2", "--max-steps=6"]
+    process = start(torchrun(2, script, *flags), tmp_path)
+    wait_for_step(run, process, step=2)
+    began = time.monotonic()
+    status, _, err = finish(process)
+    assert status == 1
+    assert time.monotonic() - began < 25, "torchrun would have waited 30 s for a rank that hangs"
+    if "raise" in action:
+        assert "ValueError: rank one has had enough" in err
+    assert "rank 0 stopped because another rank ended" in err
+    assert metrics(run, "end") == []
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002"], "nothing was saved after"
+    assert metrics(run, "failure")[-1]["rank"] == 0
+
+    # The same command under another launcher program goes on from step 2; the file has each step once.
+    status, out, err = finish(start(torchrun(2, "-m", "fsdp2.train", *flags), tmp_path))
+    assert status == 0, err
+    assert "resumed from" in out
+    assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def make(*words: str, cwd: Path = ROOT, timeout: float = 200) -> tuple[int, str, str]:
+    """make with this environment instead of one that it would create."""
+    venv = Path(sys.executable).parent.parent
+    stamps = [f"-o{venv}/{name}" for name in (".installed", ".tools")]
+    return finish(start(["make", "-f", ROOT / "Makefile", *stamps, f"VENV={venv}", *words], cwd), timeout)
+
+
+def test_make_train_resume_and_infer(tmp_path: Path) -> None:
+    flags = " ".join(SMALL)
+    status, out, err = make("train", f"ARGS={flags} --max-steps=3", cwd=tmp_path)
+    assert status == 0, err
+    assert "strategy: fsdp2 on 2 ranks" in out
+    status, out, err = make("resume", "NPROC=1", "ARGS=--max-steps=5", cwd=tmp_path)
+    assert status == 0, err
+    assert "strategy: fsdp2 on 1 rank," in out
+    assert "at step 3" in out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3, 4, 5]
+    status, out, err = make("infer", cwd=tmp_path)
+    assert status == 0, err
+    assert "of 10 samples right" in out
+
+
+def test_make_test_runs_tox_and_help_lists_every_target() -> None:
+    status, out, _ = make("-n", "test", "ARGS=-k nothing")
+    assert status == 0
+    assert "tox run -e newest -- -k nothing" in out
+    status, out, _ = make("help")
+    assert status == 0
+    text = (ROOT / "Makefile").read_text()
+    targets = {
+        line.split(":")[0] for line in text.splitlines() if line[:1].isalpha() and ":" in line and "=" not in line
+    }
+    listed = {line.split()[1] for line in out.splitlines() if line.startswith("  make ")}
+    assert targets <= listed
+    assert {"train", "resume", "infer", "test", "test-oldest", "lint", "clean", "train-all", "train-hsdp"} <= listed
+
+
+def test_make_without_a_run_says_so(tmp_path: Path) -> None:
+    status, out, _ = make("infer", cwd=tmp_path)
+    assert status != 0
+    assert "there is no run yet: make train" in out
