@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,9 +129,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # What gloo and nccl say when the other side of a connection has gone.

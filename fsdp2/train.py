@@ -188,23 +188,23 @@ def train_step(
     the gradient norm, and how many ranks have had a stop signal.
     """
     engine.begin_step()  # with explicit prefetching the first all-gather runs while data is read
-    sums = torch.zeros(2, dtype=torch.float64)  # loss, stop signals
+    losses: list[Tensor] = []
     for batch in microbatches:
         loss = spec.loss(engine.forward(batch), batch.targets)
         # Ranks' gradients will be averaged. The sum of losses x ranks / targets in the global batch makes
         # that the gradient of the mean over the global batch, also where shares are uneven.
         share = world.world_size / batch.target_count if batch.valid else 0.0
         engine.backward(loss * share, last_microbatch=batch.last)
-        sums = sums.to(loss.device)
-        sums[0] += loss.detach() if batch.valid else 0.0
+        losses.append(loss.detach() if batch.valid else torch.zeros_like(loss))
     norm = engine.clip(config.clip_grad_norm)
     updated = engine.step()
-    sums[1] = float(stop.received != 0)
+    total = torch.stack(losses).double().sum()
+    sums = torch.stack([total, torch.full_like(total, stop.received != 0)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
     facts: dict[str, Any] = {"samples": batch.samples}
     if engine.scaler.is_enabled():
         facts |= {"loss_scale": engine.scaler.get_scale(), "skipped": not updated}
-    return facts, torch.stack([sums[0] / batch.target_count, norm.double(), sums[1]])
+    return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), sums[1]])
 
 
 def make_engine(

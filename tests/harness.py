@@ -82,16 +82,15 @@ class Ranks:
                 pipe.send((function, arguments, rank, ranks, os.path.join(folder, "store")))
             results: dict[int, Any] = {}
             deadline = time.monotonic() + timeout
-            pipes = {pipe: rank for rank, (_, pipe, _) in enumerate(workers)}
+            pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe, _) in enumerate(workers)}
             while pipes:
                 ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     self._fail(f"no answer from ranks {sorted(pipes.values())} in {timeout:.0f} s")
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    rank = pipes.pop(pipe)
+                for answer in ready:
+                    rank = pipes.pop(answer)
                     try:
-                        good, result = pipe.recv()
+                        good, result = workers[rank][1].recv()
                     except EOFError:
                         self._fail(f"rank {rank} died")
                     if not good:

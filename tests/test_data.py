@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from fsdp2 import data
 from fsdp2.data import sampler, source_text, torchvision_sets
 from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.data.splits import Windows
-from tests.harness import python_environment
+from tests.harness import Ranks, python_environment
 
 CPU = torch.device("cpu")
 
@@ -219,6 +221,44 @@ def test_a_download_that_fails_leaves_nothing_and_says_what_to_do(
     with pytest.raises(FileNotFoundError, match=r"--dataset mnist: the download failed .*--data-root"):
         data.load("mnist", root=None, seq_len=1, vocab_size=None)
     assert list((tmp_path / "fsdp2").iterdir()) == []
+
+
+def _download_counts(cache: str) -> int:
+    """Load a dataset whose download takes a while, on each rank of one node; downloads of this rank."""
+    import time
+    from types import SimpleNamespace
+
+    from fsdp2 import runtime
+
+    done: list[str] = []
+
+    def source(root: Path, download: bool = False, train: bool = True) -> Any:
+        if download:
+            done.append(str(root))
+            time.sleep(0.5)
+            (Path(root) / "MNIST" / "raw").mkdir(parents=True)
+            for file in torchvision_sets.FILES:
+                (Path(root) / "MNIST" / "raw" / file).write_text("")
+        assert not data.missing_files("mnist", str(root))
+        return SimpleNamespace(data=torch.zeros(2, 28, 28), targets=torch.zeros(2, dtype=torch.int64))
+
+    source.classes = ["0"]  # type: ignore[attr-defined]
+    real, torchvision_sets._class_of = torchvision_sets._class_of, lambda name: source
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        with runtime.first_on_node(runtime.world()):
+            data.load("mnist", root=None, seq_len=1, vocab_size=None)
+    finally:
+        torchvision_sets._class_of = real
+        del os.environ["XDG_CACHE_HOME"]
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
+    return len(done)
+
+
+def test_one_rank_downloads_while_the_others_wait(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_download_counts, str(tmp_path), ranks=3) == [1, 0, 0]
 
 
 def test_nothing_is_imported_that_the_run_does_not_use() -> None:

@@ -6,10 +6,14 @@ Bit-equal means equal floats, compared with ==. Where a tolerance stands, the re
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp2 import models
+from fsdp2.models.initial import reset_parameters
 from tests.harness import losses, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -120,11 +124,25 @@ def test_hsdp_and_integer_reshard_on_four_ranks(train: Train) -> None:
     assert relative(losses(train("--replicas=2", n=4, run="hsdp")), flat) < 1e-5
 
 
-def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train) -> None:
+def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train, tmp_path: Path) -> None:
     flags = ["--freeze=encoder.layers.*_0.*", "--freeze=conv_proj.*"]
     runs = {s: losses(train(*flags, "--strategy", s, run=s)) for s in ("fsdp2", "fsdp1", "ddp")}
     assert runs["fsdp2"] == runs["ddp"] == runs["fsdp1"]
     assert runs["fsdp2"] != losses(train(run="all"))
+    spec = models.get("vit")
+    initial = spec.build("tiny")
+    reset_parameters(initial, spec.initial_values, seed=1)
+    for strategy in runs:
+        trained = torch.load(tmp_path / strategy / "full_model" / "full-model.pt", weights_only=True)
+        changed = {name for name, value in initial.state_dict().items() if not torch.equal(value, trained[name])}
+        assert changed
+        assert not any("layers.encoder_layer_0" in name or "conv_proj" in name for name in changed)
+
+
+def test_seed_decides_the_losses(train: Train) -> None:
+    first = losses(train(run="first"))
+    assert losses(train(run="again")) == first
+    assert losses(train("--seed=2", run="other")) != first
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = ["--model-size=tiny", "--batch-size=16"]
 
 
-def start(program: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+def start(program: Sequence[str | Path], cwd: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(part) for part in program],
         cwd=cwd,
@@ -45,9 +45,9 @@ def finish(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, s
     return process.returncode, out, err
 
 
-def torchrun(n: int, *rest: str | Path) -> list[str]:
+def torchrun(n: int, *rest: str | Path) -> list[str | Path]:
     # Port 0: a free one, so that tests never meet.
-    return ["torchrun", f"--nproc_per_node={n}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *map(str, rest)]
+    return ["torchrun", f"--nproc_per_node={n}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *rest]
 
 
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -72,8 +72,13 @@ def test_the_main_job_in_one_process_then_infer(tmp_path: Path) -> None:
     assert status == 0, err
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.startswith("vit-")
-    for part in ("model: vit tiny, 19,658 parameters", "sharding: FSDPVisionTransformer", f"run directory: runs/{run.name}",
-                 "test accuracy:", f"next: python -m fsdp2.infer runs/{run.name}"):  # fmt: skip
+    for part in (
+        "model: vit tiny, 19,658 parameters",
+        "sharding: FSDPVisionTransformer",
+        f"run directory: runs/{run.name}",
+        "test accuracy:",
+        f"next: python -m fsdp2.infer runs/{run.name}",
+    ):
         assert part in out
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3, 4]
     assert {"loss", "lr", "grad_norm", "samples", "step_ms", "samples_per_second", "peak_memory_bytes", "epoch"} <= set(

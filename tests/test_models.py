@@ -153,7 +153,7 @@ def test_what_is_left_unset_or_on_meta_is_named() -> None:
     model.to_empty(device="cpu")
     poison(model)
     nn.init.ones_(model.inner.weight)
-    model.kept.fill_(1)  # type: ignore[operator, union-attr]
+    model.get_buffer("kept").fill_(1)
     with pytest.raises(RuntimeError, match=r"2 of 4 tensors were not initialised: inner\.bias, positions"):
         check_initialised(model)
 

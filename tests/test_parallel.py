@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,11 @@ def test_groups_and_reshard_policy_decide_the_collectives(
 
 def _accumulation(flags: str) -> list[dict[str, int]]:
     engine = make(flags)
-    return [counts(lambda last=last: engine.backward(loss_of(engine, last), last)) for last in (False, False, True)]
+
+    def microbatch(last: bool) -> dict[str, int]:
+        return counts(lambda: engine.backward(loss_of(engine, last), last))
+
+    return [microbatch(last) for last in (False, False, True)]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +159,18 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _note(events: list[str], event: str, module: nn.Module, inputs: Any) -> None:
+    events.append(event)
+
+
 def _order(flags: str) -> list[str]:
     engine = make(flags)
     blocks = models.get("vit").blocks(engine.model)
     with Record() as record:
         for index, block in enumerate(blocks):
             # After FSDP's own hooks, which were registered first.
-            block.register_forward_pre_hook(lambda module, args, i=index: record.events.append(f"forward {i}"))
-            block.register_full_backward_pre_hook(lambda module, grads, i=index: record.events.append(f"backward {i}"))
+            block.register_forward_pre_hook(partial(_note, record.events, f"forward {index}"))
+            block.register_full_backward_pre_hook(partial(_note, record.events, f"backward {index}"))
         engine.begin_step()
         record.events.append("data")
         engine.backward(loss_of(engine), True)
@@ -230,7 +239,7 @@ def _dtypes(flags: str) -> dict[str, Any]:
     engine = make(flags)
     dtype = parse(flags.split()).mixed_precision
     found = check_dtypes(engine.model, precision.DTYPES[dtype] if dtype else None)
-    seen = {}
+    seen: dict[str, torch.dtype] = {}
     block = models.get("vit").blocks(engine.model)[0]
     block.register_forward_pre_hook(lambda module, args: seen.update(activation=args[0].dtype))
     engine.backward(loss_of(engine), True)
@@ -271,11 +280,11 @@ def _offloaded() -> list[str]:
         taken.append(repr(settings["offload_policy"]))
         return real(module, **settings)
 
-    fsdp2_engine.fully_shard = spy  # type: ignore[assignment]
+    fsdp2_engine.fully_shard = spy
     try:
         make("--cpu-offload")
     finally:
-        fsdp2_engine.fully_shard = real  # type: ignore[assignment]
+        fsdp2_engine.fully_shard = real
     return taken
 
 
@@ -331,6 +340,37 @@ def test_inspect_trains_on_as_if_it_had_not_looked(train: Train, flags: str) -> 
     n = 4 if "replicas" in flags else 2
     looked = [d["loss"] for kind, d in train(*flags.split(), run="looked", n=n, steps=2) if kind == "train"]
     assert looked == [d["loss"] for kind, d in train(*plain, run="plain", n=n, steps=2) if kind == "train"]
+
+
+class Count(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] = self.found.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _recomputed(flags: str) -> dict[str, int]:
+    engine = make(flags)
+    loss = loss_of(engine)
+    with Count() as count:
+        engine.backward(loss, True)
+    return count.found
+
+
+def test_activation_checkpointing_recomputes_blocks_or_only_what_is_cheap(ranks: Ranks) -> None:
+    plain, block, op = (
+        ranks.run(_recomputed, flags)[0]
+        for flags in ("", "--activation-checkpointing", "--activation-checkpointing=op")
+    )
+    gelu, linear = "aten.gelu.default", "aten.addmm.default"
+    assert [count.get(gelu, 0) for count in (plain, block, op)] == [0, 2, 2]
+    assert plain.get(linear, 0) == op.get(linear, 0) == 0
+    assert block[linear] > 0
 
 
 # --- the optimizer, clipping and the gradient scaler -----------------------------------------------------

@@ -58,7 +58,9 @@ class AppState(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
-        ours = [{k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups]
+        ours: list[dict[str, Any]] = [
+            {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
+        ]
         set_state_dict(
             self.model,
             self.optimizer,

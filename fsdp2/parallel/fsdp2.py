@@ -91,5 +91,7 @@ class FSDP2Engine(Engine):
             with super().evaluating():
                 yield
         finally:
-            # A forward without backward leaves the root gathered.
-            self.root.reshard()
+            # Backward frees what the reshard policy keeps gathered after forward; here there was none.
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()

@@ -1,0 +1,104 @@
+"""Inference gives the accuracy that the run measured, from the full file and from shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import infer
+from fsdp2.options import ConfigError
+from tests.harness import Ranks, of_kind
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+RUNS = [
+    "",
+    "--model=cnn",
+    "--model=transformer --model-size=debug --dataset=random-tokens --seq-len=8",
+    "--mixed-precision",
+    "--mixed-precision=fp16 --cpu-offload",
+    "--strategy=ddp --mixed-precision",
+    "--strategy=fsdp1 --mixed-precision",
+]
+
+
+@pytest.mark.parametrize("flags", RUNS)
+def test_accuracy_is_that_of_the_last_evaluation(train: Train, ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    # Enough steps to be right about something, and the test set in batches that 2 ranks share unevenly.
+    evaluation = of_kind(train(*flags.split(), "--test-batch-size=100", steps=25), "eval")[-1]
+    result = ranks.run(infer.main, tmp_path / "run", ranks=1)[0]
+    assert (result["accuracy"], result["count"]) == (evaluation["accuracy"], evaluation["count"])
+    assert len(result["samples"]) == 10
+    assert all(sample["correct"] == (sample["predicted"] == sample["actual"]) for sample in result["samples"])
+    assert (tmp_path / "run" / "predictions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _sharded(run: Path) -> dict[str, Any]:
+    return infer.main(run, sharded=True)
+
+
+@pytest.mark.parametrize("flags", ["", "--mixed-precision"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_sharded_inference_on_another_number_of_ranks(
+    train: Train, ranks: Ranks, tmp_path: Path, flags: str, n: int
+) -> None:
+    evaluation = of_kind(train(*flags.split(), "--no-save-model", steps=25), "eval")[-1]
+    for result in ranks.run(_sharded, tmp_path / "run", ranks=n):
+        assert (result["accuracy"], result["count"]) == (evaluation["accuracy"], 360)
+
+
+def _shards_only(run: Path) -> float:
+    """The largest share of a parameter that a rank holds when the weights are loaded."""
+    from fsdp2 import models, runtime
+    from fsdp2.rundir import RunDir, read_config
+
+    found = {}
+    real = infer.parallelize
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        engine = found["engine"] = real(*args, **kwargs)
+        return engine
+
+    infer.parallelize = spy
+    try:
+        config, _ = read_config(RunDir(run))
+        checkpoint = RunDir(run).store.directory(RunDir(run).store.committed()[-1])
+        infer.load_sharded(config, models.get(config.model), checkpoint, runtime.world(), torch.device("cpu"))
+    finally:
+        infer.parallelize = real
+    parameters = list(found["engine"].model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    assert len(sharded) == len(parameters)
+    return sum(p.to_local().numel() for p in sharded) / sum(p.numel() for p in sharded)
+
+
+def test_sharded_inference_holds_no_full_copy(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train(steps=1)
+    for share in ranks.run(_shards_only, tmp_path / "run"):
+        assert 0.45 < share < 0.55
+
+
+def test_language_samples_show_their_context(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train("--model=transformer", "--model-size=debug", "--seq-len=32", steps=2)
+    result = ranks.run(infer.main, tmp_path / "run", ranks=1)[0]
+    assert result["count"] % 32 == 0
+    assert all(len(sample["actual"]) >= 1 for sample in result["samples"])
+
+
+def test_refusals(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run"):
+        infer.main(tmp_path)
+    train("--no-save-model", "--strategy=ddp", steps=1)
+    with pytest.raises(ConfigError, match=r"has no full-model\.pt"):
+        infer.main(tmp_path / "run")
+    with pytest.raises(ConfigError, match="the run's strategy is ddp"):
+        infer.main(tmp_path / "run", sharded=True)
+    with pytest.raises(ConfigError, match="--data-root with --dataset digits"):
+        infer.main(tmp_path / "run", data_root="somewhere")
+    with pytest.raises(ConfigError, match=r"--shard: no such flag; did you mean --sharded\?"):
+        infer.parse(["run", "--shard"])
