@@ -61,9 +61,9 @@ class Console:
         if self.in_terminal:
             if self._bar is None:
                 self._bar = tqdm(total=self.steps_per_epoch, unit="step", leave=False)
-            self._bar.set_description(f"epoch {data['epoch'] + 1}/{self.epochs}")
-            self._bar.n = data["step_in_epoch"]
-            self._bar.set_postfix_str(figures)
+            self._bar.set_description_str(f"epoch {data['epoch'] + 1}/{self.epochs}", refresh=False)
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(data["step_in_epoch"] - self._bar.n)  # redraws ten times a second at most
         elif time.monotonic() - self._printed > SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             self.line(f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  {figures}")

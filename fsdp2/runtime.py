@@ -7,7 +7,9 @@ import hashlib
 import os
 import random
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ import torch.distributed as dist
 from fsdp2.options import ConfigError
 
 T = TypeVar("T")
+
+# How much later than another rank rank 0 may come to the same refusal.
+SECONDS_FOR_RANK_0 = 20.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
+    """Wait for the end of rank 0, which says what is wrong; False if it doesn't end, and so has said nothing.
+
+    torchrun ends all ranks as soon as one has ended, and would end rank 0 before it has spoken.
+    """
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
+    return ended.wait(seconds)
+
+
 # What gloo and nccl say when the other side of a connection has gone.
 _PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket closed")
 
@@ -140,14 +155,16 @@ _PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process 
 def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
-    A ConfigError is one line from rank 0 and status 2. An error shows its traceback and ends this process at
-    once, so that ranks that wait for it notice; those show one line, since the cause is elsewhere.
+    A ConfigError is one line and status 2; from rank 0 alone, if all ranks have it. An error shows its
+    traceback and ends this process at once, so that ranks that wait for it notice; those show one line, since
+    the cause is elsewhere.
     """
     try:
         yield
     except ConfigError as error:
-        if world().rank == 0:
-            print(f"fsdp2: error: {error}", file=sys.stderr, flush=True)
+        if world().rank > 0 and _ended_by_launcher():
+            sys.exit(2)
+        print(f"fsdp2: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _PEER_LOST):

@@ -263,6 +263,12 @@ def test_exit_status_is_two_and_only_rank_zero_speaks(
         refuse()
     assert (caught.value.code, check()) == (2, "fsdp2: error: --lr 0: must be above 0\n")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(runtime, "_ended_by_launcher", lambda: True)
     with pytest.raises(SystemExit) as caught:
         refuse()
     assert (caught.value.code, check()) == (2, "")
+    # Rank 0 had no such error, for example because its node has the data: then this rank must speak.
+    monkeypatch.setattr(runtime, "_ended_by_launcher", lambda: False)
+    with pytest.raises(SystemExit) as caught:
+        refuse()
+    assert (caught.value.code, check()) == (2, "fsdp2: error: --lr 0: must be above 0\n")
