@@ -78,9 +78,9 @@ class Job:
             return "start", {**data, "note": self.note}
         return "resume", {**data, "note": self.note, "checkpoint": str(self.restore)}
 
-    def wants_full_model(self, run: RunDir, *, trained: bool) -> bool:
+    def wants_full_model(self, run: RunDir, *, changed: bool) -> bool:
         """Whether full-model.pt has to be written, as rank 0 sees it. A collective call."""
-        return broadcast(trained or not run.full_model.exists())
+        return broadcast(changed or not run.full_model.exists())
 
 
 def preflight(config: Config, world: World) -> Job:

@@ -6,6 +6,7 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -93,10 +94,10 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
         same_ranks = job.restore is None or resume(job.restore, app)
         if not same_ranks:
             runtime.seed_everything(config.seed, world.rank, progress.step)
-        first_step = saved_step = progress.step
+        saved_step = progress.step
 
         def finished() -> bool:
-            return batches.epoch >= config.epochs or progress.step == config.max_steps
+            return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
         with Reports(config, run, world, batches.steps_per_epoch, on_event) as reports, StopSignals() as stop:
             started = time.perf_counter()
@@ -120,8 +121,8 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                 progress.metrics_position = runtime.broadcast(reports.metrics.position())
                 info = checkpoint_info(config, world.world_size, spec)
                 path = save(run.store, app, progress.step, info=info, keep=config.keep)
-                data = {"step": progress.step, "epoch": batches.epoch, "path": str(path)}
-                reports.emit("checkpoint", {**data, "seconds": time.perf_counter() - began})
+                facts = {"step": progress.step, "epoch": batches.epoch, "path": str(path)}
+                reports.emit("checkpoint", {**facts, "seconds": time.perf_counter() - began})
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
@@ -132,11 +133,7 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                     lr = engine.optimizer.param_groups[0]["lr"]
                     facts, values = train_step(engine, microbatches, spec, config, world, stop)
                     progress.step += 1
-                    place = {
-                        "step": progress.step,
-                        "epoch": batches.epoch,
-                        "step_in_epoch": batches.steps_done(),
-                    }
+                    place = {"step": progress.step, "epoch": batches.epoch, "step_in_epoch": batches.steps_done()}
                     log.add({**place, "lr": lr, **facts}, values)
                     if log.stop or finished():
                         break
@@ -159,12 +156,12 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                     commit()
 
             # What is left behind: one file that any PyTorch program can load.
-            if finished() and config.save_model and job.wants_full_model(run, trained=progress.step > first_step):
+            if finished() and config.save_model and job.wants_full_model(run, changed=accuracy is not None):
                 save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model)
             end = {
                 "step": progress.step,
                 "epoch": batches.epoch,
-                "reason": why_it_ended(log, stop, trained=progress.step > first_step),
+                "reason": why_it_ended(log, stop, changed=accuracy is not None),
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,
                 "run_dir": str(run.path),
@@ -248,10 +245,10 @@ def resume(checkpoint: Path, app: AppState) -> bool:
         raise damaged(error) from None
 
 
-def why_it_ended(log: StepLog, stop: StopSignals, *, trained: bool) -> str:
+def why_it_ended(log: StepLog, stop: StopSignals, *, changed: bool) -> str:
     if log.stop:
         return signal.Signals(stop.received).name if stop.received else "a stop signal on another rank"
-    return "finished" if trained else "already finished"
+    return "finished" if changed else "already finished"
 
 
 @record  # lets torchrun show the traceback of the rank that failed first
