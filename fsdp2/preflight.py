@@ -51,9 +51,9 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._lock is not None:
-            self._lock.release()
+            self._lock.release(refused=kind is not None)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call."""

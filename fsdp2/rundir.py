@@ -50,9 +50,10 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the directory can't be written or another run has it."""
+        self._path, self._is_new = path / ".lock", not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {path}: can't be written ({error.strerror}); choose a folder that can"
@@ -65,7 +66,11 @@ class WriterLock:
                 f"--run-dir {path}: in use by a run that is still going; wait for it or choose another folder"
             ) from None
 
-    def release(self) -> None:
+    def release(self, *, refused: bool = False) -> None:
+        """Let others in. A folder that was made for a run which is then refused is removed while it is empty."""
+        if refused and self._is_new and os.listdir(self._path.parent) == [self._path.name]:
+            self._path.unlink()
+            self._path.parent.rmdir()
         os.close(self._file)
 
 

@@ -249,6 +249,7 @@ def test_resume_from_where_nothing_is_committed(tmp_path: Path, resume: str) -> 
     message = _refused(Config(run_dir=str(tmp_path / "run"), resume=target))
     assert "--resume" in message
     assert "committed checkpoint" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_exit_status_is_two_and_only_rank_zero_speaks(
