@@ -94,7 +94,7 @@ train-vit-fashion: $(VENV)/.installed  ## the ViT on Fashion-MNIST (downloads, o
 	$(TRAIN) --config configs/vit-fashion-mnist.toml $(ARGS)
 
 .PHONY: train-transformer
-train-transformer: $(VENV)/.installed  ## the guide's transformer on random tokens
+train-transformer: $(VENV)/.installed  ## the guide's transformer on random tokens (minutes on a CPU)
 	$(TRAIN) --config configs/transformer.toml $(ARGS)
 
 .PHONY: train-cnn-mnist

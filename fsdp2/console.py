@@ -88,7 +88,7 @@ class Console:
         self._close_bar()
         run = short(data["run_dir"])
         if data["reason"] == "already finished":
-            self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs to go on")
+            self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
         elif data["reason"] == "finished":
             self.line(f"trained {data['step']} steps in {data['seconds']:.1f} s")
         else:

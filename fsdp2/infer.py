@@ -17,21 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import data, models, runtime
+from fsdp2 import models, runtime
 from fsdp2.checkpoint.save import verify_together
 from fsdp2.checkpoint.state import read_weights
+from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.console import short
 from fsdp2.data.loader import Batch
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
+from fsdp2.models.initial import reset_parameters
 from fsdp2.options import ConfigError, Parser
 from fsdp2.parallel.precision import DTYPES, autocast
 from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_data, checkpoint_at
 from fsdp2.rundir import RunDir, read_config
 from fsdp2.runtime import World
+from fsdp2.train import load_data
 
 SAMPLES = 10
 
@@ -62,12 +65,22 @@ def load_sharded(
     config: Config, spec: ModelSpec, checkpoint: Path, world: World, device: torch.device
 ) -> Callable[[Batch], Tensor]:
     """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
-    verify_together(checkpoint)
+    try:
+        verify_together(checkpoint)
+    except DamagedCheckpoint as error:
+        raise ConfigError(
+            f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
+        ) from None
+
+    def set_weights(model: nn.Module) -> None:
+        reset_parameters(model, spec.initial_values, config.seed)  # for buffers that no checkpoint holds
+        read_weights(model, checkpoint)
+
     engine = parallelize(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: read_weights(model, checkpoint),
+        set_weights=set_weights,
         device=device,
         world_size=world.world_size,
         training=False,
@@ -130,7 +143,10 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
     world = runtime.world()
     run = RunDir(run_path)
     config, _ = read_config(run)
-    config = dataclasses.replace(config, data_root=data_root or config.data_root, cpu_offload=False)
+    # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
+    config = dataclasses.replace(
+        config, data_root=data_root or config.data_root, cpu_offload=False, replicas=1, reshard_after_forward=None
+    )
     check_data(config)
     spec = models.get(config.model)
     if not sharded and world.world_size > 1:
@@ -148,13 +164,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)
-        with runtime.first_on_node(world):
-            dataset = data.load(
-                config.dataset,
-                root=config.data_root,
-                seq_len=config.seq_len,
-                vocab_size=spec.vocab_size(config.model_size),
-            )
+        dataset = load_data(config, spec, world)
         if checkpoint is not None:
             forward = load_sharded(config, spec, checkpoint, world, device)
         else:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -21,14 +22,18 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, written by rank 0. Floats are written in full precision."""
+    """metrics.jsonl: one JSON object a line, written by rank 0.
+
+    Floats are written in full precision; infinity and NaN, which JSON has no numbers for, as null.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self._file = open(path, "a+b") if rank == 0 else None  # noqa: SIM115 - lives as long as the run
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **data}).encode() + b"\n")
+            record = {key: None if _not_finite(value) else value for key, value in {"kind": kind, **data}.items()}
+            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
             self._file.flush()
 
     def position(self) -> int:
@@ -39,13 +44,24 @@ class MetricsFile:
         return self._file.seek(0, os.SEEK_END)
 
     def cut(self, position: int) -> None:
-        """Forget what was written after `position`: steps that will be done again, or a torn line."""
+        """Forget what was written after `position`: steps that will be done again, or a torn line.
+
+        The record of the checkpoint itself stays: it could only be written after the position was taken.
+        """
         if self._file is not None:
+            self._file.seek(position)
+            line = self._file.readline()
+            if line.startswith(b'{"kind": "checkpoint"') and line.endswith(b"\n"):
+                position += len(line)
             self._file.truncate(position)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 class TensorBoard:

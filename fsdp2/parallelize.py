@@ -82,7 +82,7 @@ def parallelize(
             prefetch_backward(groups, backward)
 
     # Only now memory: each rank allocates its shards alone. What to_empty leaves is garbage.
-    model.to_empty(device="cpu" if config.cpu_offload else device)
+    allocate(model, device, cpu_offload=config.cpu_offload)
     poison(model)
     set_weights(model)
     check_initialised(model)
@@ -125,6 +125,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool) -> None:
+    """Give a model on meta its memory; with offload, parameters on the CPU and buffers where they are used."""
+    model.to_empty(device="cpu" if cpu_offload else device)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
 def poison(model: nn.Module) -> None:
     """Make the garbage that to_empty leaves recognisable: NaN wherever a dtype has it."""
     with torch.no_grad():
@@ -139,6 +147,6 @@ def check_initialised(model: nn.Module) -> None:
     on_meta = [name for name, tensor in named if tensor.is_meta]
     if on_meta:
         raise RuntimeError(f"{len(on_meta)} tensors were left on meta: {', '.join(on_meta)}")
-    unset = [name for name, tensor in named if tensor.is_floating_point() and _local(tensor).isnan().any()]
+    unset = [name for name, tensor in named if _local(tensor).isnan().any()]  # integers have no NaN and pass
     if unset:
         raise RuntimeError(f"{len(unset)} of {len(named)} tensors were not initialised: {', '.join(unset)}")

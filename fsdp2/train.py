@@ -25,6 +25,7 @@ from fsdp2.checkpoint.save import restore, save, save_full
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config, parse
+from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.evaluate import evaluate
 from fsdp2.metrics import OnEvent, StepLog
@@ -57,14 +58,8 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
         run = RunDir(job.path)
         runtime.set_threads(config.threads, world)
 
-        # Data. A download happens once on each node.
-        with runtime.first_on_node(world):
-            dataset = data.load(
-                config.dataset,
-                root=config.data_root,
-                seq_len=config.seq_len,
-                vocab_size=spec.vocab_size(config.model_size),
-            )
+        # Data: the same order of samples on all ranks, and this rank's part of it.
+        dataset = load_data(config, spec, world)
         batches = Batches(
             dataset.train,
             global_batch=config.global_batch(world.world_size),
@@ -103,7 +98,8 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             started = time.perf_counter()
             if world.rank == 0:
                 job.set_aside_newer(run.store)
-                write_config(run, config, world.world_size)
+                if not (finished() and run.config.exists()):  # a finished run keeps what it was trained with
+                    write_config(run, config, world.world_size)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
             opening = header.lines(config, engine, spec, world, device, run)
@@ -204,6 +200,17 @@ def train_step(
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), sums[1]])
 
 
+def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
+    """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
+    with runtime.first_on_node(world):
+        return data.load(
+            config.dataset,
+            root=config.data_root,
+            seq_len=config.seq_len,
+            vocab_size=spec.vocab_size(config.model_size),
+        )
+
+
 def make_engine(
     config: Config,
     spec: ModelSpec,
@@ -216,10 +223,9 @@ def make_engine(
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
     def set_weights(model: nn.Module) -> None:
-        if config.init_from is not None and not restoring:
+        reset_parameters(model, spec.initial_values, config.seed)
+        if config.init_from is not None and not restoring:  # on top: buffers that are in no file stay set
             full_state_api(config).load_full_model_state(model, Path(config.init_from))
-        else:
-            reset_parameters(model, spec.initial_values, config.seed)
 
     return parallelize(
         config,

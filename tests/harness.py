@@ -19,9 +19,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2.parallel.engine import Engine
 
 TIMEOUT = 120.0
 
@@ -31,9 +37,6 @@ def _serve(pipe: Connection, output: str) -> None:
     with open(output, "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    import torch
-    import torch.distributed as dist
-
     while True:
         try:
             work = pipe.recv()
@@ -123,12 +126,55 @@ def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
     return events
 
 
+def make_engine(flags: str = "") -> Engine:
+    """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
+    from fsdp2 import models
+    from fsdp2.config import parse
+    from fsdp2.models.initial import reset_parameters
+    from fsdp2.parallelize import parallelize
+
+    config = parse(["--model-size=tiny", *flags.split()])
+    spec = models.get(config.model)
+    return parallelize(
+        config,
+        build=lambda: spec.build(config.model_size),
+        blocks_of=spec.blocks,
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        device=torch.device("cpu"),
+        world_size=dist.get_world_size(),
+    )
+
+
+def batch(last: bool = True) -> Any:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return SimpleNamespace(inputs=torch.randn(4, 1, 28, 28, generator=generator), last=last)
+
+
+def loss_of(engine: Engine, last: bool = True) -> Tensor:
+    return nn.functional.cross_entropy(engine.forward(batch(last)).float(), torch.arange(4))
+
+
 def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:
     return [data["loss"] for kind, data in events if kind == "train"]
 
 
 def of_kind(events: list[tuple[str, dict[str, Any]]], wanted: str) -> list[dict[str, Any]]:
     return [data for kind, data in events if kind == wanted]
+
+
+def full_files(run: Path) -> list[Any]:
+    return [torch.load(run / "full_model" / name, weights_only=True) for name in ("full-model.pt", "full-optimizer.pt")]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal trees with equal tensors."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
 
 
 def python_environment() -> dict[str, str]:

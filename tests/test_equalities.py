@@ -99,7 +99,7 @@ VARIANTS = {
     "dcp api": "--dcp-api",
     "activation checkpointing": "--activation-checkpointing",
     "selective activation checkpointing": "--activation-checkpointing=op",
-    "all seed 003 flags but precision": "--explicit-prefetching --dcp-api",
+    "all the guide's flags but precision": "--explicit-prefetching --dcp-api",
 }
 
 

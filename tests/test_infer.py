@@ -52,6 +52,28 @@ def test_sharded_inference_on_another_number_of_ranks(
         assert (result["accuracy"], result["count"]) == (evaluation["accuracy"], 360)
 
 
+def test_sharded_inference_of_an_hsdp_run_on_one_rank(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    evaluation = of_kind(train("--replicas=2", "--no-save-model", n=4, steps=3), "eval")[-1]
+    assert ranks.run(_sharded, tmp_path / "run", ranks=1)[0]["accuracy"] == evaluation["accuracy"]
+
+
+def test_a_damaged_checkpoint_is_not_used(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train("--no-save-model", steps=1)
+    shard = tmp_path / "run" / "checkpoints" / "step-00000001" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    for message in ranks.run(_refused_shards, tmp_path / "run"):
+        assert "--sharded: the checkpoint is damaged" in message
+        assert "__0_0.distcp" in message
+
+
+def _refused_shards(run: Path) -> str:
+    try:
+        infer.main(run, sharded=True)
+    except ConfigError as error:
+        return str(error)
+    return "read a damaged checkpoint"
+
+
 def _shards_only(run: Path) -> float:
     """The largest share of a parameter that a rank holds when the weights are loaded."""
     from fsdp2 import models, runtime

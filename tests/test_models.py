@@ -15,7 +15,7 @@ from fsdp2 import models
 from fsdp2.config import Config
 from fsdp2.models.initial import fill_for, normal, ones, reset_parameters, zeros
 from fsdp2.parallelize import check_initialised, parallelize, poison
-from tests.harness import Ranks
+from tests.harness import Ranks, make_engine
 
 CPU = torch.device("cpu")
 
@@ -68,15 +68,8 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 
 
 def _full_model(strategy: str, name: str) -> dict[str, Tensor]:
-    spec = models.get(name)
-    engine = parallelize(
-        Config(model=name, model_size=next(s for s in ("tiny", "debug") if s in spec.sizes), strategy=strategy),
-        build=lambda: spec.build(next(s for s in ("tiny", "debug") if s in spec.sizes)),
-        blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, 1),
-        device=CPU,
-        world_size=dist.get_world_size(),
-    )
+    size = "debug" if name == "transformer" else "tiny"
+    engine = make_engine(f"--model={name} --model-size={size} --strategy={strategy}")
     state = engine.model.state_dict()
     full = {k.removeprefix("module."): v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
     return {k: v.detach().clone() for k, v in full.items()} if dist.get_rank() == 0 else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp2.data.splits import Dataset, Images
 
-# Mean and standard deviation as the seeds of this project use them: 0.5 for Fashion-MNIST, the measured
+# Mean and standard deviation as the tutorials normalise them: 0.5 for Fashion-MNIST, the measured
 # values for MNIST.
 NORMALISE = {"fashion-mnist": (0.5, 0.5), "mnist": (0.1307, 0.3081)}
 FOLDERS = {"fashion-mnist": "FashionMNIST", "mnist": "MNIST"}

@@ -1,0 +1,37 @@
+"""The documentation names only what exists: tests, make targets, files and flags."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp2.config import parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    assert "\u0000" not in text
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), f"link to {link}"
+
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    everything = "\n".join(tests.values())
+    for file, name in re.findall(r"(?:tests/(test_\w+\.py))?::(test_\w+)", text):
+        assert f"def {name}(" in (tests[file] if file else everything), f"{file}::{name}"
+    for file in re.findall(r"tests/(test_\w+\.py)", text):
+        assert file in tests, file
+
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"make ([a-z][a-z0-9-]+)", " ".join(re.findall(r"`([^`]*)`", text))):
+        assert target in targets, f"make {target}"
+
+    flags = set(parser()._option_string_actions)
+    commands = re.findall(r"(?:-m fsdp2\.train|fsdp2\.train)((?: +\S+)*)", text)
+    for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", " ".join(commands)):
+        assert flag in flags, flag

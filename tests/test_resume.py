@@ -1,0 +1,158 @@
+"""A run goes on bit for bit: killed or stopped, on other ranks, under another strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.checkpoint.store import MARKER, Store
+from tests.harness import full_files, losses, of_kind, same
+
+Events = list[tuple[str, dict[str, Any]]]
+Train = Callable[..., Events]
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--model=cnn --clip-grad-norm",  # dropout: the random state of each rank counts
+        "--mixed-precision=fp16 --optimizer=adadelta --lr=0.5 --grad-accumulation=2",
+        "--strategy=ddp --optimizer=sgd",
+        "--strategy=fsdp1 --model=cnn",
+        "--cpu-offload --freeze=conv_proj.* --explicit-prefetching",
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(train: Train, tmp_path: Path, flags: str) -> None:
+    whole = losses(train(*flags.split(), run="whole", steps=9))
+    # Steps 1 to 4 stop in the middle of an epoch and lose step 5 on, as a kill would make them.
+    first = train(*flags.split(), "--checkpoint-every=4", steps=6)
+    assert losses(first) == whole[:6]
+    for step in (6,):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / MARKER).unlink()
+    second = train(*flags.split(), steps=9)
+    assert of_kind(second, "resume")[0]["step"] == 4
+    assert losses(second) == whole[4:]
+    steps = [record["step"] for record in metrics_of(tmp_path / "run") if record["kind"] == "train"]
+    assert steps == list(range(1, 10)), "each step stands once in metrics.jsonl"
+    assert same(full_files(tmp_path / "run"), full_files(tmp_path / "whole"))
+
+
+def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:
+    # 1,437 images in batches of 2 x 256: three steps an epoch, the last one short.
+    flags = ["--batch-size=256", "--epochs=3"]
+    whole = train(*flags, run="whole", steps=None)
+    assert [event["samples"] for event in of_kind(whole, "train")][:3] == [512, 512, 413]
+    assert [event["lr"] for event in of_kind(whole, "train")][2:4] == [1e-3, pytest.approx(0.85e-3)]
+    train(*flags, steps=4)
+    rest = train(*flags, steps=None)
+    assert losses(rest) == losses(whole)[4:]
+    kinds = [(r["kind"], r.get("step")) for r in metrics_of(tmp_path / "run") if r["kind"] in ("train", "eval")]
+    assert kinds[-1] == ("eval", 9)
+    # The interrupted run evaluated at step 4, because --max-steps ends a run properly.
+    assert [kind for kind in kinds if kind != ("eval", 4)] == [
+        (r["kind"], r["step"]) for r in metrics_of(tmp_path / "whole") if r["kind"] in ("train", "eval")
+    ]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 4), (3, 2)])
+def test_another_number_of_ranks_restores_the_same_state(train: Train, tmp_path: Path, saved: int, loaded: int) -> None:
+    train("--global-batch-size=48", n=saved)
+    before = full_files(tmp_path / "run")
+    (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
+    # Nothing is left to do but to write the full model again, from the restored shards.
+    again = train("--global-batch-size=48", n=loaded)
+    assert of_kind(again, "end")[0]["reason"] == "already finished"
+    assert of_kind(again, "resume")[0]["same_world_size"] is False
+    assert same(full_files(tmp_path / "run"), before)
+    # And it trains on with the same samples.
+    more = train("--global-batch-size=48", n=loaded, steps=8)
+    whole = train("--global-batch-size=48", n=saved, steps=8, run="whole")
+    for ours, theirs in zip(losses(more), losses(whole)[6:], strict=True):
+        assert abs(ours - theirs) / theirs < 1e-5  # sums over another number of ranks are rounded otherwise
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("fsdp2", 2), ("none", 1)),
+        (("none", 1), ("fsdp2", 2)),
+        (("ddp", 2), ("fsdp2", 2)),
+        (("fsdp2", 2), ("ddp", 2)),
+        (("fsdp2", 2), ("fsdp1", 2)),
+        (("fsdp1", 2), ("fsdp2", 3)),
+    ],
+)
+def test_strategies_read_each_others_checkpoints(
+    train: Train, tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    train(f"--strategy={first[0]}", "--global-batch-size=32", n=first[1])
+    before = full_files(tmp_path / "run")
+    (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
+    train(f"--strategy={second[0]}", "--global-batch-size=32", n=second[1])
+    after = full_files(tmp_path / "run")
+    assert same(after[0], before[0])
+    assert same(after[1]["state"], before[1]["state"])
+
+
+def test_hsdp_and_one_dimensional_meshes_read_each_others_checkpoints(train: Train, tmp_path: Path) -> None:
+    train("--replicas=2", "--global-batch-size=32", n=4)
+    before = full_files(tmp_path / "run")
+    (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
+    train("--global-batch-size=32", n=2)
+    assert same(full_files(tmp_path / "run"), before)
+
+
+def test_a_finished_run_says_so(train: Train, tmp_path: Path) -> None:
+    train(steps=3)
+    before = (tmp_path / "run" / "full_model" / "full-model.pt").stat().st_mtime_ns
+    again = train(steps=3)
+    assert losses(again) == []
+    assert of_kind(again, "end")[0]["reason"] == "already finished"
+    assert (tmp_path / "run" / "full_model" / "full-model.pt").stat().st_mtime_ns == before
+
+
+def test_resume_from_an_older_step_sets_the_newer_aside(train: Train, tmp_path: Path) -> None:
+    first = train("--checkpoint-every=2", steps=6)
+    again = train("--checkpoint-every=2", "--resume=2", steps=6)
+    assert losses(again) == losses(first)[2:]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == [
+        *(f"step-0000000{n}" for n in (2, 4, 6)),
+        *(f"superseded-1-step-0000000{n}" for n in (4, 6)),
+    ]
+
+
+def test_resume_never_starts_again_and_loses_nothing(train: Train, tmp_path: Path) -> None:
+    first = train(steps=3)
+    again = train("--resume=never", steps=3)
+    assert losses(again) == losses(first)
+    assert "set aside" in of_kind(again, "start")[0]["note"]
+    assert (tmp_path / "run" / "checkpoints" / "superseded-1-step-00000003" / MARKER).exists()
+    assert [r["step"] for r in metrics_of(tmp_path / "run") if r["kind"] == "train"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("path", ["first", "first/checkpoints/step-00000003"])
+def test_resume_from_another_run(train: Train, tmp_path: Path, path: str) -> None:
+    whole = losses(train(run="whole", steps=5))
+    train(run="first", steps=3)
+    assert losses(train(f"--resume={tmp_path / path}", run="second", steps=5)) == whole[3:]
+
+
+def test_keep_removes_the_oldest(train: Train, tmp_path: Path) -> None:
+    train("--checkpoint-every=1", "--keep=2", steps=5)
+    assert Store(tmp_path / "run" / "checkpoints").committed() == [4, 5]
+
+
+def test_checkpoints_are_written_each_epoch_unless_told(train: Train, tmp_path: Path) -> None:
+    events = train("--batch-size=360", "--epochs=2", steps=None)
+    assert [(e["step"], e["epoch"]) for e in of_kind(events, "checkpoint")] == [(2, 1), (4, 2)]
+    assert [(e["step"], e["epoch"]) for e in of_kind(events, "eval")] == [(2, 0), (4, 1)]

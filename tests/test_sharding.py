@@ -1,0 +1,156 @@
+"""Sharding flags decide placements, dtypes and groups, and --inspect notices where they don't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2 import models
+from fsdp2.config import parse
+from fsdp2.parallel import fsdp2 as fsdp2_engine
+from fsdp2.parallel import precision
+from fsdp2.parallel.groups import shard_groups
+from fsdp2.parallel.inspect import check_dtypes, check_sharded
+from tests.harness import Ranks, loss_of
+from tests.harness import make_engine as make
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+
+def _placements(flags: str) -> dict[str, Any]:
+    engine = make(flags)
+    parameters = dict(engine.model.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    return {
+        "placements": {str(parameter.placements) for parameter in parameters.values()},  # type: ignore[attr-defined]
+        "mesh": parameters["conv_proj.weight"].device_mesh.mesh.tolist(),  # type: ignore[attr-defined]
+        "local": tuple(parameters["conv_proj.weight"].to_local().shape),  # type: ignore[attr-defined]
+        "class": [type(engine.model).__name__, isinstance(engine.model, FSDPModule)],
+    }
+
+
+def test_one_dimensional_sharding(ranks: Ranks) -> None:
+    for result in ranks.run(_placements, ""):
+        assert result["placements"] == {str((Shard(0),))}
+        assert result["local"] == (16, 1, 7, 7)
+        assert result["class"] == ["FSDPVisionTransformer", True]
+
+
+def test_hsdp_replicates_and_shards(ranks: Ranks) -> None:
+    for result in ranks.run(_placements, "--replicas=2", ranks=4):
+        assert result["placements"] == {str((Replicate(), Shard(0)))}
+        assert result["mesh"] == [[0, 1], [2, 3]]
+        assert result["local"] == (16, 1, 7, 7)
+
+
+def _dtypes(flags: str) -> dict[str, Any]:
+    engine = make(flags)
+    dtype = parse(flags.split()).mixed_precision
+    found = check_dtypes(engine.model, precision.DTYPES[dtype] if dtype else None)
+    seen: dict[str, torch.dtype] = {}
+    block = models.get("vit").blocks(engine.model)[0]
+    block.register_forward_pre_hook(lambda module, args: seen.update(activation=args[0].dtype))
+    engine.backward(loss_of(engine), True)
+    gradients = {p.grad.dtype for p in engine.model.parameters() if p.grad is not None}
+    return {"dtypes": set(found.values()), "gradients": gradients, **seen}
+
+
+@pytest.mark.parametrize(
+    ("flags", "compute"),
+    [("", torch.float32), ("--mixed-precision", torch.bfloat16), ("--mixed-precision=fp16", torch.float16)],
+)
+def test_precision_changes_what_is_gathered_and_not_what_is_kept(
+    ranks: Ranks, flags: str, compute: torch.dtype
+) -> None:
+    for result in ranks.run(_dtypes, flags):
+        assert result["dtypes"] == {(torch.float32, compute)}
+        assert result["activation"] == compute
+        assert result["gradients"] == {torch.float32}
+
+
+def test_reduce_dtype_is_always_set() -> None:
+    assert precision.fsdp2_policy(None, "fp32").reduce_dtype == torch.float32
+    assert precision.fsdp2_policy("bf16", "bf16").reduce_dtype == torch.bfloat16
+    assert precision.fsdp2_policy("bf16", "fp32").param_dtype == torch.bfloat16
+
+
+def test_offload_pins_only_for_a_gpu() -> None:
+    assert fsdp2_engine.offload_policy(True, "cpu") == CPUOffloadPolicy(pin_memory=False)
+    assert fsdp2_engine.offload_policy(True, "cuda") == CPUOffloadPolicy(pin_memory=True)
+    assert not isinstance(fsdp2_engine.offload_policy(False, "cuda"), CPUOffloadPolicy)
+
+
+def _offloaded() -> list[str]:
+    taken: list[str] = []
+    real = fsdp2_engine.fully_shard
+
+    def spy(module: Any, **settings: Any) -> Any:
+        taken.append(repr(settings["offload_policy"]))
+        return real(module, **settings)
+
+    fsdp2_engine.fully_shard = spy
+    try:
+        make("--cpu-offload")
+    finally:
+        fsdp2_engine.fully_shard = real
+    return taken
+
+
+def test_offload_reaches_every_group(ranks: Ranks) -> None:
+    assert ranks.run(_offloaded)[0] == [repr(CPUOffloadPolicy(pin_memory=False))] * 3
+
+
+def test_groups_hold_every_block_once() -> None:
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(5)]
+    assert [len(group) for group in shard_groups(blocks, 2)] == [2, 2, 1]
+    assert shard_groups(blocks, "root") == []
+    layers = shard_groups(blocks, "layer")
+    assert len(layers) == 10
+    assert all(isinstance(group[0], nn.Linear) for group in layers)
+
+
+def test_attention_is_one_layer_because_it_reads_its_childs_weight() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    assert shard_groups([nn.Sequential(nn.LayerNorm(4), attention)], "layer")[1] == [attention]
+
+
+def _inspection_catches() -> list[str]:
+    plain = nn.Linear(2, 2)
+    engine = make("")
+    messages = []
+    for model, plain_type, placements in (
+        (plain, nn.Linear, (Shard(0),)),
+        (engine.model, nn.Linear, (Shard(0),)),
+        (engine.model, nn.Module, (Replicate(), Shard(0))),
+    ):
+        try:
+            check_sharded(model, plain_type, placements)
+        except RuntimeError as error:
+            messages.append(str(error))
+    try:
+        check_dtypes(engine.model, torch.bfloat16)
+    except RuntimeError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_inspection_fails_on_what_is_not_so(ranks: Ranks) -> None:
+    messages = ranks.run(_inspection_catches)[0]
+    assert len(messages) == 4
+    assert "not both an FSDPModule and a Linear" in messages[0]
+    assert "is placed (Shard(dim=0),) and not" in messages[2]
+    assert "float32 gathered, not float32 and torch.bfloat16" in messages[3]
+
+
+@pytest.mark.parametrize("flags", ["--inspect", "--inspect --mixed-precision", "--inspect --replicas=2"])
+def test_inspect_trains_on_as_if_it_had_not_looked(train: Train, flags: str) -> None:
+    plain = flags.replace("--inspect", "").split()
+    n = 4 if "replicas" in flags else 2
+    looked = [d["loss"] for kind, d in train(*flags.split(), run="looked", n=n, steps=2) if kind == "train"]
+    assert looked == [d["loss"] for kind, d in train(*plain, run="plain", n=n, steps=2) if kind == "train"]

@@ -1,0 +1,148 @@
+"""One optimizer step: recomputation, clipping, the gradient scaler, optimizer state, compilation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2 import models
+from fsdp2.parallel.optimizer import make_optimizer
+from tests.harness import Ranks, loss_of
+from tests.harness import make_engine as make
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+
+class Count(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] = self.found.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _recomputed(flags: str) -> dict[str, int]:
+    engine = make(flags)
+    loss = loss_of(engine)
+    with Count() as count:
+        engine.backward(loss, True)
+    return count.found
+
+
+def test_activation_checkpointing_recomputes_blocks_or_only_what_is_cheap(ranks: Ranks) -> None:
+    plain, block, op = (
+        ranks.run(_recomputed, flags)[0]
+        for flags in ("", "--activation-checkpointing", "--activation-checkpointing=op")
+    )
+    gelu, linear = "aten.gelu.default", "aten.addmm.default"
+    assert [count.get(gelu, 0) for count in (plain, block, op)] == [0, 2, 2]
+    assert plain.get(linear, 0) == op.get(linear, 0) == 0
+    assert block[linear] > 0
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adadelta", "sgd"])
+def test_optimizer_state_exists_at_step_zero_and_changes_nothing(name: str) -> None:
+    def trained(materialised: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        before = layer.weight.detach().clone()
+        optimizer = make_optimizer(name, layer.parameters(), lr=0.1)
+        assert torch.equal(layer.weight, before)
+        assert len(optimizer.state) == 2
+        assert all(float(s["step"]) == 0 for s in optimizer.state.values() if "step" in s)
+        assert layer.weight.grad is None
+        if not materialised:
+            optimizer.state.clear()
+        for _ in range(3):
+            layer(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def _clipped(flags: str) -> tuple[float, float]:
+    engine = make(flags)
+    engine.backward(loss_of(engine), True)
+    before = float(engine.clip(0.01))
+    return before, float(engine.clip(None))
+
+
+@pytest.mark.parametrize("flags", ["", "--strategy=ddp", "--strategy=fsdp1", "--cpu-offload"])
+def test_clipping_bounds_the_norm_on_every_rank(ranks: Ranks, flags: str) -> None:
+    results = ranks.run(_clipped, flags)
+    assert results[0] == results[1]
+    before, after = results[0]
+    assert before > 0.1
+    assert after == pytest.approx(0.01, rel=1e-4)  # torch adds 1e-6 to the norm that it divides by
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _overflow_on_one_rank(flags: str) -> list[Any]:
+    engine = make(flags)
+    results: list[Any] = []
+    for overflow in (True, False):
+        before = [p.detach().clone() for p in engine.model.parameters()]
+        loss = loss_of(engine)
+        if overflow and dist.get_rank() == 1:
+            loss = loss * math.inf
+        engine.backward(loss, True)
+        engine.clip(None)
+        updated, scale = engine.step(), engine.scaler.get_scale()
+        after = list(engine.model.parameters())
+        unchanged = all(torch.equal(local(a), local(b)) for a, b in zip(before, after, strict=True))
+        results.append((updated, scale, unchanged))
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "ddp"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, strategy: str) -> None:
+    first, second = ranks.run(_overflow_on_one_rank, f"--mixed-precision=fp16 --strategy={strategy}")
+    for skipped, done in (first, second):
+        assert skipped == (False, 32768.0, True)
+        assert done[:2] == (True, 32768.0)
+    # The head starts at zero, so at first it alone has a gradient; with FSDP1 only one rank holds it.
+    assert not (first[1][2] and second[1][2])
+
+
+def test_a_skipped_step_is_in_the_metrics(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = train("--mixed-precision=fp16", "--optimizer=sgd", "--lr=900", steps=12)
+    records = [data for kind, data in events if kind == "train"]
+    assert all("loss_scale" in record for record in records)
+    assert any(record["skipped"] for record in records), "a learning rate of 900 overflows fp16"
+
+
+def _compiled() -> tuple[bool, list[float]]:
+    engine = make("--compile --model=cnn")
+    losses = []
+    for _ in range(2):
+        loss = loss_of(engine)
+        engine.backward(loss, True)
+        engine.step()
+        losses.append(float(loss.detach()))
+    compiled = [block._compiled_call_impl is not None for block in models.get("cnn").blocks(engine.model)]
+    return all(compiled), losses
+
+
+@pytest.mark.slow
+def test_compile_each_block(ranks: Ranks) -> None:
+    for compiled, losses in ranks.run(_compiled, timeout=280):
+        assert compiled
+        assert losses[1] != losses[0]
+        assert all(map(math.isfinite, losses))
