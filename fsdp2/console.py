@@ -90,7 +90,7 @@ class Console:
         if data["reason"] == "already finished":
             self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
         elif data["reason"] == "finished":
-            self.line(f"trained {data['step']} steps in {data['seconds']:.1f} s")
+            self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s")
         else:
             self.line(f"{data['reason']}: saved at step {data['step']} after {data['seconds']:.1f} s")
         self.line(f"run directory: {run}")

@@ -51,6 +51,7 @@ def parallelize(
     # On meta, a model has shapes and no memory, so it may be larger than any one device.
     with torch.device("meta"):
         model = build()
+    # Freezing before anything looks at requires_grad: the strategies and the optimizer do.
     freeze(model, config.freeze)
     blocks = blocks_of(model)
 

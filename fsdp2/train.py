@@ -89,7 +89,7 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
         same_ranks = job.restore is None or resume(job.restore, app)
         if not same_ranks:
             runtime.seed_everything(config.seed, world.rank, progress.step)
-        saved_step = progress.step
+        first_step = saved_step = progress.step
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -157,6 +157,7 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             end = {
                 "step": progress.step,
                 "epoch": batches.epoch,
+                "steps": progress.step - first_step,
                 "reason": why_it_ended(log, stop, changed=accuracy is not None),
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,

@@ -31,7 +31,7 @@ def train(ranks: Ranks, tmp_path: Path) -> Callable[..., Events]:
     """
 
     def run(*flags: str, n: int = 2, run: str = "run", steps: int | None = 6, timeout: float = 120) -> Events:
-        line = ["--model-size=tiny", f"--run-dir={tmp_path / run}", "--batch-size=16", "--threads=1"]
+        line = ["--model-size=tiny", f"--run-dir={tmp_path / run}", "--batch-size=16", "--threads=1", "--device=cpu"]
         if steps is not None:
             line.append(f"--max-steps={steps}")
         events: Events = ranks.run(main_in_ranks, [*line, *flags], ranks=n, timeout=timeout)[0]

@@ -18,7 +18,7 @@ import pytest
 from tests.harness import python_environment
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--model-size=tiny", "--batch-size=16"]
+SMALL = ["--model-size=tiny", "--batch-size=16", "--device=cpu"]
 
 
 def start(program: Sequence[str | Path], cwd: Path, **environment: str) -> subprocess.Popen[str]:

@@ -43,7 +43,7 @@ def _refusal(run: Path, **flags: Any) -> str:
 def finished(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps that tests only read, or copy."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    flags = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=3", "--threads=1"]
+    flags = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=3", "--threads=1", "--device=cpu"]
     ranks.run(main_in_ranks, [*flags, "--checkpoint-every=2"])
     return run
 
@@ -138,7 +138,7 @@ def test_a_changed_byte_stops_the_resume_on_all_ranks(copy: Path, ranks: Ranks) 
 
 def _resume_fails(run: str) -> str:
     try:
-        main(Config(run_dir=run, model_size="tiny", batch_size=16, max_steps=4))
+        main(Config(run_dir=run, model_size="tiny", batch_size=16, max_steps=4, device="cpu"))
     except ConfigError as error:
         return str(error)
     return "resumed from a damaged checkpoint"
