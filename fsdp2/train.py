@@ -86,8 +86,8 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             "rng": RandomState(world.rank, device),
         }
         app = AppState(engine.model, engine.optimizer, parts)
-        same_ranks = job.restore is None or resume(job.restore, app)
-        if not same_ranks:
+        random_state_restored = job.restore is None or resume(job.restore, app)
+        if not random_state_restored:
             runtime.seed_everything(config.seed, world.rank, progress.step)
         first_step = saved_step = progress.step
 
@@ -103,7 +103,7 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
             opening = header.lines(config, engine, spec, world, device, run)
-            place = {"step": progress.step, "epoch": batches.epoch, "same_world_size": same_ranks}
+            place = {"step": progress.step, "epoch": batches.epoch, "random_state_restored": random_state_restored}
             reports.emit(*job.opening_event({"header": opening, **place}))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fsdp2.train
+from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
-from tests.harness import full_files, losses, of_kind, same
+from fsdp2.config import parse
+from tests.harness import Ranks, full_files, losses, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -71,7 +75,7 @@ def test_another_number_of_ranks_restores_the_same_state(train: Train, tmp_path:
     # Nothing is left to do but to write the full model again, from the restored shards.
     again = train("--global-batch-size=48", n=loaded)
     assert of_kind(again, "end")[0]["reason"] == "already finished"
-    assert of_kind(again, "resume")[0]["same_world_size"] is False
+    assert of_kind(again, "resume")[0]["random_state_restored"] is False
     assert same(full_files(tmp_path / "run"), before)
     # And it trains on with the same samples.
     more = train("--global-batch-size=48", n=loaded, steps=8)
@@ -109,6 +113,29 @@ def test_hsdp_and_one_dimensional_meshes_read_each_others_checkpoints(train: Tra
     (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
     train("--global-batch-size=32", n=2)
     assert same(full_files(tmp_path / "run"), before)
+
+
+def _resume_with_another_generator(run: str) -> bool:
+    """Resume as a machine would that has a generator which the checkpoint lacks, such as a GPU's."""
+    program: Any = fsdp2.train
+
+    class WithGPU(RandomState):
+        def state_dict(self) -> dict[str, Any]:
+            return {self.key: {**super().state_dict()[self.key], "cuda": torch.zeros(16, dtype=torch.uint8)}}
+
+    events: list[tuple[str, dict[str, Any]]] = []
+    real, program.RandomState = program.RandomState, WithGPU
+    try:
+        flags = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu", "--max-steps=4"]
+        program.main(parse([*flags, f"--run-dir={run}"]), lambda kind, data: events.append((kind, data)))
+    finally:
+        program.RandomState = real
+    return of_kind(events, "resume")[0]["random_state_restored"]
+
+
+def test_a_generator_that_was_not_saved_is_seeded_anew(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train(steps=2)
+    assert ranks.run(_resume_with_another_generator, str(tmp_path / "run")) == [False, False]
 
 
 def test_a_finished_run_says_so(train: Train, tmp_path: Path) -> None:

@@ -58,9 +58,11 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
         if isinstance(target, DTensor):
             value = full[name] if full else torch.empty(target.shape, dtype=target.dtype)
             # Sends rank 0's shards over the mesh. Copied into the parameter rather than assigned as a new
-            # one: hooks and optimizer hold on to the old.
+            # one: hooks and optimizer hold on to the old. Local to local, since an offloaded shard is on the
+            # CPU while its mesh is of GPUs.
             value = value.to(target.device_mesh.device_type)
-            target.copy_(distribute_tensor(value, target.device_mesh, target.placements).to(target.device))
+            shard = distribute_tensor(value, target.device_mesh, target.placements)
+            target.to_local().copy_(shard.to_local())
         else:
             # A plain tensor: a buffer, or a strategy that doesn't shard.
             if full:

@@ -223,14 +223,17 @@ def write_shards(app: AppState, directory: Path) -> None:
 def read_shards(app: AppState, directory: Path, *, saved_world_size: int) -> bool:
     """Load in place with DCP, whatever world size it was saved at. A collective call.
 
-    Returns whether the ranks' random generators were restored: at another world size they are not the same
-    ranks, and the caller must seed them anew. Raises ValueError that lists what differs.
+    Returns whether the ranks' random generators were restored. At another world size, or from a run without
+    the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
+    ValueError that lists what differs.
     """
-    same_world = saved_world_size == dist.get_world_size()
-    if not same_world:
+    saved = SafeReader(directory).read_metadata().state_dict_metadata
+    ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
+    restorable = saved_world_size == dist.get_world_size() and all(name in saved for name in ours)
+    if not restorable:
         app = AppState(app.model, app.optimizer, {k: v for k, v in app.parts.items() if k != "rng"})
     _load(app, directory, ignore=("app.rng.",))
-    return same_world
+    return restorable
 
 
 def read_weights(model: nn.Module, directory: Path) -> None:
