@@ -125,10 +125,24 @@ class Config:
     threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1))
 
     # What is written and read.
-    run_dir: str | None = option(None, "folder of the run; unset = runs/<model>-<time>", text)
+    run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", text)
     resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", text)
     checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
     keep: int = option(3, "newest checkpoints that are kept", whole(1))
+    keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
+    async_checkpoint: Literal["wait", "skip"] | None = option(
+        None,
+        "write checkpoints in the background; while one is in flight the next waits (bare) or is skipped",
+        or_off(one_of("wait", "skip")),
+        bare="wait",
+        metavar="wait|skip",
+    )
+    on_checkpoint_failure: str = option(
+        "stop", "when a save fails: stop, or report it and continue", one_of("stop", "continue")
+    )
+    resume_partial: bool = option(
+        False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
+    )
     init_from: str | None = option(None, "start from the weights of a full-model.pt", text)
     save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
@@ -148,7 +162,13 @@ class Config:
             )
         if self.dataset is None:
             object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])
-        for check in (self._check_data, self._check_batches, self._check_strategy, self._check_precision):
+        for check in (
+            self._check_data,
+            self._check_batches,
+            self._check_strategy,
+            self._check_precision,
+            self._check_resume,
+        ):
             check()
 
     def _check_data(self) -> None:
@@ -221,6 +241,19 @@ class Config:
             raise ConfigError(
                 f"--reduce-dtype {self.reduce_dtype} with --strategy {self.strategy}: its gradients are fp32, the "
                 "dtype of its parameters; use --strategy fsdp2 or drop --reduce-dtype"
+            )
+
+    def _check_resume(self) -> None:
+        if not self.resume_partial:
+            return
+        if self.resume in ("auto", "never"):
+            raise ConfigError(
+                f"--resume-partial with --resume {self.resume}: a partial load starts a new training from a chosen "
+                "checkpoint; name it with --resume STEP or --resume PATH"
+            )
+        if self.init_from is not None:
+            raise ConfigError(
+                "--resume-partial with --init-from: both give the weights to start from; drop one of them"
             )
 
     def global_batch(self, world_size: int) -> int:

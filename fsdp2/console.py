@@ -13,7 +13,9 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def short(path: Path | str) -> str:
-    """A path relative to where the user stands, if it lies below."""
+    """A path relative to where the user stands, if it lies below; a URL as it is."""
+    if "://" in str(path):
+        return str(path)
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -43,6 +45,9 @@ class Console:
 
     def _start(self, data: dict[str, Any]) -> None:
         self.lines(data["header"] + ([data["note"]] if data["note"] else []))
+        if "left_out" in data:
+            self.line(f"loaded {data['loaded']} tensors of {short(data['checkpoint'])}; left out:")
+            self.lines([f"  {line}" for line in data["left_out"]] or ["  nothing"])
 
     def _resume(self, data: dict[str, Any]) -> None:
         self._start(data)
@@ -83,6 +88,11 @@ class Console:
 
     def _failure(self, data: dict[str, Any]) -> None:
         self._close_bar()
+        if data.get("continues"):
+            self.line(f"checkpoint failed: {data['error']}; training goes on")
+
+    def _checkpoint_skipped(self, data: dict[str, Any]) -> None:
+        self.line(f"step {data['step']}: checkpoint skipped, because {data['reason']}")
 
     def _end(self, data: dict[str, Any]) -> None:
         self._close_bar()

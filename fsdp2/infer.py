@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models, runtime
-from fsdp2.checkpoint.save import verify_together
-from fsdp2.checkpoint.state import read_weights
+from fsdp2.checkpoint.files import Files, open_files
+from fsdp2.checkpoint.save import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.console import short
@@ -62,7 +62,7 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
 
 
 def load_sharded(
-    config: Config, spec: ModelSpec, checkpoint: Path, world: World, device: torch.device
+    config: Config, spec: ModelSpec, checkpoint: Files, world: World, device: torch.device
 ) -> Callable[[Batch], Tensor]:
     """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
     try:
@@ -160,7 +160,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
             f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had --no-save-model; "
             "use --sharded, or finish it"
         )
-    checkpoint = checkpoint_at(run.path) if sharded else None
+    checkpoint = open_files(checkpoint_at(str(run.path))) if sharded else None
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)

@@ -90,13 +90,13 @@ class StepLog:
     """Emits a `train` event for each step, one step late.
 
     The values are copied from the device while the next step is being issued; reading them at once would
-    make the CPU wait for the GPU in every step. `stop` is how many ranks have had a stop signal: all read
-    the same sum at the same step, and so stop together.
+    make the CPU wait for the GPU in every step. `stop` is how many ranks have had a stop signal, `failed`
+    how many have seen a save fail: all read the same sums at the same step, and so stop together.
     """
 
     def __init__(self, emit: OnEvent, device: torch.device) -> None:
         self.emit, self.device = emit, device
-        self.stop = 0
+        self.stop = self.failed = 0
         self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
         self._clock = time.perf_counter()
 
@@ -105,7 +105,8 @@ class StepLog:
 
         Args:
             data: step, epoch, lr, samples, and what else is known on the CPU.
-            values: (3,) float64 on the device: mean loss, gradient norm, ranks that have had a stop signal.
+            values: (4,) float64 on the device: mean loss, gradient norm, ranks that have had a stop signal,
+                ranks that have seen a save fail.
         """
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -126,8 +127,8 @@ class StepLog:
         self._waiting = None
         if event is not None:
             event.synchronize()
-        loss, norm, stop = values.tolist()
-        self.stop = int(stop)
+        loss, norm, stop, failed = values.tolist()
+        self.stop, self.failed = int(stop), int(failed)
         record = {
             "step": data["step"],
             "epoch": data["epoch"],

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
+from fsdp2.checkpoint.files import Files, open_files
 from fsdp2.checkpoint.full_dtensor import differences, read_full
+from fsdp2.checkpoint.lease import Lease, LeaseTaken
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options import ConfigError, to_flags
@@ -42,26 +44,48 @@ class Job:
     As a context it gives the run directory back at the end.
     """
 
-    def __init__(self, path: Path, lock: WriterLock | None) -> None:
-        self.path, self._lock = path.absolute(), lock
-        self.restore: Path | None = None
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.restore: str | None = None  # where the checkpoint is
+        self.partial = False  # of it the weights that fit, and nothing else
         self.note: str | None = None
         self._newest_kept: int | None = None
+        self._lock: WriterLock | None = None
+        self._lease: Lease | None = None
+
+    def take(self, run: RunDir) -> None:
+        """Become the one writer of a run directory. Raises ConfigError if another run is."""
+        self._lock = WriterLock(run.path)
+        if run.is_remote:
+            try:
+                self._lease = Lease(run.files)
+            except LeaseTaken as error:
+                raise ConfigError(f"--run-dir {run.place}: {error}") from None
+            except OSError as error:
+                raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
+            run.fetch()
+
+    def still_ours(self) -> None:
+        """Raise LeaseLost if another run may have taken this run's URL over."""
+        if self._lease is not None:
+            self._lease.check()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._lease is not None:
+            self._lease.release()
         if self._lock is not None:
             self._lock.release(refused=kind is not None)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call."""
-        self.path, self.restore, self.note = broadcast((self.path, self.restore, self.note))
+        self.place, self.restore, self.note = broadcast((self.place, self.restore, self.note))
 
     def restores_own(self, run: RunDir) -> bool:
         """Whether the checkpoint is of this run, and not of another that this one goes on from."""
-        return self.restore is not None and self.restore.parent == run.store.root
+        return self.restore is not None and self.restore.startswith(f"{run.store.files}/") and not self.partial
 
     def keep_up_to(self, step: int) -> None:
         """Let `set_aside_newer` leave the checkpoints up to `step`."""
@@ -74,13 +98,14 @@ class Job:
 
     def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The `start` or `resume` event."""
+        data = {**data, "note": self.note}
         if self.restore is None:
-            return "start", {**data, "note": self.note}
-        return "resume", {**data, "note": self.note, "checkpoint": str(self.restore)}
+            return "start", data
+        return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
 
     def wants_full_model(self, run: RunDir, *, changed: bool) -> bool:
         """Whether full-model.pt has to be written, as rank 0 sees it. A collective call."""
-        return broadcast(changed or not run.full_model.exists())
+        return broadcast(changed or not run.has_full_model())
 
 
 def preflight(config: Config, world: World) -> Job:
@@ -97,16 +122,20 @@ def preflight(config: Config, world: World) -> Job:
         freeze(model, config.freeze)
     except ValueError as error:
         raise ConfigError(f"--freeze {error}") from None
-    if config.run_dir is not None and "://" in config.run_dir:
-        remote(config.run_dir, world)
-    path = default_path(config.model) if config.run_dir is None else Path(config.run_dir)
+    place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
+    if "://" in place:
+        check_url(place, world)
+    job = Job(place)
+    job.partial = config.resume_partial
     if world.rank != 0:
-        return Job(path, lock=None)
+        return job
     with ExitStack() as on_error:
-        job = on_error.enter_context(Job(path, WriterLock(path)))
-        find_checkpoint(config, RunDir(path).store, job)
+        on_error.enter_context(job)
+        run = RunDir(place)
+        job.take(run)
+        find_checkpoint(config, run.store, job)
         if job.restore is not None:
-            check_checkpoint(config, model, job.restore)
+            check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
         elif config.init_from is not None:
             check_init_from(config.init_from, model)
         on_error.pop_all()
@@ -168,24 +197,27 @@ def check_data(config: Config) -> None:
         )
 
 
-def remote(url: str, world: World) -> None:
+def check_url(url: str, world: World) -> None:
     if url.startswith("memory://") and world.world_size > 1:
         raise ConfigError(
             f"--run-dir {url} with {world.world_size} ranks: memory:// lives inside one process, so the shards of the "
             "others would be lost; use a folder that all ranks see"
         )
-    raise ConfigError(f"--run-dir {url}: is a URL, and run directories are folders; use one that all ranks see")
+    try:
+        open_files(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"--run-dir {url}: {error}") from None
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
     """Decide from `--resume` what to restore. Dead saves are cleaned; damage stops the run."""
     wanted = config.resume
     dead = store.remove_dead()
-    notes = [f"removed {path.name}, a save that was never committed" for path in dead]
+    notes = [f"removed {name}, a save that was never committed" for name in dead]
     committed = store.committed()
     if wanted == "auto":
         if committed:
-            job.restore = store.directory(committed[-1])
+            job.restore = str(store.checkpoint(committed[-1]))
         elif dead:
             notes.append("no checkpoint was ever committed here; starting fresh")
     elif wanted == "never":
@@ -195,24 +227,25 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
     elif wanted.isdigit():
         if int(wanted) not in committed:
             raise ConfigError(
-                f"--resume {wanted}: {store.root.parent} holds no committed checkpoint of that step; "
+                f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "
                 + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
             )
-        job.restore = store.directory(int(wanted))
-        job.keep_up_to(int(wanted))
-        newer = [step for step in committed if step > int(wanted)]
+        job.restore = str(store.checkpoint(int(wanted)))
+        # A partial load begins a new training; else this one goes on from that step.
+        job.keep_up_to(-1 if job.partial else int(wanted))
+        newer = [step for step in committed if job.partial or step > int(wanted)]
         if newer:
-            notes.append(f"--resume {wanted}: newer checkpoints {', '.join(map(str, newer))} are set aside")
+            notes.append(f"--resume {wanted}: checkpoints {', '.join(map(str, newer))} are set aside")
     else:
-        job.restore = checkpoint_at(Path(wanted))
+        job.restore = checkpoint_at(wanted)
         if committed:
             raise ConfigError(
-                f"--resume {wanted}: {store.root.parent} has checkpoints of its own; choose another --run-dir, "
+                f"--resume {wanted}: {store.files} has checkpoints of its own; choose another --run-dir, "
                 "or --resume auto to go on with those"
             )
     if job.restore is not None:
         try:
-            verify(job.restore, hashes=False)
+            verify(open_files(job.restore), hashes=False)
         except DamagedCheckpoint as error:
             raise damaged(error) from None
     job.note = "; ".join(notes) or None
@@ -224,30 +257,36 @@ def damaged(error: Exception) -> ConfigError:
     )
 
 
-def checkpoint_at(path: Path) -> Path:
-    """A checkpoint's directory, or the newest of a run's. Raises ConfigError if there is none."""
-    if (path / MARKER).is_file():
-        return path.absolute()
-    steps = RunDir(path).store.committed()
+def checkpoint_at(place: str) -> str:
+    """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
+    place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
+    if open_files(place).size(MARKER) is not None:
+        return place
+    store = RunDir(place).store
+    steps = store.committed()
     if not steps:
         raise ConfigError(
-            f"--resume {path}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
+            f"--resume {place}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
             "checkpoint or the folder of a run"
         )
-    return RunDir(path).store.directory(steps[-1])
+    return str(store.checkpoint(steps[-1]))
 
 
-def check_checkpoint(config: Config, model: nn.Module, directory: Path) -> None:
-    marker: dict[str, Any] = read_marker(directory)
+def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, partial: bool) -> None:
+    marker: dict[str, Any] = read_marker(checkpoint)
+    if partial:
+        return
     saved, ours = marker.get("model", {}), shapes_of(model)
     wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
              sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
     if wrong:
         raise ConfigError(
-            f"--resume {config.resume}: {directory} is of another model; {len(wrong)} tensors differ "
+            f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
             f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
-            "with, or another --run-dir"
+            "with, another --run-dir, or --resume-partial for the weights that fit"
         )
+    if marker.get("imported"):
+        return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
     for flag, why in KEPT.items():
         if flag in theirs and theirs[flag] != flags[flag]:

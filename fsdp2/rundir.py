@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import time
 from importlib.metadata import version
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.checkpoint.files import LocalFiles, open_files, publish
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec
@@ -23,17 +26,54 @@ from fsdp2.options import ConfigError, read_values, to_flags
 
 
 class RunDir:
-    """Paths of one run.
+    """Where the parts of one run are.
 
-    config.json  metrics.jsonl  checkpoints/step-…/  full_model/full-model.pt
+        config.json  metrics.jsonl  checkpoints/step-…/  full_model/full-model.pt
+
+    For a run at a URL the checkpoints are there, and the rest is in a local folder, uploaded at each commit.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    def __init__(self, place: str | Path) -> None:
+        self.is_remote = "://" in str(place)
+        self.path = _local_folder(str(place)) if self.is_remote else Path(place).absolute()
+        self.place = str(place).rstrip("/") if self.is_remote else str(self.path)
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
         self.full_model = self.path / "full_model" / "full-model.pt"
-        self.store = Store(self.path / "checkpoints")
+        self.full_optimizer = self.full_model.with_name("full-optimizer.pt")
+        self.files = open_files(self.place)
+        self.store = Store(self.files.at("checkpoints"))
+
+    def upload_metrics(self, position: int) -> None:
+        """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
+        if self.is_remote:
+            with open(self.metrics, "rb") as file:
+                self.files.write(self.metrics.name, file.read(position))
+            self.files.write(self.config.name, self.config.read_bytes())
+
+    def upload_full_model(self) -> None:
+        """Copy the full model and optimizer to a remote run's URL."""
+        for path in (self.full_model, self.full_optimizer) if self.is_remote else ():
+            with open(path, "rb") as source, self.files.create(self._name(path)) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+
+    def has_full_model(self) -> bool:
+        return self.files.size(self._name(self.full_model)) is not None
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
+    def fetch(self) -> None:
+        """Copy a remote run's metrics and config here, to go on with them."""
+        if self.is_remote:
+            for path in (self.metrics, self.config):
+                if self.files.size(path.name) is not None:
+                    path.write_bytes(self.files.read(path.name))
+
+
+def _local_folder(url: str) -> Path:
+    """The same folder for the same URL, so that a resumed run finds its own."""
+    return (Path("runs") / re.sub(r"[^A-Za-z0-9._-]+", "-", url.rstrip("/"))).absolute()
 
 
 def default_path(model: str) -> Path:
@@ -52,7 +92,7 @@ class WriterLock:
         """Raises ConfigError if the directory can't be written or another run has it."""
         self._path, self._is_new = path / ".lock", not path.exists()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            LocalFiles(path).mkdir("")
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
@@ -103,9 +143,7 @@ def _git_revision() -> str | None:
 def write_config(run: RunDir, config: Config, world_size: int) -> None:
     """config.json: the flags, which `--config` reads back, and the environment."""
     content = {"flags": to_flags(config), "environment": environment(world_size)}
-    aside = run.config.with_suffix(".tmp")
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(aside, run.config)
+    publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import data, header, models, runtime
 from fsdp2.checkpoint import full_dcp, full_dtensor
-from fsdp2.checkpoint.save import restore, save, save_full
+from fsdp2.checkpoint.save import save_full
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
-from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config, parse
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, Batches
@@ -33,17 +32,22 @@ from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
-from fsdp2.preflight import damaged, preflight
+from fsdp2.preflight import preflight
 from fsdp2.reports import Reports
 from fsdp2.rundir import RunDir, checkpoint_info, write_config
 from fsdp2.runtime import World
+from fsdp2.saving import Saving, resume
 from fsdp2.signals import StopSignals
 
 
-def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
+def main(
+    config: Config, on_event: OnEvent | None = None, also_saved: Mapping[str, Part] | None = None
+) -> dict[str, Any]:
     """Train as `config` says, in a process group that exists already or in one of its own.
 
     Args:
+        also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
+            each checkpoint holds it, and a resume restores it.
         on_event: called on every rank with (kind, data) for `start` or `resume`, `train` (each step, one step
             late), `eval`, `checkpoint`, `failure` and `end`.
 
@@ -55,7 +59,7 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
     spec = models.get(config.model)
     with preflight(config, world) as job, runtime.process_group(world, device):
         job.agree()  # rank 0 has chosen the run directory and what to resume
-        run = RunDir(job.path)
+        run = RunDir(job.place)
         runtime.set_threads(config.threads, world)
 
         # Data: the same order of samples on all ranks, and this rank's part of it.
@@ -85,11 +89,12 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             "progress": progress,
             "rng": RandomState(world.rank, device),
         }
-        app = AppState(engine.model, engine.optimizer, parts)
-        random_state_restored = job.restore is None or resume(job.restore, app)
-        if not random_state_restored:
+        app = AppState(engine.model, engine.optimizer, with_users_parts(parts, also_saved))
+        restored = resume(job, app)
+        if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
-        first_step = saved_step = progress.step
+        first_step = progress.step
+        saving = Saving(config, job, run, app, progress, device)
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -103,22 +108,11 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
             opening = header.lines(config, engine, spec, world, device, run)
-            place = {"step": progress.step, "epoch": batches.epoch, "random_state_restored": random_state_restored}
-            reports.emit(*job.opening_event({"header": opening, **place}))
+            place = {"step": progress.step, "epoch": batches.epoch}
+            reports.emit(*job.opening_event({"header": opening, **place, **restored}))
+            saving.open(reports, checkpoint_info(config, world.world_size, spec))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
-
-            def commit() -> None:
-                nonlocal saved_step
-                if progress.step == saved_step:
-                    return
-                began, saved_step = time.perf_counter(), progress.step
-                # The same on all ranks: DCP writes a plain value from whichever rank it likes.
-                progress.metrics_position = runtime.broadcast(reports.metrics.position())
-                info = checkpoint_info(config, world.world_size, spec)
-                path = save(run.store, app, progress.step, info=info, keep=config.keep)
-                facts = {"step": progress.step, "epoch": batches.epoch, "path": str(path)}
-                reports.emit("checkpoint", {**facts, "seconds": time.perf_counter() - began})
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
@@ -127,19 +121,22 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                 log.restart_clock()
                 for microbatches in batches:
                     lr = engine.optimizer.param_groups[0]["lr"]
-                    facts, values = train_step(engine, microbatches, spec, config, world, stop)
+                    facts, values = train_step(
+                        engine, microbatches, spec, config, world, [stop.received != 0, saving.poll()]
+                    )
                     progress.step += 1
                     place = {"step": progress.step, "epoch": batches.epoch, "step_in_epoch": batches.steps_done()}
                     log.add({**place, "lr": lr, **facts}, values)
+                    saving.stop_if_failed(log.failed)
                     if log.stop or finished():
                         break
                     if config.checkpoint_due(progress.step) and not batches.at_end():
                         log.flush()
-                        commit()
+                        saving.save(batches.epoch)
                         log.restart_clock()
                 log.flush()
                 if log.stop:
-                    commit()
+                    saving.save(batches.epoch, last=True)
                     break
                 with engine.evaluating():
                     result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
@@ -149,11 +146,14 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                     scheduler.step()
                     batches.next_epoch()
                 if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
-                    commit()
+                    saving.save(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
             if finished() and config.save_model and job.wants_full_model(run, changed=accuracy is not None):
                 save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model)
+                if world.rank == 0:
+                    run.upload_full_model()
+            saving.finish()
             end = {
                 "step": progress.step,
                 "epoch": batches.epoch,
@@ -161,10 +161,12 @@ def main(config: Config, on_event: OnEvent | None = None) -> dict[str, Any]:
                 "reason": why_it_ended(log, stop, changed=accuracy is not None),
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,
-                "run_dir": str(run.path),
+                "run_dir": run.place,
                 "peak_memory_bytes": runtime.peak_memory_bytes(device),
             }
             reports.emit("end", end)
+            if world.rank == 0:
+                run.upload_metrics(reports.metrics.position())
     return end
 
 
@@ -174,12 +176,15 @@ def train_step(
     spec: ModelSpec,
     config: Config,
     world: World,
-    stop: StopSignals,
+    votes: Sequence[bool],
 ) -> tuple[dict[str, Any], Tensor]:
     """One optimizer step over the microbatches of this rank. A collective call.
 
-    Returns what is known on the CPU, and on the device (3,) float64: the mean loss over the global batch,
-    the gradient norm, and how many ranks have had a stop signal.
+    Args:
+        votes: what this rank has to say that all must hear after the same step.
+
+    Returns what is known on the CPU, and on the device (2 + votes,) float64: the mean loss over the global
+    batch, the gradient norm, and for each vote how many ranks gave it.
     """
     engine.begin_step()  # with explicit prefetching the first all-gather runs while data is read
     losses: list[Tensor] = []
@@ -193,12 +198,12 @@ def train_step(
     norm = engine.clip(config.clip_grad_norm)
     updated = engine.step()
     total = torch.stack(losses).double().sum()
-    sums = torch.stack([total, torch.full_like(total, stop.received != 0)])
+    sums = torch.stack([total, *(torch.full_like(total, vote) for vote in votes)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
     facts: dict[str, Any] = {"samples": batch.samples}
     if engine.scaler.is_enabled():
         facts |= {"loss_scale": engine.scaler.get_scale(), "skipped": not updated}
-    return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), sums[1]])
+    return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
@@ -244,12 +249,12 @@ def full_state_api(config: Config) -> Any:
     return full_dcp if config.dcp_api else full_dtensor
 
 
-def resume(checkpoint: Path, app: AppState) -> bool:
-    """Load a checkpoint into `app`; whether it is from as many ranks, so that their random state counts."""
-    try:
-        return restore(checkpoint, app)
-    except DamagedCheckpoint as error:
-        raise damaged(error) from None
+def with_users_parts(parts: dict[str, Part], also_saved: Mapping[str, Part] | None) -> dict[str, Part]:
+    """All parts of a checkpoint beside model and optimizer. Raises ValueError for a name that is taken."""
+    taken = sorted({"model", "optim", *parts} & set(also_saved or {}))
+    if taken:
+        raise ValueError(f"also_saved: {', '.join(taken)} is a part of each checkpoint already; choose another name")
+    return {**parts, **(also_saved or {})}
 
 
 def why_it_ended(log: StepLog, stop: StopSignals, *, changed: bool) -> str:

@@ -71,7 +71,8 @@ def test_a_step_is_reported_when_the_next_one_is_there() -> None:
 
     def add(step: int, stop: float = 0.0) -> None:
         log.add(
-            {"step": step, "epoch": 0, "lr": 0.1, "samples": 4}, torch.tensor([1.0, 2.0, stop], dtype=torch.float64)
+            {"step": step, "epoch": 0, "lr": 0.1, "samples": 4},
+            torch.tensor([1.0, 2.0, stop, 0.0], dtype=torch.float64),
         )
 
     add(1)

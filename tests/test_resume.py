@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fsdp2.train
+from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
 from fsdp2.config import parse
@@ -176,7 +177,7 @@ def test_resume_from_another_run(train: Train, tmp_path: Path, path: str) -> Non
 
 def test_keep_removes_the_oldest(train: Train, tmp_path: Path) -> None:
     train("--checkpoint-every=1", "--keep=2", steps=5)
-    assert Store(tmp_path / "run" / "checkpoints").committed() == [4, 5]
+    assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [4, 5]
 
 
 def test_checkpoints_are_written_each_epoch_unless_told(train: Train, tmp_path: Path) -> None:

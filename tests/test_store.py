@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.state import StrictLoadPlanner
+from fsdp2.checkpoint.dcp_files import SafeReader
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.planner import StrictLoadPlanner
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
@@ -81,15 +82,16 @@ def test_resume_path_into_a_run_with_checkpoints_is_refused(finished: Path, copy
 
 def test_the_marker_lists_every_file(finished: Path) -> None:
     directory = finished / "checkpoints" / "step-00000003"
-    marker = read_marker(directory)
+    files = LocalFiles(directory)
+    marker = read_marker(files)
     others = {path.name for path in directory.iterdir()} - {MARKER}
     assert set(marker["files"]) == others == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     for name, entry in marker["files"].items():
-        assert entry == fingerprint(directory / name)
+        assert entry == fingerprint(files, name)
     assert (marker["step"], marker["world_size"], marker["mesh"]) == (3, 2, {"replicate": 1, "shard": 2})
     assert marker["config"]["model-size"] == "tiny"
     assert marker["environment"]["torch"] == torch.__version__
-    verify(directory)
+    verify(files)
 
 
 def test_a_dead_save_is_cleaned_and_passed_over(copy: Path, train: Train) -> None:
@@ -123,7 +125,7 @@ def test_damage_stops_before_the_start_and_is_named(copy: Path, damage: str) -> 
     # The explicit way on.
     with preflight(Config(run_dir=str(copy), model_size="tiny", resume="2"), TWO) as job:
         assert job.restore is not None
-        assert job.restore.name == "step-00000002"
+        assert job.restore.endswith("/step-00000002")
 
 
 def test_a_changed_byte_stops_the_resume_on_all_ranks(copy: Path, ranks: Ranks) -> None:
@@ -145,7 +147,7 @@ def _resume_fails(run: str) -> str:
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(LocalFiles(tmp_path))
     store.begin(1)
     store.commit(1, {}, {})
     with pytest.raises(FileExistsError, match="never overwritten"):
@@ -154,12 +156,13 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_without_a_marker_there_is_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    (store.begin(7) / "__0_0.distcp").write_bytes(b"half")
+    store = Store(LocalFiles(tmp_path))
+    store.begin(7)
+    store.checkpoint(7).write("__0_0.distcp", b"half")
     assert store.committed() == []
-    assert [path.name for path in store.remove_dead()] == ["step-00000007"]
+    assert store.remove_dead() == ["step-00000007"]
     with pytest.raises(DamagedCheckpoint, match=r"COMMIT\.json can't be read"):
-        read_marker(store.directory(7))
+        read_marker(store.checkpoint(7))
 
 
 class Payload:
@@ -169,10 +172,10 @@ class Payload:
 
 def test_metadata_that_would_run_code_is_not_unpickled(copy: Path) -> None:
     directory = copy / "checkpoints" / "step-00000003"
-    SafeReader(directory).read_metadata()
+    SafeReader(LocalFiles(directory)).read_metadata()
     (directory / ".metadata").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(pickle.UnpicklingError, match="which a checkpoint's metadata never holds"):
-        SafeReader(directory).read_metadata()
+        SafeReader(LocalFiles(directory)).read_metadata()
 
 
 def _strictness() -> list[str]:

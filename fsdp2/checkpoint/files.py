@@ -1,38 +1,148 @@
-"""The file operations of the store, in one small object that a test can replace."""
+"""The file operations of the store, in one small object that a test can replace.
+
+`LocalFiles` is a folder; `RemoteFiles`, in `remote.py`, is a prefix on an object store. Both name what is in
+them relative to themselves, and refuse names that lead out: a stranger's checkpoint brings its own names.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO, Protocol
+
+
+class Files(Protocol):
+    """Files below one place. Names are relative, with `/`; "" is the place itself."""
+
+    # Whether `write` replaces a file in one step that readers see as a whole or not at all, and that is
+    # durable when it returns: an object store's put. A local file system has only `rename` for that.
+    put_is_atomic: bool
+
+    def at(self, name: str) -> Files:
+        """The files below `name`."""
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new file for writing. Raises FileExistsError."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading, seekable. Raises FileNotFoundError."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file whole."""
+
+    def read(self, name: str) -> bytes:
+        """Read a small file whole. Raises FileNotFoundError."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+
+    def fsync(self, name: str) -> None:
+        """Make a file's content, or a folder's entries, survive a power cut."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file, replacing `target`, or a folder."""
+
+    def unlink(self, name: str) -> None: ...
+
+    def mkdir(self, name: str) -> None:
+        """Make a folder and those above it, durable when it returns; it may exist."""
+
+    def rmdir(self, name: str) -> None: ...
+
+    def list(self, name: str) -> list[str]:
+        """Names in a folder, sorted; none if it doesn't exist."""
+
+
+def inside(name: str) -> str:
+    """`name` itself, if it stays inside. Raises ValueError for an absolute name or one with `..`."""
+    if name.startswith("/") or "\\" in name or ".." in name.split("/") or "\0" in name:
+        raise ValueError(f"{name!r} leads out of the checkpoint; it was not followed")
+    return name
 
 
 class LocalFiles:
-    """Files of a local file system."""
+    """Files of a folder on a local or shared file system."""
 
-    def write(self, path: Path, content: bytes) -> None:
-        with open(path, "wb") as file:
+    put_is_atomic = False
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def _path(self, name: str) -> Path:
+        return self.root / inside(name)
+
+    def at(self, name: str) -> LocalFiles:
+        return type(self)(self._path(name))
+
+    def create(self, name: str) -> BinaryIO:
+        return open(self._path(name), "xb")
+
+    def open(self, name: str) -> BinaryIO:
+        return open(self._path(name), "rb")
+
+    def write(self, name: str, content: bytes) -> None:
+        with open(self._path(name), "wb") as file:
             file.write(content)
 
-    def fsync(self, path: Path) -> None:
-        """Make a file's content, or a directory's entries, survive a power cut."""
-        descriptor = os.open(path, os.O_RDONLY)
+    def read(self, name: str) -> bytes:
+        return self._path(name).read_bytes()
+
+    def size(self, name: str) -> int | None:
+        path = self._path(name)
+        return path.stat().st_size if path.is_file() else None
+
+    def fsync(self, name: str) -> None:
+        descriptor = os.open(self._path(name), os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
+    def rename(self, source: str, target: str) -> None:
+        os.replace(self._path(source), self._path(target))
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
+    def unlink(self, name: str) -> None:
+        os.unlink(self._path(name))
 
-    def rmdir(self, path: Path) -> None:
-        os.rmdir(path)
+    def mkdir(self, name: str) -> None:
+        path = self._path(name)
+        parent = type(self)(path.parent)
+        if not path.parent.is_dir():
+            parent.mkdir("")
+        path.mkdir(exist_ok=True)
+        # Also if it exists: whoever made it may have died before this line.
+        parent.fsync("")
 
-    def mkdir(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+    def rmdir(self, name: str) -> None:
+        os.rmdir(self._path(name))
 
-    def list(self, path: Path) -> list[Path]:
-        """The entries of a directory, sorted; none if it doesn't exist."""
-        return sorted(path.iterdir()) if path.is_dir() else []
+    def list(self, name: str) -> list[str]:
+        path = self._path(name)
+        return sorted(os.listdir(path)) if path.is_dir() else []
+
+
+def open_files(place: str | Path) -> Files:
+    """The files of a folder, or of a prefix on an object store if `place` is a URL."""
+    if "://" not in str(place):
+        return LocalFiles(place)
+    from fsdp2.checkpoint.remote import RemoteFiles  # here: a local run needs no fsspec
+
+    return RemoteFiles(str(place))
+
+
+def publish(files: Files, name: str, content: bytes) -> None:
+    """Write a small file so that it exists whole or not at all, whatever happens, and is durable on return."""
+    if files.put_is_atomic:
+        files.write(name, content)
+        return
+    aside = name + ".tmp"
+    files.write(aside, content)
+    # Content before name: a rename may become durable before what it names.
+    files.fsync(aside)
+    # What the content vouches for must be durable before it: entries written earlier in this folder.
+    files.fsync("")
+    files.rename(aside, name)
+    files.fsync("")

@@ -1,17 +1,12 @@
-"""A DCP reader that runs no code from the checkpoint.
-
-DCP's `.metadata` is a pickle, and unpickling a stranger's file runs whatever it says. This reader allows
-only the few classes that metadata consists of.
-"""
+"""DCP's `.metadata` is a pickle, and unpickling a stranger's file runs whatever it says. Here only the few
+classes that metadata consists of are allowed."""
 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 ALLOWED = {
@@ -48,15 +43,9 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class SafeReader(FileSystemReader):
-    """`FileSystemReader` whose metadata is unpickled with an allow-list."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError, naming the class, for anything that isn't metadata."""
-        rank = kwargs.get("rank")
-        with open(Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata"), "rb") as file:
-            metadata: Metadata = MetadataUnpickler(file).load()
-        # As in the base class: the reader marks the metadata with its own id.
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
+def load_metadata(file: IO[bytes]) -> Metadata:
+    """Unpickle a `.metadata`. Raises pickle.UnpicklingError, naming the class, for anything that isn't metadata."""
+    metadata = MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__} and no checkpoint's metadata")
+    return metadata

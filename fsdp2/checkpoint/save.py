@@ -1,44 +1,77 @@
-"""Saving and restoring as collective operations: `state.py` and `store.py` put together."""
+"""Saving and restoring as collective operations: `state.py` and `store.py` put together by DCP."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from fsdp2.checkpoint.state import AppState, read_shards, write_shards
-from fsdp2.checkpoint.store import DamagedCheckpoint, Store, fingerprint, read_marker, verify
+from fsdp2.checkpoint.dcp_files import SafeReader, ShardWriter
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
+from fsdp2.checkpoint.state import AppState, WeightsOnly
+from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
 
 
-def save(store: Store, app: AppState, step: int, *, info: Mapping[str, Any], keep: int) -> Path:
+class SaveFailed(RuntimeError):
+    """A save that did not become a checkpoint; those committed before it are as they were."""
+
+
+def save(
+    store: Store,
+    state: Any,
+    step: int,
+    *,
+    info: Mapping[str, Any],
+    keep: int,
+    keep_every: int | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+    group: dist.ProcessGroup | None = None,
+) -> str | None:
     """Save one step on all ranks, commit it, and only then remove old ones. A collective call.
 
-    Returns the checkpoint's directory. Each rank hashes the files that it wrote; rank 0 writes the marker
-    when it has heard from all of them.
+    Args:
+        state: an AppState, or the tree that one gives.
+        info: what the marker shall say beside step, world size and files.
+        before_commit: runs on rank 0 when all shards are durable; if it raises, nothing is committed.
+        group: of all ranks, with a CPU backend; unset = the default one.
+
+    Each rank writes, hashes and syncs its shards; rank 0 commits when it has heard from all of them, and no
+    rank returns before that. Raises SaveFailed on every rank, with the cause, if any of them failed.
+
+    Returns, on rank 0, why old checkpoints could not be removed, if so: the new one exists all the same.
     """
-    rank = dist.get_rank()
-    if rank == 0:
-        store.begin(step)
-    dist.barrier()  # the directory has to exist
-    directory = store.directory(step)
-    write_shards(app, directory)
-    mine = {path.name: fingerprint(path) for path in directory.glob(f"__{rank}_*.distcp")}
-    if rank == 0:
-        mine[".metadata"] = fingerprint(directory / ".metadata")
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    if rank == 0:
-        files = {name: entry for part in parts for name, entry in part.items()}
+    not_removed: list[str] = []
+
+    def commit(files: Mapping[str, Mapping[str, Any]]) -> None:
+        before_commit()
         store.commit(step, files, {**info, "world_size": dist.get_world_size()})
-        store.retain(keep)
-    # No rank trains on before the checkpoint exists.
-    dist.barrier()
-    return directory
+        try:
+            store.retain(keep, keep_every)
+        except OSError as error:
+            not_removed.append(f"step {step} is saved, but old checkpoints could not be removed: {error}")
+
+    writer = ShardWriter(store.checkpoint(step), begin=lambda: store.begin(step), commit=commit)
+    try:
+        dcp.save({"app": state}, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise SaveFailed(f"step {step} was not saved to {store.files}: {causes}") from error
+    return not_removed[0] if not_removed else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1] if text else 'no message'}"
 
 
 def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -48,44 +81,104 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
         api: `full_dtensor` or `full_dcp`.
         path: of the model's file, full-model.pt; the optimizer's is full-optimizer.pt.
 
-    Each is written under another name first: a file of that name is always a whole one.
+    Each is written under another name and synced first: a file of that name is always a whole one.
     """
     for name, state in (
         (path, api.full_model_state(model)),
         (path.with_name("full-optimizer.pt"), api.full_optimizer_state(model, optimizer)),
     ):
         if dist.get_rank() == 0:
-            name.parent.mkdir(parents=True, exist_ok=True)
+            folder = LocalFiles(name.parent)
+            folder.mkdir("")
             aside = name.with_suffix(".tmp")
             torch.save(state, aside)
+            folder.fsync(aside.name)
             os.replace(aside, name)
+            folder.fsync("")
     dist.barrier()
 
 
-def verify_together(directory: Path) -> dict[str, Any]:
+def verify_together(checkpoint: Files) -> dict[str, Any]:
     """Check every file's hash, each rank its share; the marker. A collective call.
 
     Raises DamagedCheckpoint on every rank if any of them found damage.
     """
-    marker = read_marker(directory)
+    marker, problem = None, None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    problem = None
     try:
-        verify(directory, sorted(marker["files"])[rank::world_size])
+        marker = read_marker(checkpoint)
+        verify(checkpoint, sorted(marker["files"])[rank::world_size])
     except DamagedCheckpoint as error:
         problem = str(error)
     problems: list[Any] = [None] * world_size
     dist.all_gather_object(problems, problem)
     if any(problems):
-        raise DamagedCheckpoint("; ".join(filter(None, problems)))
+        raise DamagedCheckpoint("; ".join(sorted(set(filter(None, problems)))))
+    assert marker is not None
     return marker
 
 
-def restore(directory: Path, app: AppState) -> bool:
+def restore(checkpoint: Files, app: AppState) -> bool:
     """Verify a checkpoint and load it in place, whatever world size it is from. A collective call.
 
-    Returns whether the ranks' random generators were restored (only at the same world size). Raises
+    Returns whether the ranks' random generators were restored. At another world size, or from a run without
+    the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
     DamagedCheckpoint, or ValueError that lists what differs.
     """
-    marker = verify_together(directory)
-    return read_shards(app, directory, saved_world_size=marker["world_size"])
+    marker = verify_together(checkpoint)
+    reader = SafeReader(checkpoint)
+    saved = reader.read_metadata().state_dict_metadata
+    if marker.get("imported"):
+        # Another program's: it holds the model and perhaps its optimizer, and nothing of how a run stands here.
+        has_optimizer = any(name.startswith("app.optim.") for name in saved)
+        _load(AppState(app.model, app.optimizer, {}) if has_optimizer else WeightsOnly(app.model), reader)
+        return False
+    ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
+    restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
+    if not restorable:
+        app = AppState(app.model, app.optimizer, {k: v for k, v in app.parts.items() if k != "rng"})
+    _load(app, reader, ignore=("app.rng.",))
+    return restorable
+
+
+def read_weights(model: nn.Module, checkpoint: Files) -> None:
+    """Load the weights alone into a sharded model; no rank sees a full copy. A collective call.
+
+    Strict as far as weights go: raises ValueError that lists what differs.
+    """
+    reader = SafeReader(checkpoint)
+    others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
+    _load(WeightsOnly(model), reader, ignore=others)
+
+
+def read_fitting_weights(model: nn.Module, checkpoint: Files) -> tuple[int, list[str]]:
+    """Load those weights that have the same name, shape and dtype here, and leave the rest. A collective call.
+
+    Returns how many tensors were loaded, and a line for each tensor of either side, and each other part of the
+    checkpoint, that was left out. Raises DamagedCheckpoint.
+    """
+    verify_together(checkpoint)
+    reader = SafeReader(checkpoint)
+    saved = reader.read_metadata().state_dict_metadata
+    theirs = {name.removeprefix("app.model."): entry for name, entry in saved.items() if name.startswith("app.model.")}
+    targets: dict[str, Any] = get_model_state_dict(model)
+    problems = {name: misfit(theirs[name], target) for name, target in targets.items() if name in theirs}
+    fitting = {name: targets[name] for name, problem in problems.items() if problem is None}
+    _load({"model": fitting}, reader, ignore=("",))
+    # For strategies whose state dict is a copy of the parameters.
+    set_model_state_dict(model, targets, options=StateDictOptions(strict=True))
+    left_out = [f"{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
+    left_out += [f"{name}: not in the checkpoint" for name in sorted(targets.keys() - theirs.keys())]
+    left_out += [f"{name}: not in this model" for name in sorted(theirs.keys() - targets.keys())]
+    parts = Counter(name.split(".")[1] for name in saved if not name.startswith("app.model."))
+    left_out += [f"{part}: not loaded ({count} entries)" for part, count in sorted(parts.items())]
+    return len(fitting), left_out
+
+
+def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = ()) -> None:
+    try:
+        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore))
+    except CheckpointException as error:
+        # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None

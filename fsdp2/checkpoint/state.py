@@ -1,22 +1,16 @@
-"""The state of a training run as a tree of tensors and plain values, and its way to and from DCP files."""
+"""The state of a training run as a tree of tensors and plain values: objects, and no files."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-
-from fsdp2.checkpoint.safe_reader import SafeReader
 
 
 class Part(Protocol):
@@ -61,17 +53,35 @@ class AppState(Stateful):
         ours: list[dict[str, Any]] = [
             {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
         ]
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=StateDictOptions(strict=True),
-        )
+        with _counted_as_trained(self.optimizer):
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optim"],
+                options=StateDictOptions(strict=True),
+            )
         for group, implementation in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(implementation)
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
+
+
+@contextmanager
+def _counted_as_trained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let `set_state_dict` restore the optimizer's state of frozen parameters too.
+
+    It drops, without a word, the state of parameters that don't require a gradient at that moment: see
+    https://github.com/pytorch/pytorch/issues/192202
+    """
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class WeightsOnly(Stateful):
@@ -153,97 +163,3 @@ class RandomState:
         )
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"], self.device)
-
-
-class StrictLoadPlanner(DefaultLoadPlanner):
-    """Reads a checkpoint only if its tensors and the targets are the same ones, in both directions.
-
-    Torch's planner ignores what is in the checkpoint and not among the targets. It also unpickles plain
-    values freely; here they may only be what `weights_only` allows.
-
-    Names in the checkpoint that begin with one of `ignore` need no target.
-    """
-
-    def __init__(self, ignore: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.ignore = ignore
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        saved, wanted = metadata.state_dict_metadata, self.state_dict
-        problems = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - saved.keys())]
-        problems += [
-            f"{name}: in the checkpoint, and nothing to load it into"
-            for name in sorted(saved.keys() - wanted.keys())
-            if not name.startswith(self.ignore)
-        ]
-        for name in sorted(wanted.keys() & saved.keys()):
-            entry, target = saved[name], wanted[name]
-            if isinstance(entry, TensorStorageMetadata) and isinstance(target, Tensor):
-                theirs, ours = (entry.properties.dtype, entry.size), (target.dtype, target.shape)
-                if theirs != ours:
-                    problems.append(
-                        f"{name}: {theirs[0]} {tuple(theirs[1])} in the checkpoint, {ours[0]} {tuple(ours[1])} here"
-                    )
-        if problems:
-            raise ValueError(f"the checkpoint and this run differ in {len(problems)}: " + "; ".join(problems[:20]))
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = loaded = torch.load(value, weights_only=True)
-        if self.flatten_state_dict:
-            _set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-
-
-def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a leaf of nested dicts and lists by its path."""
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
-
-
-def _load(state: Stateful, directory: Path, ignore: tuple[str, ...]) -> None:
-    reader = SafeReader(directory)
-    reader.read_metadata()  # fails here for what isn't metadata; dcp.load would look for other files first
-    try:
-        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore))
-    except CheckpointException as error:
-        # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
-        cause, _ = next(iter(error.failures.values()))
-        raise cause from None
-
-
-def write_shards(app: AppState, directory: Path) -> None:
-    """Save into an empty directory with DCP: each rank its own shards, synced to disk. A collective call."""
-    dcp.save({"app": app}, storage_writer=dcp.FileSystemWriter(directory, sync_files=True))
-
-
-def read_shards(app: AppState, directory: Path, *, saved_world_size: int) -> bool:
-    """Load in place with DCP, whatever world size it was saved at. A collective call.
-
-    Returns whether the ranks' random generators were restored. At another world size, or from a run without
-    the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
-    ValueError that lists what differs.
-    """
-    saved = SafeReader(directory).read_metadata().state_dict_metadata
-    ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
-    restorable = saved_world_size == dist.get_world_size() and all(name in saved for name in ours)
-    if not restorable:
-        app = AppState(app.model, app.optimizer, {k: v for k, v in app.parts.items() if k != "rng"})
-    _load(app, directory, ignore=("app.rng.",))
-    return restorable
-
-
-def read_weights(model: nn.Module, directory: Path) -> None:
-    """Load the weights alone into a sharded model; no rank sees a full copy. A collective call."""
-    everything_else = (
-        "app.optim.",
-        "app.scheduler.",
-        "app.scaler.",
-        "app.batches.",
-        "app.progress.",
-        "app.rng.",
-    )
-    _load(WeightsOnly(model), directory, everything_else)

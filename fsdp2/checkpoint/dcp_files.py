@@ -1,0 +1,180 @@
+"""DCP's storage writer and reader on top of our `Files`: every byte is hashed while it is written, and every
+file operation goes through the object that fault tests replace."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import IO, Any, BinaryIO, cast
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.safe_reader import load_metadata
+
+# Smaller pieces are hashed where they are: handing them over would take longer than hashing them.
+_WORTH_A_THREAD = 1 << 18
+
+
+class HashingStream(io.RawIOBase):
+    """Writes to a file and hashes what it is given, large pieces in a thread beside the write.
+
+    Both release the interpreter lock, so that the hash costs time only where it is slower than the disk. It is
+    of the bytes that were handed over, and not of what a disk made of them.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._size += len(view)
+        if len(view) < _WORTH_A_THREAD:
+            self._digest.update(view)
+            self._file.write(view)
+        else:
+            hashed = self._thread.submit(self._digest.update, view)
+            try:
+                self._file.write(view)
+            finally:
+                hashed.result()  # the caller's memory may change once this returns
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def close(self) -> None:
+        if not self.closed:
+            self._thread.shutdown()
+            self._file.close()
+            super().close()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Size in bytes and SHA-256 of all that was written."""
+        return {"size": self._size, "sha256": self._digest.hexdigest()}
+
+
+class DcpFiles(FileSystemBase):
+    """What DCP's file system writer and reader ask for, on `Files`. Paths are names relative to the checkpoint."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.written: dict[str, dict[str, Any]] = {}  # name -> fingerprint of what this rank has written
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        name = str(path)
+        if mode == "rb":
+            with self.files.open(name) as file:
+                yield cast(io.IOBase, file)
+            return
+        stream = HashingStream(self.files.create(name))
+        with stream:
+            yield stream
+        self.files.fsync(name)
+        self.written[name] = stream.fingerprint()
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return ""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.files.rename(str(path), str(new_path))
+        self.written[str(new_path)] = self.written.pop(str(path))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """The store has made the directory before any rank writes."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return self.files.size(str(path)) is not None
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self.files.unlink(str(path))
+
+
+class Written(list[WriteResult]):
+    """A rank's write results, and the fingerprints of its files, on their way to rank 0."""
+
+    def __init__(self, results: list[WriteResult], files: Mapping[str, dict[str, Any]]) -> None:
+        super().__init__(results)
+        self.files = dict(files)
+
+    def __reduce__(self) -> Any:
+        return Written, (list(self), self.files)
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes shards into a directory that `begin` makes, and ends with `commit` of all files' fingerprints.
+
+    Both are called on rank 0 alone, inside DCP's own protocol: `begin` when all ranks have a plan and none has
+    written, `commit` when all have said that their files are durable. A failure in either, or on any rank, is
+    a failure of the save on every rank.
+    """
+
+    def __init__(
+        self, files: Files, begin: Callable[[], None], commit: Callable[[Mapping[str, Mapping[str, Any]]], None]
+    ) -> None:
+        # Syncing is `DcpFiles`' work, so that it is seen by whatever stands in for the files.
+        super().__init__("", sync_files=False)
+        self.fs: Any = DcpFiles(files)
+        self.path = ""
+        self._begin, self._commit = begin, commit
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # torch's would look for an older checkpoint in a directory that doesn't exist yet
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._begin()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(Written(results, self.fs.written))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)  # writes .metadata
+        files = dict(self.fs.written)
+        for rank in results:
+            files.update(cast(Written, rank).files)
+        self._commit(files)
+
+
+class SafeReader(dcp.FileSystemReader):
+    """`FileSystemReader` that runs no code from the checkpoint and stays inside it."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__("")
+        self.fs: Any = DcpFiles(files)
+        self.path = ""
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises pickle.UnpicklingError, naming the class, for anything that isn't metadata."""
+        if self._metadata is None:
+            with self.fs.create_stream(".metadata", "rb") as file:
+                self._metadata = load_metadata(cast(IO[bytes], file))
+            # As in the base class: the reader marks the metadata with its own id.
+            if self._metadata.storage_meta is not None:
+                self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata

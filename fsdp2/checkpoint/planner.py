@@ -1,0 +1,66 @@
+"""Reading a checkpoint with DCP, strictly: all of it into all of the targets, or an error that lists names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+
+def misfit(saved: Any, target: Any) -> str | None:
+    """How a tensor's dtype or shape differs from its target's; None if it fits."""
+    if isinstance(saved, TensorStorageMetadata) != isinstance(target, Tensor):
+        here, there = ("a tensor", "a plain value") if isinstance(target, Tensor) else ("a plain value", "a tensor")
+        return f"{there} in the checkpoint, {here} here"
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    theirs, ours = (saved.properties.dtype, tuple(saved.size)), (target.dtype, tuple(target.shape))
+    return None if theirs == ours else f"{theirs[0]} {theirs[1]} in the checkpoint, {ours[0]} {ours[1]} here"
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """Reads a checkpoint only if its tensors and the targets are the same ones, in both directions.
+
+    Torch's planner ignores what is in the checkpoint and not among the targets. It also unpickles plain
+    values freely; here they may only be what `weights_only` allows.
+
+    Names in the checkpoint that begin with one of `ignore` need no target.
+    """
+
+    def __init__(self, ignore: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.ignore = ignore
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        saved, wanted = metadata.state_dict_metadata, self.state_dict
+        problems = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - saved.keys())]
+        problems += [
+            f"{name}: in the checkpoint, and nothing to load it into"
+            for name in sorted(saved.keys() - wanted.keys())
+            if not name.startswith(self.ignore)
+        ]
+        for name in sorted(wanted.keys() & saved.keys()):
+            if difference := misfit(saved[name], wanted[name]):
+                problems.append(f"{name}: {difference}")
+        if problems:
+            raise ValueError(f"the checkpoint and this run differ in {len(problems)}: " + "; ".join(problems[:20]))
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.state_dict[read_item.dest_index.fqn] = loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            _set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+
+def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Set a leaf of nested dicts and lists by its path."""
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = value

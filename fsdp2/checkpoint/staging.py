@@ -1,0 +1,134 @@
+"""CPU copies of a state dict, so that training goes on while they are written.
+
+Parameters and optimizer state change in `optimizer.step()` and nowhere else. So they need not be copied before
+training goes on, but only before that: the copy runs beside the next forward and backward, and a hook on the
+optimizer waits for it. Everything else (buffers, counters, random state) is copied at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+class Staging:
+    """Copies trees of tensors into buffers that are kept from one copy to the next, pinned for a GPU.
+
+    One copy is in use at a time: `copy` overwrites the one before.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._copying: Future[None] | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    @torch.no_grad()
+    def copy(self, tree: Any) -> Any:
+        """A tree of the same names with CPU tensors; they may be read after `wait`.
+
+        DTensors stay DTensors, with the same placements. Nothing is sent, but for the first DTensor of a mesh of
+        GPUs: then all ranks must call.
+        """
+        changed_by_step = {tensor.untyped_storage().data_ptr() for tensor in self._stepped_tensors()}
+        later: list[tuple[Tensor, Tensor]] = []
+
+        def stage(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            buffer = self._buffer(local, path)
+            if local.untyped_storage().data_ptr() in changed_by_step:
+                later.append((buffer, local))
+            else:
+                buffer.copy_(local, non_blocking=True)  # on a GPU in order with what comes next
+            if not isinstance(tensor, DTensor):
+                return buffer
+            mesh = self._cpu_mesh(tensor.device_mesh)
+            shape, stride = tensor.shape, tensor.stride()
+            return DTensor.from_local(buffer, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+        staged = _map_tensors(tree, stage)
+        self._start(later)
+        return staged
+
+    def _stepped_tensors(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from (_local(parameter) for parameter in group["params"])
+        for state in self._optimizer.state.values():
+            yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
+
+    def _buffer(self, local: Tensor, path: tuple[Any, ...]) -> Tensor:
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            pin = self._stream is not None
+            buffer = self._buffers[path] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
+        return buffer
+
+    def _cpu_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The same ranks as a mesh of CPUs: a DTensor's local tensor has to be on its mesh's kind of device."""
+        if mesh.device_type == "cpu":
+            return mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return self._meshes[mesh]
+
+    def _start(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        if self._stream is None:
+            self._copying = self._thread.submit(_copy, pairs)
+            return
+        # After what has been issued so far, the last optimizer step, and beside what comes next.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for buffer, local in pairs:
+                buffer.copy_(local, non_blocking=True)
+                local.record_stream(self._stream)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _before_step(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)  # the GPU waits, the CPU goes on
+        elif self._copying is not None:
+            self._copying.result()
+
+    def wait(self) -> None:
+        """Return when the copies are whole. Raises what made a copy fail."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._copying is not None:
+            self._copying.result()
+
+    def close(self) -> None:
+        self._hook.remove()
+        self._thread.shutdown()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, local in pairs:
+        buffer.copy_(local)
+
+
+def _map_tensors(tree: Any, function: Callable[[Tensor, tuple[Any, ...]], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """A tree of dicts and lists with each tensor replaced; other leaves are copied."""
+    if isinstance(tree, dict):
+        return {key: _map_tensors(value, function, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map_tensors(value, function, (*path, i)) for i, value in enumerate(tree))
+    if isinstance(tree, Tensor):
+        return function(tree.detach(), path)
+    return copy.deepcopy(tree)

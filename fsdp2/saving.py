@@ -1,0 +1,143 @@
+"""When a run saves, what becomes of a save that fails, and what a run starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fsdp2 import runtime
+from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
+from fsdp2.checkpoint.saver import Saved, Saver
+from fsdp2.checkpoint.state import AppState, Progress
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.config import Config
+from fsdp2.options import ConfigError
+from fsdp2.preflight import Job, damaged
+from fsdp2.reports import Reports
+from fsdp2.rundir import RunDir
+
+
+class Saving:
+    """The checkpoints of a run, as `--async-checkpoint`, `--keep`, `--keep-every` and `--on-checkpoint-failure` say.
+
+    Every method is called by all ranks after the same step.
+    """
+
+    def __init__(
+        self, config: Config, job: Job, run: RunDir, app: AppState, progress: Progress, device: torch.device
+    ) -> None:
+        self.config, self.job, self.run, self.progress = config, job, run, progress
+        self._saver = Saver(
+            run.store,
+            app,
+            device,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            background=config.async_checkpoint is not None,
+        )
+        self._saved_step = progress.step  # committed, or on its way
+        self._epochs: dict[int, int] = {}
+        self._failed: Saved | None = None
+
+    def open(self, reports: Reports, info: Mapping[str, Any]) -> None:
+        """Begin, with where to report to and what each marker shall say."""
+        self._reports, self._info = reports, info
+
+    def save(self, epoch: int, *, last: bool = False) -> None:
+        """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
+
+        Raises SaveFailed on every rank if a save failed and the run is to stop then.
+        """
+        step = self.progress.step
+        if step == self._saved_step:
+            return
+        if self.config.async_checkpoint == "skip" and not last and any(runtime.gather(self._saver.busy)):
+            self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
+            return
+        self._end(self._saver.wait())
+        self._epochs[step], self._saved_step = epoch, step
+        # The same on all ranks: DCP writes a plain value from whichever rank it likes.
+        self.progress.metrics_position = runtime.broadcast(self._reports.metrics.position())
+        self._end(self._saver.save(step, self._info, before_commit=self._before_commit()))
+
+    def _before_commit(self) -> Callable[[], None]:
+        position = self.progress.metrics_position
+
+        def on_rank_0() -> None:
+            self.job.still_ours()
+            self.run.upload_metrics(position)
+
+        return on_rank_0
+
+    def poll(self) -> bool:
+        """Report a save that has ended in the background; whether one has failed and the run is to stop.
+
+        Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
+        `stop_if_failed` after the same step.
+        """
+        ended = self._saver.ended()
+        if ended is not None and ended.error is not None and self.config.on_checkpoint_failure == "stop":
+            self._failed = ended
+        else:
+            self._end(ended)
+        return self._failed is not None
+
+    def stop_if_failed(self, ranks: int) -> None:
+        """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
+        if ranks:
+            self._end(self._failed or self._saver.wait())
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
+        self._end(self._saver.wait())
+        self._saver.close()
+        if self._saved_step != self.progress.step:
+            raise SaveFailed(
+                f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
+                "the failures above say why"
+            )
+
+    def _end(self, ended: Saved | None) -> None:
+        if ended is None:
+            return
+        if ended.error is None:
+            place = str(self.run.store.checkpoint(ended.step))
+            facts = {"step": ended.step, "epoch": self._epochs[ended.step], "path": place}
+            times = {"seconds": ended.seconds, "stall_seconds": ended.stall_seconds}
+            self._reports.emit("checkpoint", {**facts, **times})
+            if ended.warning is not None:
+                self._reports.emit("failure", {"step": ended.step, "error": ended.warning, "continues": True})
+            return
+        if runtime.world().rank == 0:
+            self.run.store.remove_dead()  # room for the next one
+        if self.config.on_checkpoint_failure == "stop":
+            raise ended.error
+        if self._saved_step == ended.step:
+            self._saved_step = -1  # so that the end of the run tries again
+        self._reports.emit("failure", {"step": ended.step, "error": str(ended.error), "continues": True})
+
+
+def resume(job: Job, app: AppState) -> dict[str, Any]:
+    """Load what the job starts from into `app`. A collective call.
+
+    Returns `random_state_restored`, and with --resume-partial `loaded` and `left_out`. Raises ConfigError if
+    the checkpoint is damaged or nothing of it fits, ValueError if a strict restore doesn't fit.
+    """
+    if job.restore is None:
+        return {"random_state_restored": True}
+    checkpoint = open_files(job.restore)
+    try:
+        if not job.partial:
+            return {"random_state_restored": restore(checkpoint, app)}
+        loaded, left_out = read_fitting_weights(app.model, checkpoint)
+    except DamagedCheckpoint as error:
+        raise damaged(error) from None
+    if not loaded:
+        raise ConfigError(
+            f"--resume-partial: no tensor of {job.restore} fits this model; `python -m fsdp2.checkpoint show` lists "
+            "its names and shapes"
+        )
+    return {"random_state_restored": True, "loaded": loaded, "left_out": left_out}
