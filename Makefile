@@ -14,7 +14,7 @@ RUN ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train resume infer test test-slow test-oldest lint format clean
+.PHONY: help train resume infer test test-slow test-oldest chaos lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
@@ -129,6 +129,9 @@ test-slow: $(VENV)/.tools  ## the tests that take minutes each
 
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 	$(BIN)/tox run -e oldest -- $(ARGS)
+
+chaos: $(VENV)/.tools  ## kill real runs at 500 moments, resume each, compare bit for bit (half an hour)
+	$(BIN)/tox run -e chaos -- $(ARGS)
 
 lint: $(VENV)/.tools  ## ruff and the type checker
 	$(BIN)/tox run -e lint

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -33,18 +34,39 @@ def fingerprint(files: Files, name: str) -> dict[str, Any]:
         return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
+def write_marker(checkpoint: Files, content: Mapping[str, Any]) -> None:
+    """Publish COMMIT.json, with a hash of itself: it vouches for the other files, and nothing else for it."""
+    publish(checkpoint, MARKER, _marker_bytes(content))
+
+
+def _marker_bytes(content: Mapping[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1).encode()
+
+
 def read_marker(checkpoint: Files) -> dict[str, Any]:
-    """COMMIT.json of a checkpoint. Raises DamagedCheckpoint if it can't be read."""
+    """COMMIT.json of a checkpoint. Raises DamagedCheckpoint if it can't be read or isn't as it was written."""
     try:
-        marker: dict[str, Any] = json.loads(checkpoint.read(MARKER))
-        if not isinstance(marker["step"], int):
-            raise ValueError("no step")
-        for name, entry in marker["files"].items():
+        raw = checkpoint.read(MARKER)
+        marker: dict[str, Any] = _parse(raw)
+        # Byte for byte, so that no change goes unnoticed.
+        if raw != _marker_bytes({key: value for key, value in marker.items() if key != "sha256"}):
+            raise ValueError("it doesn't match its own hash")
+        named = _STEP.fullmatch(str(checkpoint).rsplit("/", 1)[-1])
+        if named and int(named[1]) != marker["step"]:
+            raise ValueError(f"it is of step {marker['step']}")
+        for name in marker["files"]:
             inside(name)
-            if not (isinstance(entry["size"], int) and isinstance(entry["sha256"], str)):
-                raise ValueError(f"{name} has no size or no hash")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({error!r})") from error
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({type(error).__name__}: {error})") from error
+    return marker
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        marker: dict[str, Any] = json.loads(raw)
+    except ValueError as error:  # its text may hold the whole file
+        raise ValueError(f"it is no JSON, {len(raw)} bytes") from error
     return marker
 
 
@@ -118,8 +140,8 @@ class Store:
             files: name -> `fingerprint` of every file in the directory.
             info: what else the marker says: world size, mesh, config, versions, names and shapes.
         """
-        content = json.dumps({"step": step, **info, "files": dict(sorted(files.items()))}, indent=1)
-        publish(self.checkpoint(step), MARKER, content.encode())
+        content = {"step": step, **info, "time": time.time(), "files": dict(sorted(files.items()))}
+        write_marker(self.checkpoint(step), content)
 
     def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
         """Remove committed checkpoints but the newest `keep` and each `keep_every`th step; the steps removed."""

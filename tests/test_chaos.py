@@ -1,0 +1,38 @@
+"""The short form of `make chaos`: five kills, one of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chaos import Reference, check, prepare
+from tests.chaos_rank import Point
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return prepare(tmp_path_factory.mktemp("chaos"))
+
+
+def _operation(reference: Reference, rank: int, wanted: str, **where: Any) -> Point:
+    """The second time that a rank does this, so that something is committed already."""
+    moments = reference.moments[where.get("background", False), where.get("resumed", False), rank]["operation"]
+    found = [number for number, moment in enumerate(moments, 1) if moment == wanted]
+    return Point("operation", found[1], rank, **where)
+
+
+POINTS = {
+    "in a training step, one rank": lambda reference: Point("step", 4, rank=1),
+    "half-way through a shard": lambda reference: _operation(
+        reference, 1, "data __1_0.distcp", when="torn", both=True, background=True
+    ),
+    "before the marker": lambda reference: _operation(reference, 0, "write COMMIT.json.tmp", both=True),
+    "while tensors are copied": lambda reference: Point("staging", 20, rank=0, background=True),
+    "while a run resumes": lambda reference: _operation(reference, 0, "open .metadata", resumed=True),
+}
+
+
+@pytest.mark.parametrize("where", POINTS)
+def test_a_killed_run_loses_nothing_and_goes_on_bit_for_bit(reference: Reference, where: str) -> None:
+    check(reference, POINTS[where](reference))
