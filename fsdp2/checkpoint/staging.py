@@ -7,6 +7,7 @@ optimizer waits for it. Everything else (buffers, counters, random state) is cop
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,7 +100,7 @@ class Staging:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)  # the GPU waits, the CPU goes on
         elif self._copying is not None:
-            self._copying.result()
+            concurrent.futures.wait([self._copying])  # if it failed, that is for `wait` to say
 
     def wait(self) -> None:
         """Return when the copies are whole. Raises what made a copy fail."""
