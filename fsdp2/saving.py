@@ -30,6 +30,7 @@ class Saving:
         self, config: Config, job: Job, run: RunDir, app: AppState, progress: Progress, device: torch.device
     ) -> None:
         self.config, self.job, self.run, self.progress = config, job, run, progress
+        job.guard(run)
         self._saver = Saver(
             run.store,
             app,
@@ -67,8 +68,8 @@ class Saving:
         position = self.progress.metrics_position
 
         def on_rank_0() -> None:
-            self.job.still_ours()
             self.run.upload_metrics(position)
+            self.job.still_ours()
 
         return on_rank_0
 
@@ -111,13 +112,18 @@ class Saving:
             if ended.warning is not None:
                 self._reports.emit("failure", {"step": ended.step, "error": ended.warning, "continues": True})
             return
+        text = str(ended.error)
         if runtime.world().rank == 0:
-            self.run.store.remove_dead()  # room for the next one
+            try:
+                self.job.still_ours()  # else what looks dead may be a save of the run that has taken over
+                self.run.store.remove_dead()  # room for the next one
+            except OSError as error:
+                text += f"; what it left could not be removed yet: {error}"
         if self.config.on_checkpoint_failure == "stop":
             raise ended.error
         if self._saved_step == ended.step:
             self._saved_step = -1  # so that the end of the run tries again
-        self._reports.emit("failure", {"step": ended.step, "error": str(ended.error), "continues": True})
+        self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
 
 
 def resume(job: Job, app: AppState) -> dict[str, Any]:
