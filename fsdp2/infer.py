@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2 import models, runtime
 from fsdp2.checkpoint.files import Files, open_files
+from fsdp2.checkpoint.full_dtensor import read_full
 from fsdp2.checkpoint.save import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
@@ -46,7 +47,10 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     parameters, DDP and a single process use autocast.
     """
     model: nn.Module = spec.build(config.model_size)
-    model.load_state_dict(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
+    try:
+        model.load_state_dict(read_full(file))
+    except ValueError as error:
+        raise ConfigError(f"{short(file)}: can't be loaded ({error}); finish the run again, or use --sharded") from None
     model.to(device).eval()
     casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2")
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp2 import models
 from fsdp2.checkpoint import full_dcp, full_dtensor
+from fsdp2.checkpoint.save import save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.config import Config
 from fsdp2.parallelize import parallelize
@@ -81,36 +86,63 @@ def test_a_full_file_loads_into_a_sharded_model(ranks: Ranks, tmp_path: Path, ap
     assert all(result == {} for result in results[1:]), "only rank 0 may hold the full model"
 
 
-def _largest_allocation(api_name: str, path: str) -> int:
-    """Bytes of the largest tensor that this rank allocates while it loads a full file."""
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that this rank allocates inside, at their peak."""
 
-    class Largest(TorchDispatchMode):
-        total = 0
-        most = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (list, tuple)) else [out]:
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                    self.most = max(self.most, tensor.untyped_storage().nbytes())
-            return out
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {self._storage(tensor)._cdata for tensor in tree_leaves((args, kwargs)) if self._is_plain(tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if self._is_plain(tensor) and self._storage(tensor)._cdata not in known | self._seen:
+                storage = self._storage(tensor)
+                self._seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
 
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+    @staticmethod
+    def _is_plain(tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+
+    @staticmethod
+    def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+        return tensor.untyped_storage()
+
+
+def _peak(api_name: str, path: str, direction: str) -> int:
+    """Bytes that this rank allocates at most while it loads, or gathers, a full state dict."""
     api = {"dtensor": full_dtensor, "dcp": full_dcp}[api_name]
     engine = make_engine("--model-size=seed")
-    with Largest() as largest:
-        api.load_full_model_state(engine.model, Path(path))
-    return largest.most
+    with Allocated() as allocated:
+        if direction == "load":
+            api.load_full_model_state(engine.model, Path(path))
+        else:
+            kept = [api.full_model_state(engine.model), api.full_optimizer_state(engine.model, engine.optimizer)]
+            assert bool(kept[0]) == (dist.get_rank() == 0)
+    return allocated.peak
 
 
 @pytest.mark.parametrize("api", ["dtensor", "dcp"])
-def test_loading_a_full_file_holds_one_parameter_at_a_time(ranks: Ranks, tmp_path: Path, api: str) -> None:
-    spec = models.get("vit")
-    model = spec.build("seed")
+@pytest.mark.parametrize("direction", ["load", "save"])
+def test_other_ranks_hold_one_full_parameter_at_a_time(ranks: Ranks, tmp_path: Path, api: str, direction: str) -> None:
+    model = models.get("vit").build("seed")
     torch.save(model.state_dict(), tmp_path / "full.pt")
     largest_parameter = max(p.numel() * p.element_size() for p in model.parameters())
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    other = ranks.run(_largest_allocation, api, str(tmp_path / "full.pt"))[1]
-    assert other <= 2 * largest_parameter < whole / 5
+    first, other = ranks.run(_peak, api, str(tmp_path / "full.pt"), direction)
+    assert other <= 3 * largest_parameter < whole / 5
+    if direction == "save":
+        assert first > 2 * whole, "rank 0 was not measured: it gathers the model and its optimizer's state"
 
 
 @pytest.mark.parametrize("api", ["", "--dcp-api"])
@@ -122,6 +154,59 @@ def test_init_from_starts_with_another_runs_weights(train: Train, tmp_path: Path
     assert losses(second)[0] != losses(fresh)[0]
     assert losses(second)[0] < losses(first)[0]
     assert of_kind(second, "train")[0]["step"] == 1
+
+
+class Tied(nn.Module):
+    """Input and output embedding are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.block = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.block.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(x)))
+
+
+def _tied(folder: str) -> None:
+    """Save the full state of a model with tied weights by both APIs, and load each other's."""
+    model = Tied()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + 100.0 * number)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # the root's group has both names of the tied weight
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    model(torch.arange(6)).sum().backward()
+    optimizer.step()
+    for name, api in {"dtensor": full_dtensor, "dcp": full_dcp}.items():
+        save_full(api, model, optimizer, Path(folder) / name / "full-model.pt")
+    for name, api in {"dtensor": full_dcp, "dcp": full_dtensor}.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        api.load_full_model_state(model, Path(folder) / name / "full-model.pt")
+        save_full(full_dtensor, model, optimizer, Path(folder) / f"{name}-again" / "full-model.pt")
+    assert model.head.weight is model.embedding.weight
+
+
+def test_tied_weights_buffers_and_frozen_parameters_by_both_apis(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_tied, str(tmp_path))
+    files = {
+        name: [torch.load(tmp_path / name / file, weights_only=True) for file in ("full-model.pt", "full-optimizer.pt")]
+        for name in ("dtensor", "dcp", "dtensor-again", "dcp-again")
+    }
+    assert all(same(content, files["dtensor"]) for content in files.values())
+    plain = Tied()
+    plain.load_state_dict(files["dtensor"][0])
+    assert torch.equal(plain.head.weight, plain.embedding.weight)
+    assert set(files["dtensor"][0]) == {"embedding.weight", "block.weight", "block.bias", "head.weight", "scale"}
+    assert "block.bias" not in files["dtensor"][1]["state"]
 
 
 def _communication_free() -> int:

@@ -71,8 +71,16 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
 
 
 def read_full(path: Path) -> dict[str, Tensor]:
-    """The tensors of a full-model.pt, mapped from the file and read only when they are used."""
-    state: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    """The tensors of a full-model.pt, mapped from the file and read only when they are used; no code is run.
+
+    Raises ValueError with the reason, in one line, if it is no such file.
+    """
+    try:
+        state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load fails in many ways on what isn't its file
+        raise ValueError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
+        raise ValueError("it holds no state dict")
     return state
 
 

@@ -1,0 +1,158 @@
+"""A stranger's checkpoint, snapshot or model runs no code and reaches no file outside of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import infer
+from fsdp2.checkpoint.dcp_files import SafeReader
+from fsdp2.checkpoint.files import LocalFiles, inside
+from fsdp2.checkpoint.store import DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
+from fsdp2.config import parse
+from fsdp2.train import main
+from tests.harness import Ranks, main_in_ranks
+
+LEADS_OUT = ["../secret", "/etc/passwd", "a/../../secret", "..", "a\\..\\secret", "null\0byte"]
+
+
+class Payload:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+@pytest.fixture(scope="module")
+def finished(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("hostile") / "run"
+    line = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=1", "--threads=1", "--device=cpu"]
+    ranks.run(main_in_ranks, line)
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def checkpoint_of(run: Path) -> LocalFiles:
+    return LocalFiles(run / "checkpoints" / "step-00000001")
+
+
+def vouch(checkpoint: LocalFiles) -> None:
+    """A marker whose hashes are right: who makes a hostile checkpoint makes that too."""
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != "sha256"}
+    write_marker(checkpoint, {**marker, "files": {name: fingerprint(checkpoint, name) for name in marker["files"]}})
+    verify(checkpoint)
+
+
+def _resume(run: str) -> str:
+    line = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=2", "--threads=1", "--device=cpu"]
+    try:
+        main(parse(line))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "resumed"
+
+
+def test_metadata_that_would_run_code_stops_the_resume(run: Path, ranks: Ranks, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(run)
+    (checkpoint.root / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    vouch(checkpoint)
+    for message in ranks.run(_resume, str(run)):
+        assert "UnpicklingError" in message
+        assert "which a checkpoint's metadata never holds" in message
+    assert not (tmp_path / "ran").exists()
+
+
+def _change_metadata(checkpoint: LocalFiles, change: Callable[[Any, Any], Any]) -> None:
+    """Apply `change(index, storage info)` to where each entry is said to be."""
+    metadata: Any = SafeReader(checkpoint).read_metadata()
+    metadata.storage_data = {index: change(index, info) for index, info in metadata.storage_data.items()}
+    (checkpoint.root / ".metadata").write_bytes(pickle.dumps(metadata))
+    vouch(checkpoint)
+
+
+@pytest.mark.parametrize("name", LEADS_OUT)
+def test_a_shard_elsewhere_is_not_followed(run: Path, ranks: Ranks, name: str) -> None:
+    _change_metadata(checkpoint_of(run), lambda index, info: dataclasses.replace(info, relative_path=name))
+    for message in ranks.run(_resume, str(run)):
+        assert "leads out of the checkpoint; it was not followed" in message
+
+
+@pytest.mark.parametrize("name", LEADS_OUT)
+def test_a_marker_that_names_files_elsewhere_is_refused(run: Path, name: str) -> None:
+    checkpoint = checkpoint_of(run)
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != "sha256"}
+    write_marker(checkpoint, {**marker, "files": {**marker["files"], name: {"size": 1, "sha256": "0"}}})
+    with pytest.raises(DamagedCheckpoint, match="leads out of the checkpoint"):
+        verify(checkpoint)
+
+
+def test_names_that_stay_inside_are_followed() -> None:
+    for name in ("", "__0_0.distcp", ".metadata", "step-00000001/COMMIT.json", "a..b", "..."):
+        assert inside(name) == name
+
+
+@pytest.mark.parametrize("kind", ["value", "tensor"])
+def test_a_shard_that_would_run_code_stops_the_resume(run: Path, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    checkpoint = checkpoint_of(run)
+    torch.save(Payload(tmp_path / "ran"), checkpoint.root / "__0_0.distcp")
+    length = (checkpoint.root / "__0_0.distcp").stat().st_size
+    wanted = "app.progress.step" if kind == "value" else "app.model.class_token"
+
+    def change(index: Any, info: Any) -> Any:
+        if index.fqn != wanted:
+            return dataclasses.replace(info, relative_path="__1_0.distcp")
+        return dataclasses.replace(info, relative_path="__0_0.distcp", offset=0, length=length)
+
+    _change_metadata(checkpoint, change)
+    for message in ranks.run(_resume, str(run)):
+        assert message != "resumed"
+    assert not (tmp_path / "ran").exists()
+    # The payload itself is in order: whoever loads it without care runs it.
+    torch.load(checkpoint.root / "__0_0.distcp", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_full_model_that_would_run_code_is_refused(run: Path, tmp_path: Path) -> None:
+    file = run / "full_model" / "full-model.pt"
+    torch.save({"weight": Payload(tmp_path / "ran")}, file)
+    with pytest.raises(Exception, match="can't be loaded"):
+        main(parse([f"--init-from={file}", f"--run-dir={tmp_path / 'new'}", "--model-size=tiny", "--device=cpu"]))
+    with pytest.raises(Exception, match="can't be loaded"):
+        infer.main(run)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_marker_is_data(run: Path) -> None:
+    """Whatever JSON it is, it is refused with an error of ours."""
+    checkpoint = checkpoint_of(run)
+    strange: list[Any] = [
+        [],
+        "text",
+        5,
+        None,
+        {},
+        {"files": {}},
+        {"files": [], "step": 1},
+        {"files": {"a": 1}, "step": 1},
+    ]
+    for content in strange:
+        if isinstance(content, Mapping):
+            write_marker(checkpoint, content)
+        else:
+            checkpoint.write("COMMIT.json", repr(content).encode())
+        with pytest.raises(DamagedCheckpoint):
+            verify(checkpoint)
