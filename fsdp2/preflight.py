@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.files import Files, open_files
+from fsdp2.checkpoint.files import Files, Unreachable, open_files
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.lease import Lease, LeaseTaken
+from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options import ConfigError, to_flags
@@ -56,14 +57,19 @@ class Job:
     def take(self, run: RunDir) -> None:
         """Become the one writer of a run directory. Raises ConfigError if another run is."""
         self._lock = WriterLock(run.path)
-        if run.is_remote:
+        if isinstance(run.files, RemoteFiles):
             try:
                 self._lease = Lease(run.files)
-            except LeaseTaken as error:
+            except (LeaseTaken, ValueError) as error:
                 raise ConfigError(f"--run-dir {run.place}: {error}") from None
             except OSError as error:
                 raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
             run.fetch()
+
+    def guard(self, run: RunDir) -> None:
+        """Refuse to write to a run at a URL from when another run may have taken it over."""
+        if self._lease is not None and isinstance(run.files, RemoteFiles):
+            self._lease.guard(run.files)
 
     def still_ours(self) -> None:
         """Raise LeaseLost if another run may have taken this run's URL over."""
@@ -132,11 +138,15 @@ def preflight(config: Config, world: World) -> Job:
     with ExitStack() as on_error:
         on_error.enter_context(job)
         run = RunDir(place)
-        job.take(run)
-        find_checkpoint(config, run.store, job)
-        if job.restore is not None:
-            check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
-        elif config.init_from is not None:
+        try:
+            job.take(run)
+            find_checkpoint(config, run.store, job)
+            if job.restore is not None:
+                check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
+        except Unreachable as error:
+            flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
+            raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+        if job.restore is None and config.init_from is not None:
             check_init_from(config.init_from, model)
         on_error.pop_all()
     return job
@@ -260,7 +270,11 @@ def damaged(error: Exception) -> ConfigError:
 def checkpoint_at(place: str) -> str:
     """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
     place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
-    if open_files(place).size(MARKER) is not None:
+    try:
+        files = open_files(place)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"--resume {place}: {error}") from None
+    if files.size(MARKER) is not None:
         return place
     store = RunDir(place).store
     steps = store.committed()
@@ -304,10 +318,9 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
 def check_init_from(file: str, model: nn.Module) -> None:
     try:
         full = read_full(Path(file))
-    except Exception as error:  # torch.load fails in many ways on what isn't its file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"--init-from {file}: can't be loaded ({reason}); give a full-model.pt of a run") from None
-    wrong = differences(full, model.state_dict()) if isinstance(full, dict) else ["it holds no state dict"]
+    except ValueError as error:
+        raise ConfigError(f"--init-from {file}: can't be loaded ({error}); give a full-model.pt of a run") from None
+    wrong = differences(full, model.state_dict())
     if wrong:
         raise ConfigError(
             f"--init-from {file}: is of another model; {len(wrong)} tensors differ ({'; '.join(wrong[:3])}); give the "

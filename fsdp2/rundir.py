@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -72,8 +73,10 @@ class RunDir:
 
 
 def _local_folder(url: str) -> Path:
-    """The same folder for the same URL, so that a resumed run finds its own."""
-    return (Path("runs") / re.sub(r"[^A-Za-z0-9._-]+", "-", url.rstrip("/"))).absolute()
+    """The same folder for the same URL, so that a resumed run finds its own, and no other's for another."""
+    url = url.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+    return (Path("runs") / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url)}-{digest}").absolute()
 
 
 def default_path(model: str) -> Path:

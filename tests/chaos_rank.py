@@ -127,6 +127,9 @@ class Shard:
     def close(self) -> None:
         self.file.close()
 
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | None, moments: str) -> None:
     """One rank of a run, in a process of its own."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
 
 import torch.distributed.checkpoint as dcp
@@ -60,6 +61,15 @@ class HashingStream(io.RawIOBase):
         if not self.closed:
             self._thread.shutdown()
             self._file.close()
+            super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._thread.shutdown()
+            self._file.__exit__(kind, error, trace)  # a remote file that an error cut short isn't uploaded
+        finally:
             super().close()
 
     def fingerprint(self) -> dict[str, Any]:

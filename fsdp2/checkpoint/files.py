@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 
+class Unreachable(OSError):
+    """A place where an operation failed again and again. It says nothing about what is there."""
+
+
 class Files(Protocol):
     """Files below one place. Names are relative, with `/`; "" is the place itself."""
 

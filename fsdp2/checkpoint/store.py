@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fsdp2.checkpoint.files import Files, inside, publish
+from fsdp2.checkpoint.files import Files, Unreachable, inside, publish
 
 MARKER = "COMMIT.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -55,8 +55,12 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
         named = _STEP.fullmatch(str(checkpoint).rsplit("/", 1)[-1])
         if named and int(named[1]) != marker["step"]:
             raise ValueError(f"it is of step {marker['step']}")
-        for name in marker["files"]:
+        for name, entry in marker["files"].items():
             inside(name)
+            if not (isinstance(entry["size"], int) and isinstance(entry["sha256"], str)):
+                raise ValueError(f"{name} has no size or no hash")
+    except Unreachable:
+        raise  # which is no damage
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({type(error).__name__}: {error})") from error
     return marker
