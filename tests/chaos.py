@@ -119,13 +119,23 @@ def prepare(folder: Path) -> Reference:
 
 
 def choose(reference: Reference, generator: random.Random) -> Point:
-    """A point spread evenly over the moments of a run."""
-    background, resumed, rank = generator.random() < 0.5, generator.random() < 0.35, generator.randrange(2)
-    kinds = ["operation"] * 7 + ["step"] + ["staging"] * (2 if background else 0)
-    kind = generator.choice(kinds)
-    number = generator.randint(1, len(reference.moments[background, resumed, rank][kind]))
-    when = generator.choice(["before", "after", "torn"])
+    """A point: first which kind of moment, each as likely as the others, then which of its many times.
+
+    Nearly all operations are writes of a few bytes into a shard; the rename of the marker is one of thousands.
+    """
+    background, resumed, rank = generator.random() < 0.5, generator.random() < 0.4, generator.randrange(2)
+    moments = reference.moments[background, resumed, rank]
+    alike: dict[tuple[str, str], list[int]] = {}
+    for kind, names in moments.items():
+        for number, name in enumerate(names, 1):
+            alike.setdefault((kind, without_numbers(name)), []).append(number)
+    kind, name = generator.choice(sorted(alike))
+    number, when = generator.choice(alike[kind, name]), generator.choice(["before", "after", "torn"])
     return Point(kind, number, rank, when, generator.random() < 0.5, background, resumed)
+
+
+def without_numbers(moment: str) -> str:
+    return re.sub("[0-9]+", "N", moment)
 
 
 def check(reference: Reference, point: Point) -> str:
@@ -177,7 +187,7 @@ def main(points: int, seed: int, folder: Path) -> None:
 def what(reference: Reference, point: Point) -> str:
     """A point's moment in words, without the numbers that differ from one to the next."""
     moment = reference.moments[point.background, point.resumed, point.rank][point.kind][point.number - 1]
-    return f"{'resume: ' if point.resumed else ''}{re.sub('[0-9]+', 'N', moment)}"
+    return f"{'resume: ' if point.resumed else ''}{without_numbers(moment)}"
 
 
 if __name__ == "__main__":
