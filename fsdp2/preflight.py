@@ -109,9 +109,9 @@ class Job:
             return "start", data
         return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
 
-    def wants_full_model(self, run: RunDir, *, changed: bool) -> bool:
-        """Whether full-model.pt has to be written, as rank 0 sees it. A collective call."""
-        return broadcast(changed or not run.has_full_model())
+    def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
+        """Whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call."""
+        return broadcast(changed or not run.has_full_model(step))
 
 
 def preflight(config: Config, world: World) -> Job:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint.files import LocalFiles, open_files, publish
-from fsdp2.checkpoint.store import Store
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec
 from fsdp2.options import ConfigError, read_values, to_flags
@@ -41,7 +41,6 @@ class RunDir:
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
         self.full_model = self.path / "full_model" / "full-model.pt"
-        self.full_optimizer = self.full_model.with_name("full-optimizer.pt")
         self.files = open_files(self.place)
         self.store = Store(self.files.at("checkpoints"))
 
@@ -53,16 +52,33 @@ class RunDir:
             self.files.write(self.config.name, self.config.read_bytes())
 
     def upload_full_model(self) -> None:
-        """Copy the full model and optimizer to a remote run's URL."""
-        for path in (self.full_model, self.full_optimizer) if self.is_remote else ():
-            with open(path, "rb") as source, self.files.create(self._name(path)) as target:
+        """Copy the full model and optimizer to a remote run's URL, and their marker last."""
+        if not self.is_remote:
+            return
+        local, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        if there.size(MARKER) is not None:
+            there.unlink(MARKER)
+        for name in read_marker(local)["files"]:
+            with local.open(name) as source, there.create(name) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
+        there.write(MARKER, local.read(MARKER))
 
-    def has_full_model(self) -> bool:
-        return self.files.size(self._name(self.full_model)) is not None
+    def outdate_full_model(self) -> None:
+        """Before training goes on: the full model is of an earlier state then, and has to be written again."""
+        for files in [LocalFiles(self.path), self.files][: 1 + self.is_remote]:
+            folder = files.at(self.full_model.parent.name)
+            if folder.size(MARKER) is not None:
+                folder.unlink(MARKER)
+                folder.fsync("")
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.path).as_posix()
+    def has_full_model(self, step: int) -> bool:
+        """Whether the full model and optimizer are there, whole and both of this step."""
+        folder = self.files.at(self.full_model.parent.name)
+        try:
+            verify(folder, hashes=False)
+            return bool(read_marker(folder)["step"] == step)
+        except DamagedCheckpoint:
+            return False
 
     def fetch(self) -> None:
         """Copy a remote run's metrics and config here, to go on with them."""

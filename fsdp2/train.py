@@ -103,6 +103,8 @@ def main(
             started = time.perf_counter()
             if world.rank == 0:
                 job.set_aside_newer(run.store)
+                if not finished():
+                    run.outdate_full_model()
                 if not (finished() and run.config.exists()):  # a finished run keeps what it was trained with
                     write_config(run, config, world.world_size)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
@@ -149,8 +151,9 @@ def main(
                     saving.save(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
-            if finished() and config.save_model and job.wants_full_model(run, changed=accuracy is not None):
-                save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model)
+            changed = accuracy is not None
+            if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
+                save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model, progress.step)
                 if world.rank == 0:
                     run.upload_full_model()
             saving.finish()
@@ -158,7 +161,7 @@ def main(
                 "step": progress.step,
                 "epoch": batches.epoch,
                 "steps": progress.step - first_step,
-                "reason": why_it_ended(log, stop, changed=accuracy is not None),
+                "reason": why_it_ended(log, stop, changed=changed),
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,
                 "run_dir": run.place,

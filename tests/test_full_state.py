@@ -185,13 +185,13 @@ def _tied(folder: str) -> None:
     model(torch.arange(6)).sum().backward()
     optimizer.step()
     for name, api in {"dtensor": full_dtensor, "dcp": full_dcp}.items():
-        save_full(api, model, optimizer, Path(folder) / name / "full-model.pt")
+        save_full(api, model, optimizer, Path(folder) / name / "full-model.pt", 1)
     for name, api in {"dtensor": full_dcp, "dcp": full_dtensor}.items():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         api.load_full_model_state(model, Path(folder) / name / "full-model.pt")
-        save_full(full_dtensor, model, optimizer, Path(folder) / f"{name}-again" / "full-model.pt")
+        save_full(full_dtensor, model, optimizer, Path(folder) / f"{name}-again" / "full-model.pt", 1)
     assert model.head.weight is model.embedding.weight
 
 

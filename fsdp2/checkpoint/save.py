@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from fsdp2.checkpoint.dcp_files import SafeReader, ShardWriter
+from fsdp2.checkpoint.dcp_files import HashingStream, SafeReader, ShardWriter
 from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.state import AppState, WeightsOnly
-from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify, write_marker
 
 
 class SaveFailed(RuntimeError):
@@ -74,27 +74,38 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[-1] if text else 'no message'}"
 
 
-def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, step: int) -> None:
     """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
 
     Args:
         api: `full_dtensor` or `full_dcp`.
         path: of the model's file, full-model.pt; the optimizer's is full-optimizer.pt.
 
-    Each is written under another name and synced first: a file of that name is always a whole one.
+    A file of that name is always a whole one: each is written under another name, synced and renamed. A marker
+    beside them, written last, says of which step they are: after a kill in between they may be of two.
     """
+    folder, files = LocalFiles(path.parent), {}
+    if dist.get_rank() == 0:
+        folder.mkdir("")
+        if folder.size(MARKER) is not None:
+            folder.unlink(MARKER)
+            folder.fsync("")
     for name, state in (
-        (path, api.full_model_state(model)),
-        (path.with_name("full-optimizer.pt"), api.full_optimizer_state(model, optimizer)),
+        (path.name, api.full_model_state(model)),
+        (path.with_name("full-optimizer.pt").name, api.full_optimizer_state(model, optimizer)),
     ):
         if dist.get_rank() == 0:
-            folder = LocalFiles(name.parent)
-            folder.mkdir("")
-            aside = name.with_suffix(".tmp")
-            torch.save(state, aside)
-            folder.fsync(aside.name)
-            os.replace(aside, name)
-            folder.fsync("")
+            aside = f"{name}.tmp"
+            if folder.size(aside) is not None:
+                folder.unlink(aside)  # of a run that died here
+            with HashingStream(folder.create(aside)) as stream:
+                torch.save(state, cast(IO[bytes], stream))
+            folder.fsync(aside)
+            folder.rename(aside, name)
+            files[name] = stream.fingerprint()
+    if dist.get_rank() == 0:
+        folder.fsync("")
+        write_marker(folder, {"step": step, "time": time.time(), "files": files})
     dist.barrier()
 
 
