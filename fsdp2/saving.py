@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp2 import runtime
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.files import NotTheWriter, open_files
 from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Saved, Saver
 from fsdp2.checkpoint.state import AppState, Progress
@@ -80,7 +80,7 @@ class Saving:
         `stop_if_failed` after the same step.
         """
         ended = self._saver.ended()
-        if ended is not None and ended.error is not None and self.config.on_checkpoint_failure == "stop":
+        if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
         else:
             self._end(ended)
@@ -101,6 +101,9 @@ class Saving:
                 "the failures above say why"
             )
 
+    def _stops(self, error: SaveFailed) -> bool:
+        return self.config.on_checkpoint_failure == "stop" or error.for_good
+
     def _end(self, ended: Saved | None) -> None:
         if ended is None:
             return
@@ -117,9 +120,9 @@ class Saving:
             try:
                 self.job.still_ours()  # else what looks dead may be a save of the run that has taken over
                 self.run.store.remove_dead()  # room for the next one
-            except OSError as error:
-                text += f"; what it left could not be removed yet: {error}"
-        if self.config.on_checkpoint_failure == "stop":
+            except (OSError, NotTheWriter) as error:
+                text += f"; what it left was not removed: {error}"
+        if self._stops(ended.error):
             raise ended.error
         if self._saved_step == ended.step:
             self._saved_step = -1  # so that the end of the run tries again

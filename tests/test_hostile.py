@@ -15,7 +15,7 @@ import torch
 from fsdp2 import infer
 from fsdp2.checkpoint.dcp_files import SafeReader
 from fsdp2.checkpoint.files import LocalFiles, inside
-from fsdp2.checkpoint.store import DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
+from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
 from tests.harness import Ranks, main_in_ranks
@@ -52,7 +52,7 @@ def checkpoint_of(run: Path) -> LocalFiles:
 
 def vouch(checkpoint: LocalFiles) -> None:
     """A marker whose hashes are right: who makes a hostile checkpoint makes that too."""
-    marker = {key: value for key, value in read_marker(checkpoint).items() if key != "sha256"}
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != HASH}
     write_marker(checkpoint, {**marker, "files": {name: fingerprint(checkpoint, name) for name in marker["files"]}})
     verify(checkpoint)
 
@@ -94,8 +94,8 @@ def test_a_shard_elsewhere_is_not_followed(run: Path, ranks: Ranks, name: str) -
 @pytest.mark.parametrize("name", LEADS_OUT)
 def test_a_marker_that_names_files_elsewhere_is_refused(run: Path, name: str) -> None:
     checkpoint = checkpoint_of(run)
-    marker = {key: value for key, value in read_marker(checkpoint).items() if key != "sha256"}
-    write_marker(checkpoint, {**marker, "files": {**marker["files"], name: {"size": 1, "sha256": "0"}}})
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != HASH}
+    write_marker(checkpoint, {**marker, "files": {**marker["files"], name: {"size": 1, HASH: "0"}}})
     with pytest.raises(DamagedCheckpoint, match="leads out of the checkpoint"):
         verify(checkpoint)
 

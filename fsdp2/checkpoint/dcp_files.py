@@ -3,7 +3,6 @@ file operation goes through the object that fault tests replace."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -21,6 +20,7 @@ from torch.futures import Future
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.safe_reader import load_metadata
+from fsdp2.checkpoint.store import HASH, new_hash
 
 # Smaller pieces are hashed where they are: handing them over would take longer than hashing them.
 _WORTH_A_THREAD = 1 << 18
@@ -34,7 +34,7 @@ class HashingStream(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+        self._file, self._digest, self._size = file, new_hash(), 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
 
     def writable(self) -> bool:
@@ -73,8 +73,8 @@ class HashingStream(io.RawIOBase):
             super().close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Size in bytes and SHA-256 of all that was written."""
-        return {"size": self._size, "sha256": self._digest.hexdigest()}
+        """Size in bytes and BLAKE3 hash of all that was written."""
+        return {"size": self._size, HASH: self._digest.hexdigest()}
 
 
 class DcpFiles(FileSystemBase):

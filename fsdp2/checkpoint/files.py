@@ -15,6 +15,10 @@ class Unreachable(OSError):
     """A place where an operation failed again and again. It says nothing about what is there."""
 
 
+class NotTheWriter(RuntimeError):
+    """Another run has this place, or may have it."""
+
+
 class Files(Protocol):
     """Files below one place. Names are relative, with `/`; "" is the place itself."""
 

@@ -17,7 +17,8 @@ import time
 import uuid
 from typing import Any
 
-from fsdp2.checkpoint.remote import NotTheWriter, RemoteFiles, positive_number
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.remote import RemoteFiles, positive_number
 
 LEASE = "LEASE.json"
 # Nobody writes a longer one; a damaged object must not make anyone wait for a day.
@@ -108,9 +109,10 @@ class Lease:
         self._hasty.write(LEASE, json.dumps({**self._me, "beat": self._beat}).encode())
 
     def _require_mine(self) -> None:
-        holder = _read(self._hasty)
-        if not self._is_mine(holder):
-            self._lost = "the lease is gone" if holder is None else f"{_who(holder)} has taken it over"
+        if self._lost is None:
+            holder = _read(self._hasty)
+            if not self._is_mine(holder):
+                self._lost = "the lease is gone" if holder is None else f"{_who(holder)} has taken it over"
         if self._lost is not None:
             raise LeaseLost(f"{self._files}: {self._lost}; this run writes nothing more there")
 

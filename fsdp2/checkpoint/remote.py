@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
-from fsdp2.checkpoint.files import Unreachable, inside
+from fsdp2.checkpoint.files import NotTheWriter, Unreachable, inside
 from fsdp2.checkpoint.store import MARKER
 
 T = TypeVar("T")
@@ -38,10 +38,6 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 # Of its own: pauses must not draw from the generator that a run saves and restores.
 _jitter = random.Random()
-
-
-class NotTheWriter(RuntimeError):
-    """Another run has this place, or may have it."""
 
 
 class RemoteFiles:

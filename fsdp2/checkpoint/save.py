@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp2.checkpoint.dcp_files import HashingStream, SafeReader, ShardWriter
-from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.files import Files, LocalFiles, NotTheWriter
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.state import AppState, WeightsOnly
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify, write_marker
@@ -24,6 +24,8 @@ from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker
 
 class SaveFailed(RuntimeError):
     """A save that did not become a checkpoint; those committed before it are as they were."""
+
+    for_good = False  # whether no later save of this run can succeed either
 
 
 def save(
@@ -65,7 +67,9 @@ def save(
         dcp.save({"app": state}, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise SaveFailed(f"step {step} was not saved to {store.files}: {causes}") from error
+        failure = SaveFailed(f"step {step} was not saved to {store.files}: {causes}")
+        failure.for_good = any(isinstance(cause, NotTheWriter) for cause, _ in error.failures.values())
+        raise failure from error
     return not_removed[0] if not_removed else None
 
 
