@@ -19,22 +19,42 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp2.checkpoint.full_dtensor import read_full, require_same
+from fsdp2.checkpoint.spool import spool
 
 # Gathered tensors are moved to the CPU one by one and kept on rank 0 alone.
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
 
 
-def full_model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> full CPU tensor on rank 0, {} elsewhere. A collective call."""
+def full_model_state(model: nn.Module, folder: Path | None = None) -> dict[str, Tensor]:
+    """Name -> full CPU tensor on rank 0, {} elsewhere. A collective call.
+
+    Args:
+        folder: where rank 0 keeps the tensors, in a file without a name that they are mapped from. Before that
+            torch has all of them in rank 0's memory.
+    """
     state: dict[str, Any] = get_model_state_dict(model, options=_GATHER)
-    return dict(state) if dist.get_rank() == 0 else {}
+    if dist.get_rank() != 0:
+        return {}
+    return dict(state) if folder is None else _on_disk(dict(state), folder)
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere."""
-    state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
-    return dict(state) if dist.get_rank() == 0 else {}
+def full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None = None
+) -> dict[str, Any]:
+    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere; as above."""
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_GATHER))
+    if dist.get_rank() != 0:
+        return {}
+    if folder is not None:
+        for name in state["state"]:
+            state["state"][name] = _on_disk(dict(state["state"][name]), folder)
+    return state
+
+
+def _on_disk(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    like = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
+    return spool(like, lambda name: tensors.pop(name).contiguous(), folder)
 
 
 def load_full_model_state(model: nn.Module, path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,32 +16,50 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from fsdp2.checkpoint.spool import spool
 
-def _full_on_rank0(value: Any) -> Any:
-    """A full copy on the CPU of rank 0 and None elsewhere; every rank takes part in the gathering."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if dist.get_rank() != 0:
-        return None
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+K = TypeVar("K")
 
 
-def full_model_state(model: nn.Module) -> dict[str, Tensor]:
+def full_model_state(model: nn.Module, folder: Path | None = None) -> dict[str, Tensor]:
     """Name -> full CPU tensor on rank 0, {} elsewhere. A collective call.
 
-    One parameter at a time, so other ranks never hold more than one of them whole.
+    Args:
+        folder: where rank 0 keeps the tensors, in a file without a name that they are mapped from.
+
+    One tensor at a time is gathered: other ranks never hold more than one whole, nor does rank 0 with a folder.
     """
-    state = {name: _full_on_rank0(value) for name, value in plain_names(model).items()}
-    return state if dist.get_rank() == 0 else {}
+    return _gathered(plain_names(model), folder)
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere."""
+def full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None = None
+) -> dict[str, Any]:
+    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere; as above."""
     sharded: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    state = {
-        name: {key: _full_on_rank0(value) for key, value in values.items()} for name, values in sharded["state"].items()
-    }
-    return {"state": state, "param_groups": sharded["param_groups"]} if dist.get_rank() == 0 else {}
+    tensors = {(name, key): value for name, values in sharded["state"].items() for key, value in values.items()}
+    full = _gathered(tensors, folder)
+    if dist.get_rank() != 0:
+        return {}
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in sharded["state"]}
+    for (name, key), tensor in full.items():
+        state[name][key] = tensor
+    return {"state": state, "param_groups": sharded["param_groups"]}
+
+
+def _gathered(sharded: Mapping[K, Tensor], folder: Path | None) -> dict[K, Tensor]:
+    def gather(name: K) -> Tensor:
+        value = sharded[name]
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+    if dist.get_rank() != 0:
+        for name in sharded:
+            gather(name)  # each gathering needs every rank
+        return {}
+    if folder is None:
+        return {name: gather(name).cpu() for name in sharded}
+    like = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sharded.items()}
+    return spool(like, lambda name: gather(name).cpu().contiguous(), folder)
 
 
 @torch.no_grad()

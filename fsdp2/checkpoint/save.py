@@ -94,10 +94,11 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
         if folder.size(MARKER) is not None:
             folder.unlink(MARKER)
             folder.fsync("")
-    for name, state in (
-        (path.name, api.full_model_state(model)),
-        (path.with_name("full-optimizer.pt").name, api.full_optimizer_state(model, optimizer)),
+    for name, gather in (
+        (path.name, lambda: api.full_model_state(model, folder.root)),
+        ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
     ):
+        state = gather()
         if dist.get_rank() == 0:
             aside = f"{name}.tmp"
             if folder.size(aside) is not None:
@@ -107,6 +108,7 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
             folder.fsync(aside)
             folder.rename(aside, name)
             files[name] = stream.fingerprint()
+        del state  # before the next is gathered
     if dist.get_rank() == 0:
         folder.fsync("")
         write_marker(folder, {"step": step, "time": time.time(), "files": files})

@@ -1,0 +1,122 @@
+"""Look at checkpoints and convert them:  python -m fsdp2.checkpoint {list,verify,show,diff,export,import}
+
+One process, without a GPU or a process group. No more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fsdp2.checkpoint.diff import diff
+from fsdp2.checkpoint.export import DTYPES, MAX_SHARD_SIZE, export
+from fsdp2.checkpoint.import_ import import_
+from fsdp2.checkpoint.opening import KINDS
+from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.tables import list_checkpoints, printable, show, verify_checkpoints
+
+NEXT = {
+    "pt": "torch.load({out!r}, weights_only=True)",
+    "safetensors": "safetensors.torch.load_file, or from_pretrained({out!r}) beside a config.json",
+    "dcp": "dcp.load(model.state_dict(), checkpoint_id={out!r})",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(f"{message}; see {self.prog} --help")
+
+
+def byte_size(text: str) -> int:
+    """`4GB`, `500MB`, `1.5GiB` or a number of bytes."""
+    units = {"": 1, "B": 1, **{p + "B": 1000**i for i, p in enumerate("KMGT", 1)}}
+    units |= {p + "IB": 1024**i for i, p in enumerate("KMGT", 1)}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not found or found[2] not in units or not (size := int(float(found[1]) * units[found[2]])):
+        raise argparse.ArgumentTypeError(f"{text} is no size; give such as 4GB, 500MB or a number of bytes")
+    return size
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the command line. Raises Refused."""
+    parser = Parser(
+        prog="python -m fsdp2.checkpoint", description="Look at checkpoints and convert them.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+
+    listing = command("list", "a table of a run's checkpoints")
+    listing.add_argument("run", metavar="RUN", help="folder or URL of a run")
+    listing.add_argument("--quick", action="store_true", help="compare sizes alone, and no hashes")
+    verifying = command("verify", "check hashes, and that every tensor is there whole and can be read")
+    verifying.add_argument("place", metavar="RUN|PATH", help="a run (all its committed checkpoints) or one checkpoint")
+    showing = command("show", "tensors with shape and dtype, plain values and totals; no tensor is loaded")
+    showing.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
+    differing = command("diff", "how two checkpoints or files differ; exit status 0 if they are equal, 1 if not")
+    differing.add_argument("a", metavar="A", help="a checkpoint, a run (its newest), a .pt, safetensors")
+    differing.add_argument("b", metavar="B", help="the same")
+    exporting = command("export", "write the model's weights, with plain names, in another format")
+    exporting.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
+    exporting.add_argument("out", metavar="OUT", help="a new file for pt, a new folder for the others")
+    exporting.add_argument("--format", required=True, choices=("pt", "safetensors", "dcp"))
+    exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating point tensors to this")
+    exporting.add_argument(
+        "--max-shard-size", type=byte_size, metavar="SIZE", help="of one safetensors file; 4GB if not given"
+    )
+    importing = command("import", "make a checkpoint that training resumes from, of weights in another format")
+    importing.add_argument("place", metavar="SOURCE", help="a .pt, safetensors, or DCP directory")
+    importing.add_argument("out", metavar="OUT", help="the new checkpoint's directory")
+    importing.add_argument("--from", dest="kind", default="auto", choices=("auto", *KINDS), help="what SOURCE is")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "export" and arguments.max_shard_size and arguments.format != "safetensors":
+        raise Refused(f"--max-shard-size with --format {arguments.format}: only safetensors has shards; drop it")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command line says; the exit status. Raises Refused, DamagedCheckpoint or OSError."""
+    if arguments.command == "list":
+        return list_checkpoints(arguments.run, quick=arguments.quick)
+    if arguments.command == "verify":
+        return verify_checkpoints(arguments.place)
+    if arguments.command == "show":
+        return show(arguments.place)
+    if arguments.command == "diff":
+        return diff(arguments.a, arguments.b)
+    if arguments.command == "export":
+        limit = arguments.max_shard_size or MAX_SHARD_SIZE
+        line = export(arguments.place, arguments.out, arguments.format, dtype=arguments.dtype, max_shard_size=limit)
+        print(f"wrote {line}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
+        return 0
+    for line in import_(arguments.place, arguments.out, arguments.kind):
+        print(printable(line))
+    print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --run-dir NEW --resume {arguments.out}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 where `verify` finds something bad or `diff` a difference; 2 for what is refused."""
+    try:
+        status = run(parse(argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read has read enough; and nothing is flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (Refused, DamagedCheckpoint, OSError) as error:
+        print(f"fsdp2.checkpoint: error: {printable(str(error))}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Find out what a path or URL is, and open it as a `Source`: a checkpoint, a run, a .pt file, safetensors.
+
+Reading runs no code from a file and follows no name out of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp2.checkpoint.dcp_tensors import DcpTensors
+from fsdp2.checkpoint.files import Files, LocalFiles, open_files
+from fsdp2.checkpoint.pt_file import open_pt
+from fsdp2.checkpoint.safetensors_files import INDEX, open_safetensors, read_index
+from fsdp2.checkpoint.source import Refused, Source, local_copy
+from fsdp2.checkpoint.store import MARKER, Store, read_marker, verify
+
+METADATA = ".metadata"
+KINDS = ("pt", "safetensors", "dcp")
+
+# A run's checkpoint, also one that a run which went back has set aside.
+CHECKPOINT_NAME = re.compile(r"(superseded-\d+-)?step-(\d{8,})")
+
+
+def files_at(place: str) -> Files:
+    """The files of a folder or URL. Raises Refused."""
+    try:
+        return open_files(place)
+    except (ImportError, ValueError) as error:
+        raise Refused(f"{place}: {error}") from None
+
+
+def is_checkpoint(files: Files) -> bool:
+    """Whether this is one checkpoint, committed or not, rather than a run of them."""
+    return files.size(MARKER) is not None or files.size(METADATA) is not None
+
+
+@contextmanager
+def opened(place: str, kind: str = "auto") -> Iterator[Source]:
+    """Open a checkpoint, a run (its newest checkpoint), a .pt file or safetensors, at a path or URL.
+
+    Args:
+        kind: `pt`, `safetensors` or `dcp` where `auto` can't tell.
+
+    Raises Refused, DamagedCheckpoint or OSError.
+    """
+    with ExitStack() as stack:
+        yield _open(place.rstrip("/") or place, kind, stack)
+
+
+def _open(place: str, kind: str, stack: ExitStack) -> Source:
+    folder, file = _folder_and_file(place)
+    if file is not None:
+        if kind == "dcp":
+            raise Refused(f"{place}: is a file; a DCP checkpoint is a directory with {METADATA}, give that")
+        if kind == "safetensors" or (kind == "auto" and file.endswith(".safetensors")):
+            return open_safetensors(place, folder, {file: None}, stack)
+        return replace(open_pt(place, local_copy(folder, file, stack)), folder=folder, file=file)
+    if kind in ("auto", "dcp"):
+        if is_checkpoint(folder):
+            return _open_dcp(place, folder, stack)
+        store = Store(folder.at("checkpoints"))
+        if steps := store.committed():
+            newest = store.checkpoint(steps[-1])
+            return _open_dcp(str(newest), newest, stack)
+    if kind in ("auto", "safetensors"):
+        if folder.size(INDEX) is not None:
+            return open_safetensors(place, folder, read_index(place, folder), stack)
+        names = [name for name in folder.list("") if name.endswith(".safetensors")]
+        if len(names) > 1:
+            raise Refused(f"{place}: has {len(names)} safetensors files and no {INDEX} that says what is where")
+        if names:
+            return open_safetensors(place, folder, {names[0]: None}, stack)
+    missing = {
+        "auto": f"no {METADATA}, no committed checkpoint and no .safetensors",
+        "dcp": f"no {METADATA} and no committed checkpoint",
+        "safetensors": "no .safetensors",
+        "pt": "no file, but a folder",
+    }[kind]
+    raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give what does")
+
+
+def _folder_and_file(place: str) -> tuple[Files, str | None]:
+    """The place's files and None if it is a folder; else its folder's files and its name."""
+    if "://" in place:
+        parent, _, name = place.rpartition("/")
+        if not parent.endswith("/"):  # not a bucket alone
+            folder = files_at(parent)
+            if folder.size(name) is not None:
+                return folder, name
+        return files_at(place), None
+    path = Path(place).absolute()
+    if not path.exists():
+        raise Refused(f"{place}: there is nothing; give a checkpoint, the folder of a run, a .pt or safetensors")
+    return (LocalFiles(path), None) if path.is_dir() else (LocalFiles(path.parent), path.name)
+
+
+def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
+    try:
+        found = DcpTensors(files)
+    except FileNotFoundError:
+        flat = [name for name in files.list("") if name.endswith(".pt")]
+        hint = f"; {flat[0]} is there, give that if it is meant" if flat else ""
+        raise Refused(f"{place}: has no {METADATA}, which says what is in a checkpoint's files{hint}") from None
+    stack.callback(found.close)
+    return Source(place, found.tensors, found.values, found.paths, found.read, files)
+
+
+def require_undamaged(source: Source) -> bool:
+    """Compare what was opened with the hashes in its marker; whether there is one.
+
+    Raises DamagedCheckpoint, and Refused for a save that died before its commit.
+    """
+    folder, file = source.folder, source.file
+    if folder is None:
+        return False
+    if folder.size(MARKER) is None:
+        if file is None and CHECKPOINT_NAME.fullmatch(str(folder).rsplit("/", 1)[-1]):
+            raise Refused(f"{source.place}: is a save that was never committed (no {MARKER}); choose another one")
+        return False
+    if file is not None and file not in read_marker(folder)["files"]:
+        return False
+    verify(folder, None if file is None else [file])
+    return True
