@@ -21,7 +21,7 @@ from fsdp2.options import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main
-from tests.harness import Ranks, full_files, losses, of_kind, same
+from tests.harness import Ranks, full_files, loss_of, losses, make_engine, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -206,3 +206,49 @@ def test_a_partial_resume_of_an_own_step_begins_anew(train: Train, tmp_path: Pat
 def test_keep_every_keeps_the_multiples_too(train: Train, tmp_path: Path) -> None:
     train("--checkpoint-every=1", "--keep=2", "--keep-every=3", steps=8)
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [3, 6, 7, 8]
+
+
+def _load_right_after_saving(flags: str) -> dict[str, bool]:
+    """Save, train on, load in the same process, and in a fresh engine; the gradient scaler included."""
+    engine = make_engine(flags)
+    parts: dict[str, Any] = {"rng": RandomState(dist.get_rank(), torch.device("cpu")), "scaler": engine.scaler}
+    app = AppState(engine.model, engine.optimizer, parts)
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    store = Store(LocalFiles(str(box[0])))
+
+    def step(of: Engine) -> float:
+        of.begin_step()
+        loss = loss_of(of)
+        of.backward(loss, last_microbatch=True)
+        of.clip(None)
+        of.step()
+        return float(loss)
+
+    step(engine)
+    engine.scaler.update(4096.0 if engine.scaler.is_enabled() else None)  # as after overflows
+    save(store, app, 1, info={}, keep=1)
+    scale = engine.scaler.state_dict()
+    expected = [step(engine) for _ in range(2)]
+    restore(store.checkpoint(1), app)
+    same_scale = engine.scaler.state_dict() == scale
+    again = [step(engine) for _ in range(2)]
+    fresh = make_engine(flags)
+    restore(store.checkpoint(1), AppState(fresh.model, fresh.optimizer, {**parts, "scaler": fresh.scaler}))
+    fresh_scale = fresh.scaler.state_dict() == scale
+    return {
+        "same losses": again == expected,
+        "same scale": same_scale,
+        "fresh losses": [step(fresh) for _ in range(2)] == expected,
+        "fresh scale": fresh_scale,
+    }
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--mixed-precision=fp16", "--strategy=fsdp1", "--strategy=fsdp1 --mixed-precision=fp16"]
+)
+def test_loading_right_after_saving(ranks: Ranks, flags: str) -> None:
+    # https://github.com/huggingface/accelerate/issues/3896: it fails in the session that has saved.
+    # https://github.com/huggingface/accelerate/pull/4290: the gradient scaler comes back with another scale.
+    for result in ranks.run(_load_right_after_saving, flags):
+        assert result == dict.fromkeys(result, True)
