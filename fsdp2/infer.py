@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models, runtime
-from fsdp2.checkpoint.files import Files, open_files
+from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.full_dtensor import read_full
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.save import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config

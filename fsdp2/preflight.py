@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.files import Files, Unreachable, open_files
+from fsdp2.checkpoint.files import Files, Unreachable
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.lease import Lease, LeaseTaken
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.files import LocalFiles, open_files, publish
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec

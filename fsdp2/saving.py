@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fsdp2 import runtime
-from fsdp2.checkpoint.files import NotTheWriter, open_files
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Saved, Saver
 from fsdp2.checkpoint.state import AppState, Progress
@@ -58,7 +59,7 @@ class Saving:
         if self.config.async_checkpoint == "skip" and not last and any(runtime.gather(self._saver.busy)):
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
-        self._end(self._saver.wait())
+        self._end(self._failed or self._saver.wait())
         self._epochs[step], self._saved_step = epoch, step
         # The same on all ranks: DCP writes a plain value from whichever rank it likes.
         self.progress.metrics_position = runtime.broadcast(self._reports.metrics.position())
@@ -93,7 +94,7 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
-        self._end(self._saver.wait())
+        self._end(self._failed or self._saver.wait())
         self._saver.close()
         if self._saved_step != self.progress.step:
             raise SaveFailed(

@@ -245,6 +245,27 @@ def test_a_run_whose_last_save_fails_is_no_success(ranks: Ranks, tmp_path: Path,
         assert not of_kind(events, "end")
 
 
+def _fails_unseen_by_one_rank(line: list[str]) -> str:
+    """A save fails before the last step, and one rank doesn't look before the loop has ended."""
+    real = Saver.ended
+
+    def ended(self: Saver) -> Any:
+        if dist.get_rank() == 1:
+            return None
+        while self.busy:
+            time.sleep(0.01)
+        return real(self)
+
+    with replaced(Saver, "ended", ended):
+        return _train_with_a_full_disk(line, 1, 1)[0]
+
+
+def test_a_failure_that_only_one_rank_has_seen_in_time_stops_both(ranks: Ranks, tmp_path: Path) -> None:
+    line = _line(tmp_path / "run", "--max-steps=3", "--checkpoint-every=2", "--async-checkpoint")
+    for message in ranks.run(_fails_unseen_by_one_rank, line):
+        assert "step 2 was not saved" in message
+
+
 def _failing_copy() -> str:
     """A copy that fails on one rank alone is heard of on both."""
     engine = make_engine()

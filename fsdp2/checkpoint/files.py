@@ -132,15 +132,6 @@ class LocalFiles:
         return sorted(os.listdir(path)) if path.is_dir() else []
 
 
-def open_files(place: str | Path) -> Files:
-    """The files of a folder, or of a prefix on an object store if `place` is a URL."""
-    if "://" not in str(place):
-        return LocalFiles(place)
-    from fsdp2.checkpoint.remote import RemoteFiles  # here: a local run needs no fsspec
-
-    return RemoteFiles(str(place))
-
-
 def publish(files: Files, name: str, content: bytes) -> None:
     """Write a small file so that it exists whole or not at all, whatever happens, and is durable on return."""
     if files.put_is_atomic:

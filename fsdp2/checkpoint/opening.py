@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.files import Files, LocalFiles, open_files
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.pt_file import open_pt
 from fsdp2.checkpoint.safetensors_files import INDEX, open_safetensors, read_index
 from fsdp2.checkpoint.source import Refused, Source, local_copy
