@@ -22,8 +22,8 @@ from blake3 import blake3
 from fsdp2.checkpoint.files import Files, Unreachable, inside, publish
 
 MARKER = "COMMIT.json"
-# As strong as SHA-256, and ten times as fast where the processor has no instructions for that: see
-# docs/checkpoint-benchmark.md. `b3sum` computes it too.
+# As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/log.md).
+# `b3sum` computes it too.
 HASH, new_hash = "blake3", blake3
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"^superseded-\d+-")
