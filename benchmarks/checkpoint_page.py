@@ -1,0 +1,170 @@
+"""The page that `checkpoint.py` writes from what it has measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint_sides import has_torch_checkpointing
+
+UNHASHED, UNSYNCED, BACKGROUND = "ours, nothing hashed", "ours, nothing synced", "ours, asynchronous"
+NO_GPU = "not measured: no GPU"
+
+Figures = dict[str, float]  # of one save: seconds on the slowest rank, and "bytes" of all files on rank 0
+Found = dict[str, list[Figures]]  # side -> its figures by round
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def column(found: Found, side: str, key: str) -> str:
+    return spread([figures[key] for figures in found[side]])
+
+
+def ratios(found: Found, key: str, side: str, other: str) -> list[float]:
+    return [mine[key] / theirs[key] for mine, theirs in zip(found[side], found[other], strict=True)]
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *(row + ("",) * (len(head) - len(row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def aims(found: Found, gpu: bool) -> str:
+    def met(values: list[float], most: float) -> str:
+        rounds = f"in {sum(value <= most for value in values)} of {len(values)} rounds"
+        return f"**{'met' if statistics.median(values) <= most else 'not met'}**, {spread(values)}, {rounds}"
+
+    others = [name for name in found if name.startswith(("dcp.async_save", "torch_checkpointing"))]
+    best = min(others, key=lambda name: statistics.median(figures["stall"] for figures in found[name]))
+    cpu = "not measured: this was a GPU" if gpu else met(ratios(found, "stall", BACKGROUND, best), 1.0)
+    short = met([55 * ratio for ratio in ratios(found, "stall", BACKGROUND, "ours")], 1.0) if gpu else NO_GPU
+    return f"""\
+- A synchronous save is durable in at most 1.10 × `dcp.save`: {met(ratios(found, "durable", "ours", "dcp.save"), 1.10)}.
+- On the CPU an asynchronous save stalls no longer than the best of the others, here {best} (ours ÷ it): {cpu}.
+- On a GPU an asynchronous save stalls at most 1/55 of a synchronous one (55 × stall ÷ it): {short}."""
+
+
+def page(found: Found, facts: dict[str, str], gpu: bool) -> str:
+    saves = [name for name in found if name not in ("no save", UNHASHED, UNSYNCED)]
+    rows = []
+    for name in saves:
+        against = [spread(ratios(found, key, name, "dcp.save")) for key in ("stall", "durable")]
+        rows.append((name, *(column(found, name, key) for key in ("call", "wait", "stall", "durable")), *against))
+    if "torch_checkpointing" not in found:
+        rows.append(("torch_checkpointing", "not measured: `pip install torch-checkpointing`"))
+    saving = table(("", "call", "wait", "stall, both", "durable", "stall ÷ `dcp.save`", "durable ÷ `dcp.save`"), rows)
+    plain: list[tuple[str, ...]] = [("no save", column(found, "no save", "step"))]
+    beside = table(
+        ("", "step", "÷ no save", "lost in all"),
+        plain
+        + [
+            (
+                name,
+                column(found, name, "step"),
+                spread(ratios(found, "step", name, "no save")),
+                column(found, name, "lost"),
+            )
+            for name in saves
+            if found[name][0]["steps"]
+        ],
+    )
+    costs = table(
+        ("", "durable", "÷ ours"),
+        [
+            (name, column(found, name, "durable"), spread(ratios(found, "durable", name, "ours")))
+            for name in ("ours", UNHASHED, UNSYNCED)
+        ],
+    )
+    sizes = [figures["bytes"] / 1e6 for name in saves for figures in found[name]]
+    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return f"""\
+# How long does a save keep training waiting?
+
+Written by `benchmarks/checkpoint.py`. A cell is the median of all rounds, with minimum and maximum, in seconds, of the
+slowest rank. A ratio is of two saves of one round.
+
+{listed}
+
+## Aims
+
+{aims(found, gpu)}
+
+## Saving
+
+Training stands still during the call. Where the save goes on in the background it also waits before the next
+`optimizer.step()`, until what that changes is copied. Training goes on beside such a save, which is therefore durable
+later than one that has the machine to itself.
+
+{saving}
+
+Every side wrote the whole state, {min(sizes):.1f} to {max(sizes):.1f} MB in all its files.
+
+## Training beside a save
+
+Mean of the steps that began while the save went on, without the wait above. Lost is what the save cost training from
+the call to the end of the last of these steps: the stall, and slower steps.
+
+{beside}
+
+## What hash and sync cost
+
+Ours, synchronous, with one of them left out.
+
+{costs}
+
+## What is compared
+
+- **State**: parameters and Adam's state of a stack of linear layers, sharded by `fully_shard`, and the random
+  generators, from the same `AppState`.
+- **ours**: `Saver`: BLAKE3 of every file; files and folders synced; a marker, synced before and after its rename.
+  **dcp.save** hashes nothing, syncs its files and not the folder, and has no marker.
+- **dcp.async_save** saves in a thread with a gloo group of its own, as ours does. Kept stager: one `DefaultStager` for
+  all saves, so that its buffers are reused. In a thread: `staging_completion` is awaited before `optimizer.step()`.
+- **torch_checkpointing** saves in a process of its own. Its settings are those of its troubleshooting page for hosts
+  without a GPU, with `manager.lock()` before `optimizer.step()`. It hashes nothing and syncs nothing; here its
+  callbacks sync its files and folders, for what isn't synced isn't durable. Two of its features fail on a CPU and ext4
+  and are off: `use_direct_io` (its writes aren't aligned: EINVAL), and without a GPU `DefaultResharder` (its metadata
+  is gathered on `cuda`), so that its checkpoint can be read by the same number of ranks alone.
+- A side that keeps buffers saves once before it is measured. Each side is closed before the next is opened.
+"""
+
+
+def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, load: float) -> dict[str, str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ": unknown processor")
+    on = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    peer = f", torch_checkpointing {version('torch_checkpointing')}" if has_torch_checkpointing() else ""
+    # Where on this machine is nobody's business.
+    arguments = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if "--dir" not in word + before]
+    command = f"torchrun --nproc_per_node {dist.get_world_size()} benchmarks/checkpoint.py {' '.join(arguments)}"
+    return {
+        "Command": f"`{command.strip()}`; {rounds} rounds after one of warming up",
+        "Date": time.strftime("%Y-%m-%d"),
+        "State": f"{parameters / 1e6:.0f}M parameters, {12 * parameters / 1e9:.2f} GB with Adam's state",
+        "Ranks": f"{dist.get_world_size()} on {on}, {dist.get_backend()}",
+        "Threads": f"{torch.get_num_threads()} for each rank's torch",
+        "Machine": f"{processor.partition(':')[2].strip()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory",
+        "Load": f"{load:.1f} processes in the minute before; above 0.5 others took part in what was measured",
+        "Disk": f"{file_system(folder)}, a new folder for each save",
+        "Versions": f"Python {platform.python_version()}, torch {torch.__version__}{peer}",
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder lies on, `ext4` say."""
+    mounts = [line.split()[1:3] for line in _lines("/proc/mounts")]
+    above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(above)[1] if above else "unknown file system"
