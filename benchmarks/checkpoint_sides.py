@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,9 @@ class UnhashedStream(HashingStream):
 
 
 class UnsyncedFiles(LocalFiles):
+    def create(self, name: str) -> BinaryIO:
+        return open(self._path(name), "xb")
+
     def fsync(self, name: str) -> None:
         """What is measured is what this would have cost."""
 

@@ -74,6 +74,11 @@ def _copy_of(app: AppState) -> Any:
     return copied({"model": state["model"], "optim": state["optim"]["state"]})
 
 
+def _places_of_buffers(saver: Saver) -> dict[Any, int]:
+    assert saver._staging is not None
+    return {path: staging._local(tensor).data_ptr() for path, (_, tensor) in saver._staging._buffers.items()}
+
+
 def _written_is_the_state_of_that_moment(flags: str) -> dict[str, Any]:
     """Train on while a save is held up in its copy and then in its first sync; compare what was written."""
     engine = make_engine(flags)
@@ -100,13 +105,10 @@ def _written_is_the_state_of_that_moment(flags: str) -> dict[str, Any]:
         written.set()
         saved = saver.wait()
     changed = not same(_copy_of(app), at_save)
-    first_buffers = {key: buffer.data_ptr() for key, buffer in saver._staging._buffers.items()}  # type: ignore[union-attr]
+    first_buffers = _places_of_buffers(saver)
     saver.save(2, {})
     saver.wait()
-    reused = first_buffers == {
-        key: buffer.data_ptr()
-        for key, buffer in saver._staging._buffers.items()  # type: ignore[union-attr]
-    }
+    reused = first_buffers == _places_of_buffers(saver)
     saver.close()
     verify(store.checkpoint(1))
     again = make_engine(flags)

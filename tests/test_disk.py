@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint import files
+from fsdp2.checkpoint.files import EagerFile, LocalFiles
 from fsdp2.checkpoint.save import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
@@ -123,3 +127,39 @@ def _refused(line: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     return "not refused"
+
+
+def test_a_large_file_is_on_its_way_to_the_disk_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = threading.Semaphore(0)
+    sizes: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        synced.release()
+
+    monkeypatch.setattr(EagerFile, "BYTES", 1 << 16)
+    monkeypatch.setattr(files, "sync_data", sync)
+    content = os.urandom(3 << 16)
+    with LocalFiles(tmp_path).create("large") as file:
+        for start in range(0, len(content), 1 << 16):
+            file.write(content[start : start + (1 << 16)])
+            assert synced.acquire(timeout=10)
+            file._syncing.result()  # type: ignore[attr-defined]
+    assert (tmp_path / "large").read_bytes() == content
+    assert sizes == [1 << 16, 2 << 16, 3 << 16]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sync")]
+
+
+def test_a_disk_that_fails_in_the_middle_of_a_file_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(EagerFile, "BYTES", 1 << 16)
+    monkeypatch.setattr(files, "sync_data", fail)
+    file = LocalFiles(tmp_path).create("large")
+    file.write(bytes(1 << 16))
+    with pytest.raises(OSError, match="Input/output error"):
+        file.close()
+    assert file.closed

@@ -6,9 +6,11 @@ them relative to themselves, and refuse names that lead out: a stranger's checkp
 
 from __future__ import annotations
 
+import io
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 
 class Unreachable(OSError):
@@ -68,6 +70,46 @@ def inside(name: str) -> str:
     return name
 
 
+class EagerFile(io.BufferedWriter):
+    """A new file that goes to the disk while it is being written.
+
+    The kernel starts that by itself only after many seconds. What is on the disk by the time of the `fsync` that
+    counts needs not be waited for then.
+    """
+
+    BYTES = 64 << 20
+
+    def __init__(self, path: Path) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
+        self._unsynced = 0
+        super().__init__(io.FileIO(path, "xb"))
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self._unsynced += count
+        if self._unsynced >= self.BYTES and (self._syncing is None or self._syncing.done()):
+            self._check()
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="sync")
+            self._syncing = self._thread.submit(sync_data, self.fileno())
+            self._unsynced = 0
+        return count
+
+    def _check(self) -> None:
+        # The kernel tells of a failed write once. If nobody listened, the later `fsync` would say that all is well.
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        super().close()
+        self._check()
+
+
+sync_data = getattr(os, "fdatasync", os.fsync)  # not everywhere
+
+
 class LocalFiles:
     """Files of a folder on a local or shared file system."""
 
@@ -86,7 +128,7 @@ class LocalFiles:
         return type(self)(self._path(name))
 
     def create(self, name: str) -> BinaryIO:
-        return open(self._path(name), "xb")
+        return cast(BinaryIO, EagerFile(self._path(name)))
 
     def open(self, name: str) -> BinaryIO:
         return open(self._path(name), "rb")

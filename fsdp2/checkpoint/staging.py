@@ -27,7 +27,7 @@ class Staging:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}  # path -> layout, tensor
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         self._copying: Future[None] | None = None
         self._copied: torch.cuda.Event | None = None
@@ -46,17 +46,13 @@ class Staging:
         later: list[tuple[Tensor, Tensor]] = []
 
         def stage(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            buffer = self._buffer(local, path)
+            local, staged = _local(tensor), self._staged(tensor, path)
+            buffer = _local(staged)
             if local.untyped_storage().data_ptr() in changed_by_step:
                 later.append((buffer, local))
             else:
                 buffer.copy_(local, non_blocking=True)  # on a GPU in order with what comes next
-            if not isinstance(tensor, DTensor):
-                return buffer
-            mesh = self._cpu_mesh(tensor.device_mesh)
-            shape, stride = tensor.shape, tensor.stride()
-            return DTensor.from_local(buffer, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+            return staged
 
         staged = _map_tensors(tree, stage)
         self._start(later)
@@ -68,12 +64,20 @@ class Staging:
         for state in self._optimizer.state.values():
             yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
 
-    def _buffer(self, local: Tensor, path: tuple[Any, ...]) -> Tensor:
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            pin = self._stream is not None
-            buffer = self._buffers[path] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
-        return buffer
+    def _staged(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+        """A CPU tensor like this one, the same at each copy: to make a DTensor takes longer than to start its copy."""
+        like, staged = self._buffers.get(path, (None, None))
+        wanted = _layout(tensor)
+        if staged is None or like != wanted:
+            local = _local(tensor)
+            staged = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._stream is not None)
+            if isinstance(tensor, DTensor):
+                mesh, shape, stride = self._cpu_mesh(tensor.device_mesh), tensor.shape, tensor.stride()
+                staged = DTensor.from_local(
+                    staged, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+                )
+            self._buffers[path] = wanted, staged
+        return staged
 
     def _cpu_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The same ranks as a mesh of CPUs: a DTensor's local tensor has to be on its mesh's kind of device."""
@@ -118,6 +122,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _layout(tensor: Tensor) -> Any:
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
+    return tensor.shape, tensor.dtype
+
+
 @torch.no_grad()
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for buffer, local in pairs:
@@ -131,5 +141,5 @@ def _map_tensors(tree: Any, function: Callable[[Tensor, tuple[Any, ...]], Tensor
     if isinstance(tree, (list, tuple)):
         return type(tree)(_map_tensors(value, function, (*path, i)) for i, value in enumerate(tree))
     if isinstance(tree, Tensor):
-        return function(tree.detach(), path)
+        return function(tree, path)
     return copy.deepcopy(tree)

@@ -8,45 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp2.checkpoint import remote
 from fsdp2.checkpoint.files import Unreachable
 from fsdp2.checkpoint.lease import LEASE, Lease, LeaseLost, LeaseTaken
 from fsdp2.checkpoint.remote import RemoteFiles
-from tests.s3 import EVER, Bucket, Proxy, environment, s3_server, surroundings
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[str, Proxy]]:
-    with s3_server() as endpoint, Proxy(endpoint) as proxy:
-        yield endpoint, proxy
-
-
-@pytest.fixture
-def proxy(network: tuple[str, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.02)
-    with surroundings(environment(network[1].endpoint), tmp_path):
-        yield network[1]
-    network[1].heal()
-
-
-@pytest.fixture
-def bucket(network: tuple[str, Proxy]) -> Bucket:
-    return Bucket(network[0])
-
-
-@pytest.fixture
-def files(proxy: Proxy, bucket: Bucket) -> RemoteFiles:
-    return RemoteFiles(bucket.url())
-
-
-def other_lease(**more: Any) -> bytes:
-    return json.dumps({"id": "other", "host": "elsewhere", "pid": 7, "seconds": 0.5, "beat": 1, **more}).encode()
+from tests.remote.runs import other_lease
+from tests.remote.s3 import EVER, Bucket, Proxy
 
 
 def stop_renewing(lease: Lease) -> None:

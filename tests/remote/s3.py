@@ -24,11 +24,8 @@ from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from moto.server import ThreadedMotoServer
-
-Events = list[tuple[str, dict[str, Any]]]
 
 EVER = 1_000_000
 CHUNK = 1 << 14
@@ -277,20 +274,3 @@ def surroundings(environment: dict[str, str], folder: Path) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def main_at(environment: dict[str, str], folder: Path, flags: list[str]) -> tuple[Events, str | None]:
-    """`fsdp2.train` in another environment and folder; this rank's events, and the error that ended it."""
-    from fsdp2.checkpoint import remote
-    from fsdp2.config import parse
-    from fsdp2.options import ConfigError
-    from fsdp2.train import main
-
-    remote.FIRST_PAUSE_SECONDS = 0.05
-    events: Events = []
-    with surroundings(environment, folder):
-        try:
-            main(parse(flags), lambda kind, data: events.append((kind, data)))
-        except (RuntimeError, ConfigError) as error:
-            return events, f"{type(error).__name__}: {error}"
-    return events, None

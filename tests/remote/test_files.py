@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,7 @@ from fsdp2.checkpoint.dcp_files import DcpFiles
 from fsdp2.checkpoint.files import NotTheWriter, Unreachable
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import Store, fingerprint, verify
-from tests.s3 import EVER, Bucket, Proxy, environment, s3_server, surroundings
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[str, Proxy]]:
-    with s3_server() as endpoint, Proxy(endpoint) as proxy:
-        yield endpoint, proxy
-
-
-@pytest.fixture
-def proxy(network: tuple[str, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.02)
-    with surroundings(environment(network[1].endpoint), tmp_path):
-        yield network[1]
-    network[1].heal()
-
-
-@pytest.fixture
-def bucket(network: tuple[str, Proxy]) -> Bucket:
-    return Bucket(network[0])
-
-
-@pytest.fixture
-def files(proxy: Proxy, bucket: Bucket) -> RemoteFiles:
-    return RemoteFiles(bucket.url())
-
+from tests.remote.s3 import EVER, Bucket, Proxy
 
 # --- names -----------------------------------------------------------------------------------------------
 
@@ -120,7 +95,7 @@ def test_pauses_leave_the_generators_of_a_run_alone(files: RemoteFiles, proxy: P
 
 @pytest.mark.parametrize("kind", ["hang", "stall"])
 def test_a_silent_server_is_given_up_wherever_it_falls_silent(
-    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, kind: str
+    here: None, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("FSDP2_REMOTE_TIMEOUT", "0.5")
     files = RemoteFiles(bucket.url())
