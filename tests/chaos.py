@@ -33,9 +33,10 @@ import torch
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
 from tests.chaos_rank import PATIENCE, Point, rank_main
+from tests.harness import SMALL
 
 STEPS, EVERY, KEEP = 6, 2, 2
-FLAGS = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu", "--model=cnn"]
+FLAGS = [*SMALL, "--model=cnn"]
 FLAGS += [f"--max-steps={STEPS}", f"--checkpoint-every={EVERY}", f"--keep={KEEP}"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Ranks, main_in_ranks
+from tests.harness import Ranks, main_in_ranks, small
 
 ROOT = Path(__file__).parent.parent
 # Real subsets of MNIST and Fashion-MNIST in torchvision's layout, where a checkout has them.
@@ -31,7 +31,7 @@ def train(ranks: Ranks, tmp_path: Path) -> Callable[..., Events]:
     """
 
     def run(*flags: str, n: int = 2, run: str = "run", steps: int | None = 6, timeout: float = 120) -> Events:
-        line = ["--model-size=tiny", f"--run-dir={tmp_path / run}", "--batch-size=16", "--threads=1", "--device=cpu"]
+        line = small(tmp_path / run)
         if steps is not None:
             line.append(f"--max-steps={steps}")
         events: Events = ranks.run(main_in_ranks, [*line, *flags], ranks=n, timeout=timeout)[0]

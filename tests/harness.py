@@ -116,6 +116,14 @@ class Ranks:
         self._workers = []
 
 
+SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
+
+
+def small(run: Path | str, *flags: str) -> list[str]:
+    """The command line of the smallest run, into a run directory."""
+    return [*SMALL, f"--run-dir={run}", *flags]
+
+
 def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
     """`fsdp2.train` with a command line; this rank's events. To be run by `Ranks`."""
     from fsdp2.config import parse
@@ -152,6 +160,16 @@ def batch(last: bool = True) -> Any:
 
 def loss_of(engine: Engine, last: bool = True) -> Tensor:
     return nn.functional.cross_entropy(engine.forward(batch(last)).float(), torch.arange(4))
+
+
+def one_step(engine: Engine) -> float:
+    """An optimizer step as the training loop does it; the loss before."""
+    engine.begin_step()
+    loss = loss_of(engine)
+    engine.backward(loss, last_microbatch=True)
+    engine.clip(None)
+    engine.step()
+    return float(loss)
 
 
 def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.parallel.engine import Engine
 from fsdp2.train import main
-from tests.harness import Ranks, full_files, loss_of, losses, make_engine, of_kind, same
+from tests.harness import Ranks, full_files, losses, make_engine, of_kind, one_step, same, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -40,19 +39,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, real)
-
-
-def _shared_folder() -> Path:
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return Path(str(box[0]))
-
-
-def _step(engine: Engine) -> None:
-    engine.begin_step()
-    engine.backward(loss_of(engine), last_microbatch=True)
-    engine.clip(None)
-    engine.step()
 
 
 def _app(engine: Engine) -> AppState:
@@ -79,11 +65,11 @@ def _places_of_buffers(saver: Saver) -> dict[Any, int]:
     return {path: staging._local(tensor).data_ptr() for path, (_, tensor) in saver._staging._buffers.items()}
 
 
-def _written_is_the_state_of_that_moment(flags: str) -> dict[str, Any]:
+def _written_is_the_state_of_that_moment(flags: str, folder: Path) -> dict[str, Any]:
     """Train on while a save is held up in its copy and then in its first sync; compare what was written."""
     engine = make_engine(flags)
-    app, store = _app(engine), Store(LocalFiles(_shared_folder()))
-    _step(engine)
+    app, store = _app(engine), Store(LocalFiles(folder))
+    one_step(engine)
     saver = Saver(store, app, torch.device("cpu"), keep=2, background=True)
     written = threading.Event()
     real_copy, real_sync = staging._copy, LocalFiles.fsync
@@ -100,7 +86,7 @@ def _written_is_the_state_of_that_moment(flags: str) -> dict[str, Any]:
         at_save = _copy_of(app)
         in_flight = saver.save(1, {}) is None
         for _ in range(3):
-            _step(engine)
+            one_step(engine)
         busy = saver.busy  # after three more steps it is still being written
         written.set()
         saved = saver.wait()
@@ -123,8 +109,8 @@ def _written_is_the_state_of_that_moment(flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flags", ["", "--strategy=ddp", "--strategy=fsdp1", "--cpu-offload --mixed-precision=fp16"])
-def test_what_is_written_is_the_state_of_that_moment(ranks: Ranks, flags: str) -> None:
-    for result in ranks.run(_written_is_the_state_of_that_moment, flags):
+def test_what_is_written_is_the_state_of_that_moment(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    for result in ranks.run(_written_is_the_state_of_that_moment, flags, tmp_path):
         assert result == dict.fromkeys(result, True)
 
 
@@ -159,19 +145,15 @@ def _train_with_slow_syncs(line: list[str], seconds: float, stop_at: int = 0) ->
     return events
 
 
-def _line(run: Path, *flags: str) -> list[str]:
-    return ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--threads=1", "--device=cpu", *flags]
-
-
 def test_while_one_is_in_flight_the_next_waits(ranks: Ranks, tmp_path: Path) -> None:
-    line = _line(tmp_path / "run", "--max-steps=5", "--checkpoint-every=1", "--async-checkpoint", "--keep=9")
+    line = small(tmp_path / "run", "--max-steps=5", "--checkpoint-every=1", "--async-checkpoint", "--keep=9")
     events = ranks.run(_train_with_slow_syncs, line, 0.02)[0]
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [1, 2, 3, 4, 5]
     assert [event["step"] for event in of_kind(events, "checkpoint")] == [1, 2, 3, 4, 5]
 
 
 def test_or_it_is_skipped_and_said_so_and_the_last_never_is(ranks: Ranks, tmp_path: Path) -> None:
-    line = _line(tmp_path / "run", "--max-steps=8", "--checkpoint-every=1", "--async-checkpoint=skip", "--keep=9")
+    line = small(tmp_path / "run", "--max-steps=8", "--checkpoint-every=1", "--async-checkpoint=skip", "--keep=9")
     events = ranks.run(_train_with_slow_syncs, line, 0.1)[0]
     committed = Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed()
     skipped = [event["step"] for event in of_kind(events, "checkpoint_skipped")]
@@ -181,7 +163,7 @@ def test_or_it_is_skipped_and_said_so_and_the_last_never_is(ranks: Ranks, tmp_pa
 
 
 def test_a_stop_signal_waits_for_the_save_in_flight(ranks: Ranks, tmp_path: Path) -> None:
-    line = _line(tmp_path / "run", "--max-steps=20", "--checkpoint-every=2", "--async-checkpoint")
+    line = small(tmp_path / "run", "--max-steps=20", "--checkpoint-every=2", "--async-checkpoint")
     events = ranks.run(_train_with_slow_syncs, line, 0.1, 2)[0]
     end = of_kind(events, "end")[0]
     assert end["step"] < 20
@@ -214,7 +196,7 @@ def _train_with_a_full_disk(line: list[str], rank: int, failures: int) -> tuple[
 @pytest.mark.parametrize("mode", ["", "--async-checkpoint"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_save_stops_all_ranks_and_harms_no_other(ranks: Ranks, tmp_path: Path, mode: str, rank: int) -> None:
-    line = _line(tmp_path / "run", "--max-steps=9", "--checkpoint-every=1", *mode.split())
+    line = small(tmp_path / "run", "--max-steps=9", "--checkpoint-every=1", *mode.split())
     results = ranks.run(_train_with_a_full_disk, line, rank, 1)
     for message, events in results:
         assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
@@ -229,7 +211,7 @@ def test_a_failed_save_stops_all_ranks_and_harms_no_other(ranks: Ranks, tmp_path
 @pytest.mark.parametrize("mode", ["", "--async-checkpoint"])
 def test_or_it_is_reported_and_training_goes_on(ranks: Ranks, train: Train, tmp_path: Path, mode: str) -> None:
     flags = ["--checkpoint-every=1", "--on-checkpoint-failure=continue", "--keep=9", *mode.split()]
-    line = _line(tmp_path / "run", "--max-steps=6", *flags)
+    line = small(tmp_path / "run", "--max-steps=6", *flags)
     message, events = ranks.run(_train_with_a_full_disk, line, 1, 2)[0]
     assert message == ""
     assert losses(events) == losses(train(run="plain"))
@@ -241,7 +223,7 @@ def test_or_it_is_reported_and_training_goes_on(ranks: Ranks, train: Train, tmp_
 
 @pytest.mark.parametrize("mode", ["", "--async-checkpoint"])
 def test_a_run_whose_last_save_fails_is_no_success(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    line = _line(tmp_path / "run", "--max-steps=3", "--checkpoint-every=1", "--on-checkpoint-failure=continue")
+    line = small(tmp_path / "run", "--max-steps=3", "--checkpoint-every=1", "--on-checkpoint-failure=continue")
     for message, events in ranks.run(_train_with_a_full_disk, [*line, *mode.split()], 1, 99):
         assert "ended at step 3, and its last checkpoint is of an earlier step" in message
         assert not of_kind(events, "end")
@@ -263,15 +245,15 @@ def _fails_unseen_by_one_rank(line: list[str]) -> str:
 
 
 def test_a_failure_that_only_one_rank_has_seen_in_time_stops_both(ranks: Ranks, tmp_path: Path) -> None:
-    line = _line(tmp_path / "run", "--max-steps=3", "--checkpoint-every=2", "--async-checkpoint")
+    line = small(tmp_path / "run", "--max-steps=3", "--checkpoint-every=2", "--async-checkpoint")
     for message in ranks.run(_fails_unseen_by_one_rank, line):
         assert "step 2 was not saved" in message
 
 
-def _failing_copy() -> str:
+def _failing_copy(folder: Path) -> str:
     """A copy that fails on one rank alone is heard of on both."""
     engine = make_engine()
-    saver = Saver(Store(LocalFiles(_shared_folder())), _app(engine), torch.device("cpu"), keep=1, background=True)
+    saver = Saver(Store(LocalFiles(folder)), _app(engine), torch.device("cpu"), keep=1, background=True)
 
     def failing(pairs: Any) -> None:
         if dist.get_rank() == 1:
@@ -284,6 +266,6 @@ def _failing_copy() -> str:
     return str(saved and saved.error)
 
 
-def test_a_failed_copy_is_heard_of_on_every_rank(ranks: Ranks) -> None:
-    for message in ranks.run(_failing_copy):
+def test_a_failed_copy_is_heard_of_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks.run(_failing_copy, tmp_path):
         assert "step 1 was not copied for saving: rank 1: MemoryError('no room for the copy')" in message

@@ -20,14 +20,10 @@ from fsdp2.checkpoint.save import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.train import main
-from tests.harness import Ranks, losses, of_kind
+from tests.harness import Ranks, losses, of_kind, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
-
-
-def _line(run: Path, *flags: str) -> list[str]:
-    return ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--threads=1", "--device=cpu", *flags]
 
 
 def _run(line: list[str], largest_file: int | None = None) -> tuple[str, Events]:
@@ -63,7 +59,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_stops_the_run_and_it_goes_on_when_there_is_room(
     ranks: Ranks, small_disk: Path, tmp_path: Path, train: Train, mode: str
 ) -> None:
-    line = _line(small_disk / "run", "--max-steps=5", "--checkpoint-every=1", "--no-save-model", *mode.split())
+    line = small(small_disk / "run", "--max-steps=5", "--checkpoint-every=1", "--no-save-model", *mode.split())
     for message, _ in ranks.run(_run, line):
         assert "step 3 was not saved" in message
         assert "No space left on device" in message
@@ -83,7 +79,7 @@ def test_a_full_disk_with_continue_trains_to_the_end_and_fails_there(
     ranks: Ranks, small_disk: Path, train: Train
 ) -> None:
     flags = ["--max-steps=4", "--checkpoint-every=1", "--on-checkpoint-failure=continue", "--no-save-model"]
-    message, events = ranks.run(_run, _line(small_disk / "run", *flags))[0]
+    message, events = ranks.run(_run, small(small_disk / "run", *flags))[0]
     assert losses(events) == losses(train(run="whole", steps=4))
     assert "ended at step 4, and its last checkpoint is of an earlier step" in message
     assert Store(LocalFiles(small_disk / "run" / "checkpoints")).committed() == [1, 2]
@@ -91,7 +87,7 @@ def test_a_full_disk_with_continue_trains_to_the_end_and_fails_there(
 
 def test_a_limit_on_one_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """As a quota: rank 1's shard is larger than it may write."""
-    line = _line(tmp_path / "run", "--max-steps=3", "--no-save-model")
+    line = small(tmp_path / "run", "--max-steps=3", "--no-save-model")
     for message, _ in ranks.run(_run, line, 100_000):
         assert "step 3 was not saved" in message
         assert "rank 1: OSError: [Errno 27] File too large" in message
@@ -101,13 +97,13 @@ def test_a_limit_on_one_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_place_that_takes_no_checkpoints_is_named(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file in the way")
-    for message, _ in ranks.run(_run, _line(tmp_path / "run", "--max-steps=2", "--no-save-model")):
+    for message, _ in ranks.run(_run, small(tmp_path / "run", "--max-steps=2", "--no-save-model")):
         assert "step 2 was not saved" in message
         assert "rank 0: FileExistsError" in message or "rank 0: NotADirectoryError" in message
 
 
 def test_a_read_only_disk_is_named(ranks: Ranks, small_disk: Path) -> None:
-    line = _line(small_disk / "run", "--max-steps=1", "--no-save-model")
+    line = small(small_disk / "run", "--max-steps=1", "--no-save-model")
     assert ranks.run(_run, line)[0][0] == ""
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for message in ranks.run(_refused, line):

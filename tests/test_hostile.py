@@ -18,7 +18,7 @@ from fsdp2.checkpoint.files import LocalFiles, inside
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
-from tests.harness import Ranks, main_in_ranks
+from tests.harness import Ranks, main_in_ranks, small
 
 LEADS_OUT = ["../secret", "/etc/passwd", "a/../../secret", "..", "a\\..\\secret", "null\0byte"]
 
@@ -36,7 +36,7 @@ class Payload:
 @pytest.fixture(scope="module")
 def finished(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("hostile") / "run"
-    line = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=1", "--threads=1", "--device=cpu"]
+    line = small(run, "--max-steps=1")
     ranks.run(main_in_ranks, line)
     return run
 
@@ -58,7 +58,7 @@ def vouch(checkpoint: LocalFiles) -> None:
 
 
 def _resume(run: str) -> str:
-    line = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=2", "--threads=1", "--device=cpu"]
+    line = small(run, "--max-steps=2")
     try:
         main(parse(line))
     except Exception as error:

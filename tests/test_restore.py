@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fsdp2.options import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main
-from tests.harness import Ranks, full_files, loss_of, losses, make_engine, of_kind, same
+from tests.harness import SMALL, Ranks, full_files, losses, make_engine, of_kind, one_step, same, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -73,10 +72,8 @@ def _optimizer_state(engine: Engine) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _frozen_and_unused(frozen_again: bool) -> tuple[Any, Any]:
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    store = Store(LocalFiles(str(box[0])))
+def _frozen_and_unused(frozen_again: bool, folder: Path) -> tuple[Any, Any]:
+    store = Store(LocalFiles(folder))
     engine = _partly()
     _step(engine)
     engine.model.get_parameter("first.weight").requires_grad_(False)  # in the middle, as in staged fine-tuning
@@ -93,9 +90,11 @@ def _frozen_and_unused(frozen_again: bool) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("frozen_again", [True, False])
-def test_optimizer_state_of_frozen_and_unused_parameters_is_restored(ranks: Ranks, frozen_again: bool) -> None:
+def test_optimizer_state_of_frozen_and_unused_parameters_is_restored(
+    ranks: Ranks, tmp_path: Path, frozen_again: bool
+) -> None:
     # https://github.com/pytorch/pytorch/issues/192202: torch drops it for what is frozen at load.
-    for saved, restored in ranks.run(_frozen_and_unused, frozen_again):
+    for saved, restored in ranks.run(_frozen_and_unused, frozen_again, tmp_path):
         assert same(saved, restored)
         steps = {name: float(state["step"]) for name, state in saved.items()}
         assert steps["first.weight"] == 1, "frozen after a step"
@@ -133,7 +132,7 @@ def _with_average(line: list[str], name: str) -> Any:
 
 
 def test_a_users_own_object_is_saved_and_restored(ranks: Ranks, train: Train, tmp_path: Path) -> None:
-    flags = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
+    flags = SMALL
     run, whole = f"--run-dir={tmp_path / 'run'}", f"--run-dir={tmp_path / 'whole'}"
     expected = ranks.run(_with_average, [*flags, whole, "--max-steps=6"], "average")
     ranks.run(_with_average, [*flags, run, "--max-steps=3"], "average")
@@ -182,7 +181,7 @@ def test_a_partial_resume_of_another_model_names_each_tensor(train: Train, tmp_p
 
 def test_a_partial_resume_of_which_nothing_fits_is_refused(ranks: Ranks, train: Train, tmp_path: Path) -> None:
     train("--model=cnn", run="first", steps=1)
-    line = ["--model-size=tiny", "--batch-size=16", "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path / 'second'}"]
+    line = small(tmp_path / "second", "--max-steps=1")
     for message in ranks.run(_refusal, [*line, f"--resume={tmp_path / 'first'}", "--resume-partial"]):
         assert message.startswith("--resume-partial: no tensor of")
 
@@ -208,38 +207,28 @@ def test_keep_every_keeps_the_multiples_too(train: Train, tmp_path: Path) -> Non
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [3, 6, 7, 8]
 
 
-def _load_right_after_saving(flags: str) -> dict[str, bool]:
+def _load_right_after_saving(flags: str, folder: Path) -> dict[str, bool]:
     """Save, train on, load in the same process, and in a fresh engine; the gradient scaler included."""
     engine = make_engine(flags)
     parts: dict[str, Any] = {"rng": RandomState(dist.get_rank(), torch.device("cpu")), "scaler": engine.scaler}
     app = AppState(engine.model, engine.optimizer, parts)
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    store = Store(LocalFiles(str(box[0])))
+    store = Store(LocalFiles(folder))
 
-    def step(of: Engine) -> float:
-        of.begin_step()
-        loss = loss_of(of)
-        of.backward(loss, last_microbatch=True)
-        of.clip(None)
-        of.step()
-        return float(loss)
-
-    step(engine)
+    one_step(engine)
     engine.scaler.update(4096.0 if engine.scaler.is_enabled() else None)  # as after overflows
     save(store, app, 1, info={}, keep=1)
     scale = engine.scaler.state_dict()
-    expected = [step(engine) for _ in range(2)]
+    expected = [one_step(engine) for _ in range(2)]
     restore(store.checkpoint(1), app)
     same_scale = engine.scaler.state_dict() == scale
-    again = [step(engine) for _ in range(2)]
+    again = [one_step(engine) for _ in range(2)]
     fresh = make_engine(flags)
     restore(store.checkpoint(1), AppState(fresh.model, fresh.optimizer, {**parts, "scaler": fresh.scaler}))
     fresh_scale = fresh.scaler.state_dict() == scale
     return {
         "same losses": again == expected,
         "same scale": same_scale,
-        "fresh losses": [step(fresh) for _ in range(2)] == expected,
+        "fresh losses": [one_step(fresh) for _ in range(2)] == expected,
         "fresh scale": fresh_scale,
     }
 
@@ -247,8 +236,8 @@ def _load_right_after_saving(flags: str) -> dict[str, bool]:
 @pytest.mark.parametrize(
     "flags", ["", "--mixed-precision=fp16", "--strategy=fsdp1", "--strategy=fsdp1 --mixed-precision=fp16"]
 )
-def test_loading_right_after_saving(ranks: Ranks, flags: str) -> None:
+def test_loading_right_after_saving(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     # https://github.com/huggingface/accelerate/issues/3896: it fails in the session that has saved.
     # https://github.com/huggingface/accelerate/pull/4290: the gradient scaler comes back with another scale.
-    for result in ranks.run(_load_right_after_saving, flags):
+    for result in ranks.run(_load_right_after_saving, flags, tmp_path):
         assert result == dict.fromkeys(result, True)

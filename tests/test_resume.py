@@ -15,7 +15,7 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
 from fsdp2.config import parse
-from tests.harness import Ranks, full_files, losses, of_kind, same
+from tests.harness import SMALL, Ranks, full_files, losses, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -127,7 +127,7 @@ def _resume_with_another_generator(run: str) -> bool:
     events: list[tuple[str, dict[str, Any]]] = []
     real, program.RandomState = program.RandomState, WithGPU
     try:
-        flags = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu", "--max-steps=4"]
+        flags = [*SMALL, "--max-steps=4"]
         program.main(parse([*flags, f"--run-dir={run}"]), lambda kind, data: events.append((kind, data)))
     finally:
         program.RandomState = real

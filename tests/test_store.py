@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -24,7 +22,7 @@ from fsdp2.options import ConfigError
 from fsdp2.preflight import preflight
 from fsdp2.runtime import World
 from fsdp2.train import main
-from tests.harness import Ranks, main_in_ranks, of_kind
+from tests.harness import Ranks, main_in_ranks, of_kind, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -44,8 +42,7 @@ def _refusal(run: Path, **flags: Any) -> str:
 def finished(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps that tests only read, or copy."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    flags = ["--model-size=tiny", f"--run-dir={run}", "--batch-size=16", "--max-steps=3", "--threads=1", "--device=cpu"]
-    ranks.run(main_in_ranks, [*flags, "--checkpoint-every=2"])
+    ranks.run(main_in_ranks, small(run, "--max-steps=3", "--checkpoint-every=2"))
     return run
 
 
@@ -178,12 +175,10 @@ def test_metadata_that_would_run_code_is_not_unpickled(copy: Path) -> None:
         SafeReader(LocalFiles(directory)).read_metadata()
 
 
-def _strictness() -> list[str]:
+def _strictness(folder: Path) -> list[str]:
     """Load checkpoints with too much, too little and other shapes."""
     saved = {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)}
-    box = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(box, src=0)
-    dcp.save(saved, checkpoint_id=box[0])
+    dcp.save(saved, checkpoint_id=folder)
     messages = []
     for target in (
         {"a": torch.ones(3), "b": torch.ones(2)},
@@ -191,15 +186,15 @@ def _strictness() -> list[str]:
         {"a": torch.ones(4), "b": torch.ones(2, dtype=torch.int64), "c": torch.ones(1)},
     ):
         try:
-            dcp.load(target, checkpoint_id=box[0], planner=StrictLoadPlanner())
+            dcp.load(target, checkpoint_id=folder, planner=StrictLoadPlanner())
             messages.append("loaded")
         except CheckpointException as error:
             messages.append(str(error))
     return messages
 
 
-def test_restoring_is_strict_in_both_directions(ranks: Ranks) -> None:
-    for extra, missing, shapes in ranks.run(_strictness):
+def test_restoring_is_strict_in_both_directions(ranks: Ranks, tmp_path: Path) -> None:
+    for extra, missing, shapes in ranks.run(_strictness, tmp_path):
         assert "c: in the checkpoint, and nothing to load it into" in extra
         assert "d: not in the checkpoint" in missing
         assert "a: torch.float32 (3,) in the checkpoint, torch.float32 (4,) here" in shapes

@@ -104,11 +104,11 @@ class Saver:
         return Saved(step, seconds, seconds if stall is None else stall, error, warning)
 
     def _staging_failed(self, step: int) -> SaveFailed | None:
-        """Wait for the copies of all ranks; what went wrong with them, the same on every rank."""
+        """Finish the copies, on all ranks; what went wrong with them, the same on every rank."""
         assert self._staging is not None
         problem = None
         try:
-            self._staging.wait()
+            self._staging.finish()
         except Exception as error:  # whatever it is, the other ranks must hear of it or wait for ever
             problem = f"rank {dist.get_rank()}: {error!r}"
         problems: list[str | None] = [None] * dist.get_world_size()

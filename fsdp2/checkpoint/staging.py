@@ -7,10 +7,9 @@ optimizer waits for it. Everything else (buffers, counters, random state) is cop
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,22 +21,23 @@ from torch.distributed.tensor import DTensor
 class Staging:
     """Copies trees of tensors into buffers that are kept from one copy to the next, pinned for a GPU.
 
-    One copy is in use at a time: `copy` overwrites the one before.
+    One copy is in use at a time: `copy` overwrites the one before. Each is followed by `finish`, in another thread.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._buffers: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}  # path -> layout, tensor
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
-        self._copying: Future[None] | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._finished = threading.Event()
+        self._finished.set()
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     @torch.no_grad()
     def copy(self, tree: Any) -> Any:
-        """A tree of the same names with CPU tensors; they may be read after `wait`.
+        """A tree of the same names with CPU tensors; they may be read after `finish`.
 
         DTensors stay DTensors, with the same placements. Nothing is sent, but for the first DTensor of a mesh of
         GPUs: then all ranks must call.
@@ -89,33 +89,33 @@ class Staging:
 
     def _start(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         if self._stream is None:
-            self._copying = self._thread.submit(_copy, pairs)
+            self._pairs = pairs
+            self._finished.clear()
             return
         # After what has been issued so far, the last optimizer step, and beside what comes next.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for buffer, local in pairs:
-                buffer.copy_(local, non_blocking=True)
-                local.record_stream(self._stream)
+            _copy(pairs, self._stream)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def _before_step(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)  # the GPU waits, the CPU goes on
-        elif self._copying is not None:
-            concurrent.futures.wait([self._copying])  # if it failed, that is for `wait` to say
+        self._finished.wait()
 
-    def wait(self) -> None:
-        """Return when the copies are whole. Raises what made a copy fail."""
+    def finish(self) -> None:
+        """Return when the copies are whole. Raises what made a copy fail; training goes on all the same."""
         if self._copied is not None:
             self._copied.synchronize()
-        if self._copying is not None:
-            self._copying.result()
+        pairs, self._pairs = self._pairs, []
+        try:
+            _copy(pairs)
+        finally:
+            self._finished.set()
 
     def close(self) -> None:
         self._hook.remove()
-        self._thread.shutdown()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -129,9 +129,11 @@ def _layout(tensor: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None = None) -> None:
     for buffer, local in pairs:
-        buffer.copy_(local)
+        buffer.copy_(local, non_blocking=stream is not None)
+        if stream is not None:
+            local.record_stream(stream)
 
 
 def _map_tensors(tree: Any, function: Callable[[Tensor, tuple[Any, ...]], Tensor], path: tuple[Any, ...] = ()) -> Any:

@@ -7,8 +7,8 @@ import pytest
 
 from fsdp2.checkpoint import remote
 from fsdp2.checkpoint.remote import RemoteFiles
-from tests.harness import Ranks
-from tests.remote.runs import SMALL, Events, Run, main_at
+from tests.harness import Ranks, small
+from tests.remote.runs import Events, Run, main_at
 from tests.remote.s3 import Bucket, Proxy, environment, s3_server, surroundings
 
 
@@ -51,7 +51,7 @@ def run_at(ranks: Ranks, proxy: Proxy, bucket: Bucket, tmp_path: Path) -> Run:
         *flags: str, n: int = 2, steps: int = 6, machine: str = "here", url: str | None = None, **more: str
     ) -> list[tuple[Events, str | None]]:
         (tmp_path / machine).mkdir(exist_ok=True)
-        line = [*SMALL, f"--max-steps={steps}", f"--run-dir={url or bucket.url()}", *flags]
+        line = small(url or bucket.url(), f"--max-steps={steps}", *flags)
         results: list[tuple[Events, str | None]] = ranks.run(
             main_at, environment(proxy.endpoint, **more), tmp_path / machine, line, ranks=n
         )

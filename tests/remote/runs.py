@@ -19,7 +19,6 @@ Events = list[tuple[str, dict[str, Any]]]
 Run = Callable[..., list[tuple[Events, str | None]]]
 
 ONE = World(0, 1, 0, 1)
-SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
 
 
 def main_at(environment: dict[str, str], folder: Path, flags: list[str]) -> tuple[Events, str | None]:

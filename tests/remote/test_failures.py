@@ -12,8 +12,8 @@ import pytest
 
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, Store, verify
-from tests.harness import full_files, losses, of_kind, same
-from tests.remote.runs import SMALL, Events, Run, folder_of, good, other_lease, refusal, steps_in
+from tests.harness import full_files, losses, of_kind, same, small
+from tests.remote.runs import Events, Run, folder_of, good, other_lease, refusal, steps_in
 from tests.remote.s3 import EVER, Bucket, Proxy, environment
 from tests.test_launch import finish, start, torchrun, wait_for_step
 
@@ -127,7 +127,7 @@ def test_a_run_that_has_lost_its_lease_does_not_commit(
 
 def test_under_torchrun_after_a_run_that_was_killed(proxy: Proxy, bucket: Bucket, tmp_path: Path) -> None:
     bucket.put("run/LEASE.json", other_lease(seconds=1.0))
-    line = torchrun(2, "-m", "fsdp2.train", *SMALL, f"--run-dir={bucket.url()}", "--max-steps=3")
+    line = torchrun(2, "-m", "fsdp2.train", *small(bucket.url(), "--max-steps=3"))
     status, out, err = finish(start(line, tmp_path, **environment(proxy.endpoint)))
     assert status == 0, err
     waiting = f"fsdp2: {bucket.url()} is in use, or was left without an end, by process 7 on elsewhere; waiting up to 1"
@@ -141,7 +141,7 @@ def test_under_torchrun_after_a_run_that_was_killed(proxy: Proxy, bucket: Bucket
 @pytest.mark.slow
 def test_killed_under_torchrun_and_resumed_elsewhere(proxy: Proxy, bucket: Bucket, tmp_path: Path, here: None) -> None:
     variables = environment(proxy.endpoint)
-    line = ["-m", "fsdp2.train", *SMALL, f"--run-dir={bucket.url()}", "--checkpoint-every=2"]
+    line = ["-m", "fsdp2.train", *small(bucket.url(), "--checkpoint-every=2")]
     (tmp_path / "first").mkdir()
     process = start(torchrun(2, *line, "--max-steps=5000"), tmp_path / "first", **variables)
     try:

@@ -17,8 +17,8 @@ from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.preflight import preflight
 from fsdp2.runtime import World
-from tests.harness import Ranks, full_files, losses, of_kind, same
-from tests.remote.runs import SMALL, Events, Run, folder_of, good, main_at, refusal, steps_in
+from tests.harness import Ranks, full_files, losses, of_kind, same, small
+from tests.remote.runs import Events, Run, folder_of, good, main_at, refusal, steps_in
 from tests.remote.s3 import EVER, Bucket, Proxy
 from tests.test_resume import metrics_of
 
@@ -108,7 +108,7 @@ def test_old_checkpoints_are_removed_and_newer_ones_set_aside(run_at: Run, bucke
 
 def test_memory_is_for_one_process(ranks: Ranks, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/run"
-    flags = [*SMALL, f"--run-dir={url}"]
+    flags = small(url)
     whole, rest = ranks.run(_twice_in_memory, tmp_path, flags, ranks=1)[0]
     assert losses(good([rest])) == losses(good([whole]))[2:]
     with pytest.raises(ConfigError, match=f"--run-dir {url} with 2 ranks: memory:// lives inside one process"):
