@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
@@ -22,36 +21,29 @@ from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.safe_reader import load_metadata
 from fsdp2.checkpoint.store import HASH, new_hash
 
-# Smaller pieces are hashed where they are: handing them over would take longer than hashing them.
-_WORTH_A_THREAD = 1 << 18
+# Small enough for the processor's cache, where the write then finds what the hash has read.
+_PIECE_BYTES = 1 << 19
 
 
 class HashingStream(io.RawIOBase):
-    """Writes to a file and hashes what it is given, large pieces in a thread beside the write.
+    """Writes to a file and hashes what it is given, piece by piece. A hash in a thread beside the write took longer.
 
-    Both release the interpreter lock, so that the hash costs time only where it is slower than the disk. It is
-    of the bytes that were handed over, and not of what a disk made of them.
+    The hash is of the bytes that were handed over, and not of what a disk made of them.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._size = file, new_hash(), 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hash")
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self._digest.update(piece)
+            self._file.write(piece)
         self._size += len(view)
-        if len(view) < _WORTH_A_THREAD:
-            self._digest.update(view)
-            self._file.write(view)
-        else:
-            hashed = self._thread.submit(self._digest.update, view)
-            try:
-                self._file.write(view)
-            finally:
-                hashed.result()  # the caller's memory may change once this returns
         return len(view)
 
     def tell(self) -> int:
@@ -59,7 +51,6 @@ class HashingStream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._thread.shutdown()
             self._file.close()
             super().close()
 
@@ -67,7 +58,6 @@ class HashingStream(io.RawIOBase):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._thread.shutdown()
             self._file.__exit__(kind, error, trace)  # a remote file that an error cut short isn't uploaded
         finally:
             super().close()

@@ -70,11 +70,14 @@ def inside(name: str) -> str:
     return name
 
 
+sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
+
+
 class EagerFile(io.BufferedWriter):
     """A new file that goes to the disk while it is being written.
 
-    The kernel starts that by itself only after many seconds. What is on the disk by the time of the `fsync` that
-    counts needs not be waited for then.
+    By itself the kernel begins that only after many seconds, and the `fsync` that counts, at the end, would wait for
+    all of it while the disk has stood still until then.
     """
 
     BYTES = 64 << 20
@@ -105,9 +108,6 @@ class EagerFile(io.BufferedWriter):
             self._thread.shutdown()
         super().close()
         self._check()
-
-
-sync_data = getattr(os, "fdatasync", os.fsync)  # not everywhere
 
 
 class LocalFiles:
