@@ -20,12 +20,13 @@ def test_what_a_page_names_exists(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), f"link to {link}"
 
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    folder = ROOT / "tests"
+    tests = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("test_*.py")}
     everything = "\n".join(tests.values())
-    for file, name in re.findall(r"(?:tests/(test_\w+\.py))?::(test_\w+)", text):
+    for file, name in re.findall(r"(?:tests/([\w/]+\.py))?::(test_\w+)", text):
         assert f"def {name}(" in (tests[file] if file else everything), f"{file}::{name}"
-    for file in re.findall(r"tests/(test_\w+\.py)", text):
-        assert file in tests, file
+    for place in re.findall(r"tests/[\w/]+(?:\.py|/)", text):
+        assert (ROOT / place).exists(), place
 
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"make ([a-z][a-z0-9-]+)", " ".join(re.findall(r"`([^`]*)`", text))):
