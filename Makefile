@@ -14,7 +14,7 @@ RUN ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train resume infer test test-slow test-oldest chaos lint format clean
+.PHONY: help train resume infer test test-slow test-oldest test-ray chaos lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
@@ -28,7 +28,7 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 $(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
-	$(UV) -e '.[tensorboard]'
+	$(UV) -e '.[tensorboard,ray]'
 	@touch $@
 
 $(VENV)/.tools: $(BIN)/uv constraints.txt
@@ -109,6 +109,10 @@ train-ddp: $(VENV)/.installed  ## the baseline: a full copy on each rank
 train-fsdp1: $(VENV)/.installed  ## the baseline: FullyShardedDataParallel
 	$(TRAIN) --strategy fsdp1 $(ARGS)
 
+.PHONY: ray-train
+ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers
+	$(BIN)/python -m launchers.ray_train --num-workers $(NPROC) $(ARGS)
+
 # --- what a run leaves --------------------------------------------------------------------------------
 
 resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
@@ -126,6 +130,9 @@ test: $(VENV)/.tools  ## the tests, with the newest torch
 
 test-slow: $(VENV)/.tools  ## the tests that take minutes each
 	$(BIN)/tox run -e newest -- -m slow $(ARGS)
+
+test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes each)
+	$(BIN)/tox run -e ray -- $(ARGS)
 
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 	$(BIN)/tox run -e oldest -- $(ARGS)

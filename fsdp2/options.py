@@ -155,6 +155,13 @@ def make_parser(
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="flags from a .toml or .json file; the command line wins")
+    add_options(parser, options)
+    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
+    return parser
+
+
+def add_options(parser: argparse._ActionsContainer, options: type) -> None:
+    """One flag for each field of a dataclass, in a parser or a group of one."""
     for field in dataclasses.fields(options):
         meta, flag = field.metadata, flag_of(field.name)
         shown = "unset" if field.default in (None, ()) else field.default
@@ -168,8 +175,6 @@ def make_parser(
             if meta["many"]:
                 settings["action"] = "append"
         parser.add_argument(flag, **settings)
-    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
-    return parser
 
 
 def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,10 +81,14 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.release(refused=kind is not None)
+
+    def release(self, *, refused: bool) -> None:
+        """Give the run directory back; if nothing was run there, without the folder that was made for it."""
         if self._lease is not None:
             self._lease.release()
         if self._lock is not None:
-            self._lock.release(refused=kind is not None)
+            self._lock.release(refused=refused)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call."""

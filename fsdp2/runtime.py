@@ -151,6 +151,11 @@ def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
 _PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket closed")
 
 
+def lost_peer(text: str) -> bool:
+    """Whether an error says that another rank has gone, and so is not the cause itself."""
+    return any(sign in text for sign in _PEER_LOST)
+
+
 @contextmanager
 def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
@@ -167,7 +172,7 @@ def exit_status() -> Iterator[None]:
         print(f"fsdp2: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in _PEER_LOST):
+        if not lost_peer(str(error)):
             raise
         print(
             f"fsdp2: rank {world().rank} stopped because another rank ended; its traceback is the cause",

@@ -1,0 +1,1 @@
+"""Other ways to start `fsdp2.train`."""

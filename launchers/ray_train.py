@@ -1,0 +1,174 @@
+"""Train through Ray:  python -m launchers.ray_train --num-workers 2
+
+The same training, flags and run directory as `torchrun -m fsdp2.train`, on Ray's workers. It adds what Ray is
+for: many nodes, and workers that are started again when they die. There is no training code here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp2 import runtime
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.config import Config
+from fsdp2.options import ConfigError
+from fsdp2.preflight import preflight
+from fsdp2.runtime import World
+from launchers.ray_console import plain_lines, quiet
+from launchers.ray_options import RayOptions, parse, place
+
+# Read by Ray when it is imported or starts its processes.
+ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_worker_niceness": "0",  # else training yields to everything else on the machine
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for it; 2 s otherwise
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each line is printed twice
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",  # processes for tasks that never come, while the workers start
+}
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> Any:
+    """Train as a command line says; Ray's Result. Raises ConfigError before anything is started."""
+    options, config = parse(arguments, prog="launchers.ray_train")
+    storage, name, config = place(options, config)
+    # All of `fsdp2.train`'s refusals, before Ray is started. Nothing is run here.
+    preflight(config, World(0, options.num_workers, 0, options.num_workers)).release(refused=True)
+    prepare()
+    with plain_lines(), cluster(options):
+        return fit(options, config, storage, name)
+
+
+def prepare() -> None:
+    """To be called before Ray is imported. Raises ConfigError if it isn't installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("Ray isn't installed; pip install 'fsdp2-reference[ray]'")
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+
+
+@contextmanager
+def cluster(options: RayOptions) -> Iterator[None]:
+    """The cluster that this program is connected to, else the one at `--address`, else one of its own."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if options.address is not None and ":" in options.address:
+        check_address(options.address)
+    try:
+        ray.init(
+            address=options.address,
+            include_dashboard=None if options.address else False,
+            logging_level=logging.WARNING,
+            runtime_env={"worker_process_setup_hook": quiet},
+        )
+    except ConnectionError as error:
+        raise ConfigError(f"--address {options.address}: no cluster answers there ({error})") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError if nothing listens at HOST:PORT. Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--address {address}: nothing answers there ({error}); start one with ray start --head"
+        ) from None
+
+
+def fit(options: RayOptions, config: Config, storage: str, name: str) -> Any:
+    """Run the training on a connected cluster."""
+    import ray
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from launchers.ray_worker import train_worker
+
+    gpu = wants_gpu(options, config, ray.cluster_resources())
+    # Our store alone knows what is committed. Ray's list would refuse what retention has removed since.
+    run = Path(storage) / name
+    if (run / SNAPSHOT).is_file():
+        LocalFiles(run).unlink(SNAPSHOT)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"config": dataclasses.asdict(config), "folder": os.getcwd()},
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=gpu),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=options.max_failures),
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+    )
+    try:
+        return trainer.fit()
+    except TrainingFailedError as error:
+        refused = refusal_in(error)
+        if refused is not None:
+            raise ConfigError(refused) from None
+        raise TrainingFailed(cause(error)) from None
+
+
+class TrainingFailed(RuntimeError):
+    """The workers have failed more often than --max-failures allows; the first cause."""
+
+
+def refusal_in(error: Exception) -> str | None:
+    """The text of a ConfigError that a worker raised, in Ray's account of what its workers raised."""
+    for _, failure in sorted(getattr(error, "worker_failures", {}).items()):
+        lines = str(failure).strip().splitlines()
+        if lines and lines[-1].startswith(f"{ConfigError.__module__}.{ConfigError.__name__}: "):
+            return lines[-1].partition(": ")[2]
+    return None
+
+
+def cause(error: Exception) -> str:
+    """What failed first, as its rank printed it: a rank that lost its peer is no cause."""
+    failures = {rank: str(failure) for rank, failure in sorted(getattr(error, "worker_failures", {}).items())}
+    first = {rank: text for rank, text in failures.items() if not runtime.lost_peer(text)} or failures
+    return "\n".join(f"rank {rank}:\n{text.strip()}" for rank, text in list(first.items())[:1]) or str(error)
+
+
+def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) -> bool:
+    """Whether each worker gets a GPU. Raises ConfigError if there are fewer resources than workers."""
+    count, gpus, cpus = options.num_workers, int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    wanted = options.use_gpu == "yes" or config.device == "cuda"
+    if wanted and gpus < count:
+        raise ConfigError(f"--use-gpu yes with {count} workers: Ray sees {gpus} GPU; use fewer workers or --use-gpu no")
+    if cpus < count:
+        raise ConfigError(
+            f"--num-workers {count}: Ray has {cpus} CPU, and each worker takes one; use fewer, or add nodes"
+        )
+    return wanted or (options.use_gpu == "auto" and config.device != "cpu" and gpus >= count)
+
+
+def cli() -> None:
+    with runtime.exit_status():
+        try:
+            main(sys.argv[1:])
+        except TrainingFailed as error:
+            print(f"fsdp2: error: {error}", file=sys.stderr)
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli()

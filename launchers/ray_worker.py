@@ -1,0 +1,94 @@
+"""What runs on each of Ray's workers: `fsdp2.train.main`, and a listener that hands its events to Ray."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from fsdp2 import runtime
+from fsdp2.config import Config
+from fsdp2.rundir import RunDir
+from fsdp2.train import main
+from launchers.ray_console import quiet
+
+
+def train_worker(job: dict[str, Any]) -> dict[str, Any]:
+    """Train as `job["config"]`, keyword arguments of a Config, says. Called by Ray with a process group made.
+
+    Returns the data of the `end` event.
+    """
+    quiet()
+    if os.path.isdir(job["folder"]):
+        os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
+    config = Config(**job["config"])
+    return main(config, Reporter(RunDir(str(config.run_dir)), background=config.async_checkpoint is not None))
+
+
+class Reporter:
+    """A listener: one report to Ray for each checkpoint or evaluation, by all ranks after the same step.
+
+    A report waits for all ranks and for Ray's controller, so there is none for a step. An evaluation waits for
+    the checkpoint that follows it, to be one report with that. What an asynchronous save has committed is not
+    known to all ranks after the same step: it goes with the next report.
+    """
+
+    def __init__(self, run: RunDir, *, background: bool) -> None:
+        self.run, self.background = run, background
+        self._facts: dict[str, Any] = {}
+        self._losses: list[float] = []
+        self._newest: str | None = None
+        self._evaluated = False
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        handler = getattr(self, f"_{kind}", None)
+        if handler is not None:
+            handler(data)
+
+    def _resume(self, data: dict[str, Any]) -> None:
+        self._facts = {key: data[key] for key in ("step", "epoch")}
+        if data["checkpoint"].startswith(f"{self.run.store.files}/"):
+            self._newest = data["checkpoint"]
+            self._report()  # Ray's own list may be of another version of Ray, or of none
+
+    def _train(self, data: dict[str, Any]) -> None:
+        if self._evaluated:
+            self._report()
+        if data["epoch"] != self._facts.get("epoch"):
+            self._losses = []
+        self._losses.append(data["loss"])
+        self._facts = {"step": data["step"], "epoch": data["epoch"]}
+
+    def _eval(self, data: dict[str, Any]) -> None:
+        self._facts |= {"test_loss": data["loss"], "accuracy": data["accuracy"]}
+        self._evaluated = True
+
+    def _checkpoint(self, data: dict[str, Any]) -> None:
+        self._newest = data["path"]
+        if not self.background:
+            self._report()
+
+    def _end(self, data: dict[str, Any]) -> None:
+        full = self.run.files.at(self.run.full_model.parent.name)
+        if runtime.broadcast(self.run.has_full_model(data["step"])):
+            here = Checkpoint.from_directory(str(full)) if runtime.world().rank == 0 else None
+            self._hand_over({"step": data["step"]}, here, full_model=True)
+        # Last, so that this and not the full model is what Ray calls the newest.
+        self._report()
+
+    def _report(self) -> None:
+        self._evaluated = False
+        loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
+        newest = runtime.broadcast(self._newest)
+        self._hand_over({**self._facts, **loss}, Checkpoint.from_directory(newest) if newest else None)
+
+    def _hand_over(self, metrics: dict[str, Any], checkpoint: Checkpoint | None, *, full_model: bool = False) -> None:
+        ray.train.report(
+            metrics,
+            checkpoint=checkpoint,
+            checkpoint_dir_name="full_model" if full_model else None,
+            # It lies where Ray would put it. A second copy would be a second owner.
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
