@@ -20,6 +20,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_rank_outlives_its_module(ranks: Ranks) -> Iterator[None]:
+    yield
+    ranks.close()
+
+
 Events = list[tuple[str, dict[str, Any]]]
 
 

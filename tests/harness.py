@@ -5,6 +5,10 @@
 starts `function(argument, …)` on every rank inside a fresh process group and returns the ranks' results. The
 function must be at module level and its arguments picklable. A rank that raises, dies or takes too long fails
 the test with what it printed; all ranks are then killed, and the next test gets new ones.
+
+Each module of tests gets new processes as well: some break saves and groups on purpose, and what that leaves in a
+process is nobody else's to meet. (New ones for each test would cost two seconds each: DTensor works out again how
+each operation shards.) They are forked from a server that has the imports behind it and runs no thread.
 """
 
 from __future__ import annotations
@@ -30,6 +34,12 @@ from torch import Tensor, nn
 from fsdp2.parallel.engine import Engine
 
 TIMEOUT = 120.0
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+# Besides what the tests import: what a first training run imports on its way.
+_PROCESSES.set_forkserver_preload(
+    ["tests.harness", "fsdp2.train", "sklearn.datasets", "torchvision.datasets", "torch._dynamo", "torch._inductor"]
+)
 
 
 def _serve(pipe: Connection, output: str) -> None:
@@ -67,11 +77,10 @@ class Ranks:
 
     def _worker(self, index: int) -> tuple[Any, Connection, Path]:
         while len(self._workers) <= index:
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
+            ours, theirs = _PROCESSES.Pipe()
             self._count += 1
             output = self.folder / f"rank{len(self._workers)}-{self._count}.log"
-            process = context.Process(target=_serve, args=(theirs, str(output)), daemon=True)
+            process = _PROCESSES.Process(target=_serve, args=(theirs, str(output)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours, output))
