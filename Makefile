@@ -113,6 +113,14 @@ train-fsdp1: $(VENV)/.installed  ## the baseline: FullyShardedDataParallel
 ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers
 	$(BIN)/python -m launchers.ray_train --num-workers $(NPROC) $(ARGS)
 
+.PHONY: parity
+parity: $(VENV)/.installed  ## both launchers with the same flags, and every loss side by side
+	$(BIN)/python -m launchers.parity --num-workers $(NPROC) $(ARGS)
+
+.PHONY: ray-tune
+ray-tune: $(VENV)/.installed  ## search over flags with Ray Tune: 4 learning rates, 3 epochs each
+	$(BIN)/python -m launchers.ray_tune --num-workers $(NPROC) --search "lr=loguniform(1e-4, 1e-2)" --trials 4 --epochs 3 $(ARGS)
+
 # --- what a run leaves --------------------------------------------------------------------------------
 
 resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC

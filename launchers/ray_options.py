@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fsdp2.config import Config
 from fsdp2.config import parser as train_parser
 from fsdp2.options import ConfigError, add_options, check_values, one_of, option, read_values, text, whole
 
 
+class Workers(NamedTuple):
+    """How many ranks: at least, and at most. They differ in an elastic run."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def _workers(value: Any) -> Workers:
+    least, colon, most = str(value).partition(":")
+    try:
+        workers = Workers(whole(1)(least), whole(1)(most if colon else least))
+    except ValueError:
+        raise ValueError("must be a whole number from 1 up, or two as MIN:MAX") from None
+    if workers.least > workers.most:
+        raise ValueError("must be MIN:MAX with MIN no greater than MAX")
+    return workers
+
+
 @dataclass(frozen=True)
 class RayOptions:
-    num_workers: int = option(2, "ranks, each on a CPU of Ray's", whole(1))
+    num_workers: Workers = option(  # noqa: RUF009 - a NamedTuple is as immutable as the others
+        2, "ranks, each on a CPU of Ray's; MIN:MAX = as many of them as there are nodes for", _workers
+    )
     use_gpu: str = option("auto", "a GPU for each worker: auto, yes or no", one_of("auto", "yes", "no"))
     max_failures: int = option(1, "how often workers that died are started again", whole(0))
-    storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see", text)
+    storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see, or a URL", text)
     name: str | None = option(None, "of the run; the same name and storage resumes", text)
     address: str | None = option(None, "a running cluster, such as 10.0.0.1:6379; unset = one on this machine", text)
 
@@ -28,27 +52,47 @@ class RayOptions:
 
 def parse(arguments: Sequence[str] | None, prog: str) -> tuple[RayOptions, Config]:
     """Both from one command line. Raises ConfigError, with the texts of `fsdp2.train`."""
+    (options,), config = parse_groups(arguments, prog, {"Ray": RayOptions})
+    return options, config
+
+
+def parse_groups(arguments: Sequence[str] | None, prog: str, groups: Mapping[str, type]) -> tuple[list[Any], Config]:
+    """Dataclasses of options, each a titled group of flags, and the Config that all other flags make."""
     parser = train_parser(prog)
-    add_options(parser.add_argument_group("Ray"), RayOptions)
+    for title, options in groups.items():
+        add_options(parser.add_argument_group(title), options)
     given = vars(parser.parse_args(arguments))
-    ray = RayOptions(**{f.name: given.pop(f.name) for f in dataclasses.fields(RayOptions) if f.name in given})
-    return ray, Config(**read_values(Config, given))
+    made = [
+        options(**{f.name: given.pop(f.name) for f in dataclasses.fields(options) if f.name in given})
+        for options in groups.values()
+    ]
+    return made, Config(**read_values(Config, given))
 
 
-def place(options: RayOptions, config: Config) -> tuple[str, str, Config]:
+def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple[str, str, Config]:
     """Ray's storage path and name, and the Config of a run there: its run directory is `storage/name`.
 
-    Raises ConfigError if that is said twice, or for a URL.
+    Raises ConfigError if that is said twice or makes no path.
     """
     if config.run_dir is not None:
         for flag, value in (("--storage-path", options.storage_path), ("--name", options.name)):
             if value is not None:
                 raise ConfigError(f"{flag} {value}: --run-dir says it already, as {config.run_dir}; give one of them")
         storage, _, name = config.run_dir.rstrip("/").rpartition("/")
+        if storage.endswith(":/"):
+            raise ConfigError(f"--run-dir {config.run_dir}: is a bucket; name a folder in it: {config.run_dir}/run")
     else:
-        storage = options.storage_path or "runs"
-        name = options.name or f"fsdp_{config.dataset.replace('-', '_')}_{uuid.uuid4().hex[:8]}"
-    if "://" in storage:
-        raise ConfigError(f"--storage-path {storage}: runs at a URL go through torchrun alone; give a folder")
-    storage = str(Path(storage).absolute())
+        storage = (options.storage_path or "runs").rstrip("/")
+        name = options.name or f"{prefix}_{config.dataset.replace('-', '_')}_{uuid.uuid4().hex[:8]}"
+        if "/" in name:
+            raise ConfigError(f"--name {name}: is the name of one folder; put what is above it in --storage-path")
+    if "://" not in storage:
+        storage = str(Path(storage).absolute())
     return storage, name, dataclasses.replace(config, run_dir=f"{storage}/{name}")
+
+
+def same_global_batch(workers: Workers, config: Config) -> Config:
+    """An elastic run's Config, whose optimizer steps are over the same samples with any number of workers."""
+    if workers.least == workers.most:
+        return config
+    return dataclasses.replace(config, global_batch_size=config.global_batch(workers.most))

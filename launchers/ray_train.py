@@ -12,19 +12,20 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from fsdp2 import runtime
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
+from fsdp2.preflight import check_world, preflight
+from fsdp2.rundir import RunDir
 from fsdp2.runtime import World
-from launchers.ray_console import plain_lines, quiet
-from launchers.ray_options import RayOptions, parse, place
+from launchers.ray_console import artifacts, plain_lines, quiet
+from launchers.ray_options import RayOptions, parse, place, same_global_batch
 
 # Read by Ray when it is imported or starts its processes.
 ENVIRONMENT = {
@@ -38,17 +39,24 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",  # processes for tasks that never come, while the workers start
 }
 SNAPSHOT = "checkpoint_manager_snapshot.json"
+# How often an elastic run looks for nodes that have come.
+SECONDS_BETWEEN_RESIZES = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Train as a command line says; Ray's Result. Raises ConfigError before anything is started."""
     options, config = parse(arguments, prog="launchers.ray_train")
     storage, name, config = place(options, config)
+    workers = options.num_workers
+    config = same_global_batch(workers, config)
     # All of `fsdp2.train`'s refusals, before Ray is started. Nothing is run here.
-    preflight(config, World(0, options.num_workers, 0, options.num_workers)).release(refused=True)
+    check_world(config, World(0, workers.least, 0, workers.least))
+    preflight(config, World(0, workers.most, 0, workers.most)).release(refused=True)
     prepare()
     with plain_lines(), cluster(options):
-        return fit(options, config, storage, name)
+        result = fit(options, config, storage, name, surroundings())
+        print("\n".join(artifacts(RunDir(str(config.run_dir)).files)))
+        return result
 
 
 def prepare() -> None:
@@ -59,7 +67,7 @@ def prepare() -> None:
 
 
 @contextmanager
-def cluster(options: RayOptions) -> Iterator[None]:
+def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None]:
     """The cluster that this program is connected to, else the one at `--address`, else one of its own."""
     import ray
 
@@ -73,6 +81,7 @@ def cluster(options: RayOptions) -> Iterator[None]:
             address=options.address,
             include_dashboard=None if options.address else False,
             logging_level=logging.WARNING,
+            log_to_driver=log_to_driver,
             runtime_env={"worker_process_setup_hook": quiet},
         )
     except ConnectionError as error:
@@ -94,8 +103,37 @@ def check_address(address: str) -> None:
         ) from None
 
 
-def fit(options: RayOptions, config: Config, storage: str, name: str) -> Any:
-    """Run the training on a connected cluster."""
+def surroundings() -> dict[str, Any]:
+    """Of the process in which a user has started a run: what its workers take over."""
+    return {
+        "folder": os.getcwd(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("FSDP2_")},
+    }
+
+
+def ray_storage(place: str) -> tuple[str, Any]:
+    """A folder or URL as Ray takes it: a path, and the file system that it is in; None for the local one."""
+    files = open_files(place)
+    if not isinstance(files, RemoteFiles):
+        return place, None
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    # The same client as the training's: one set of credentials and one endpoint for both.
+    client, path = files.fsspec
+    return path, PyFileSystem(FSSpecHandler(client))
+
+
+def fit(
+    options: RayOptions,
+    config: Config,
+    place: str,
+    name: str,
+    around: dict[str, Any],
+    *,
+    cpus_per_worker: float = 1.0,
+    callbacks: Sequence[Any] = (),
+) -> Any:
+    """Run the training `name`, below the folder or URL `place`, on a connected cluster; Ray's Result."""
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -103,20 +141,29 @@ def fit(options: RayOptions, config: Config, storage: str, name: str) -> Any:
     from launchers.ray_worker import train_worker
 
     gpu = wants_gpu(options, config, ray.cluster_resources())
+    least, most = options.num_workers
+    run = RunDir(str(config.run_dir))
     # Our store alone knows what is committed. Ray's list would refuse what retention has removed since.
-    run = Path(storage) / name
-    if (run / SNAPSHOT).is_file():
-        LocalFiles(run).unlink(SNAPSHOT)
+    if run.files.size(SNAPSHOT) is not None:
+        run.files.unlink(SNAPSHOT)
+    storage, filesystem = ray_storage(place)
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"config": dataclasses.asdict(config), "folder": os.getcwd()},
+        train_loop_config={**around, "config": dataclasses.asdict(config), "filesystem": filesystem},
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=gpu),
+        scaling_config=ScalingConfig(
+            num_workers=most if least == most else (least, most),
+            use_gpu=gpu,
+            resources_per_worker={"CPU": cpus_per_worker, **({"GPU": 1} if gpu else {})},
+            elastic_resize_monitor_interval_s=SECONDS_BETWEEN_RESIZES,
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=storage,
+            storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=options.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=list(callbacks),
         ),
     )
     try:
@@ -126,6 +173,9 @@ def fit(options: RayOptions, config: Config, storage: str, name: str) -> Any:
         if refused is not None:
             raise ConfigError(refused) from None
         raise TrainingFailed(cause(error)) from None
+    except SystemExit:
+        # Ray's own handler of Ctrl-C has ended the workers, and would end this program as if all were well.
+        raise KeyboardInterrupt from None
 
 
 class TrainingFailed(RuntimeError):
@@ -150,25 +200,30 @@ def cause(error: Exception) -> str:
 
 def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) -> bool:
     """Whether each worker gets a GPU. Raises ConfigError if there are fewer resources than workers."""
-    count, gpus, cpus = options.num_workers, int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    count, gpus, cpus = options.num_workers.least, int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     wanted = options.use_gpu == "yes" or config.device == "cuda"
     if wanted and gpus < count:
         raise ConfigError(f"--use-gpu yes with {count} workers: Ray sees {gpus} GPU; use fewer workers or --use-gpu no")
     if cpus < count:
         raise ConfigError(
-            f"--num-workers {count}: Ray has {cpus} CPU, and each worker takes one; use fewer, or add nodes"
+            f"--num-workers {options.num_workers}: Ray has {cpus} CPU, and each worker takes one; use fewer, "
+            "or add nodes"
         )
     return wanted or (options.use_gpu == "auto" and config.device != "cpu" and gpus >= count)
 
 
-def cli() -> None:
+def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
+    """What a user of the command line sees of failures, and the exit status."""
     with runtime.exit_status():
         try:
             main(sys.argv[1:])
         except TrainingFailed as error:
             print(f"fsdp2: error: {error}", file=sys.stderr)
             sys.exit(1)
+        except KeyboardInterrupt:
+            print("fsdp2: interrupted; the same --run-dir, or --storage-path and --name, goes on", file=sys.stderr)
+            sys.exit(130)
 
 
 if __name__ == "__main__":
-    cli()
+    run_as_program(main)

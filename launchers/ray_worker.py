@@ -16,15 +16,21 @@ from launchers.ray_console import quiet
 
 
 def train_worker(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as `job["config"]`, keyword arguments of a Config, says. Called by Ray with a process group made.
+    """Train. Called by Ray on each worker, with a process group made.
+
+    Args:
+        job: `config`, keyword arguments of a Config; `folder` and `environment` (of this project's variables), as
+            they were where the run was started; `filesystem`, through which Ray reaches a run at a URL.
 
     Returns the data of the `end` event.
     """
     quiet()
+    os.environ.update(job["environment"])
     if os.path.isdir(job["folder"]):
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
     config = Config(**job["config"])
-    return main(config, Reporter(RunDir(str(config.run_dir)), background=config.async_checkpoint is not None))
+    run = RunDir(str(config.run_dir))
+    return main(config, Reporter(run, job["filesystem"], background=config.async_checkpoint is not None))
 
 
 class Reporter:
@@ -35,8 +41,8 @@ class Reporter:
     known to all ranks after the same step: it goes with the next report.
     """
 
-    def __init__(self, run: RunDir, *, background: bool) -> None:
-        self.run, self.background = run, background
+    def __init__(self, run: RunDir, filesystem: Any, *, background: bool) -> None:
+        self.run, self.filesystem, self.background = run, filesystem, background
         self._facts: dict[str, Any] = {}
         self._losses: list[float] = []
         self._newest: str | None = None
@@ -73,7 +79,7 @@ class Reporter:
     def _end(self, data: dict[str, Any]) -> None:
         full = self.run.files.at(self.run.full_model.parent.name)
         if runtime.broadcast(self.run.has_full_model(data["step"])):
-            here = Checkpoint.from_directory(str(full)) if runtime.world().rank == 0 else None
+            here = self._at(str(full)) if runtime.world().rank == 0 else None
             self._hand_over({"step": data["step"]}, here, full_model=True)
         # Last, so that this and not the full model is what Ray calls the newest.
         self._report()
@@ -82,7 +88,13 @@ class Reporter:
         self._evaluated = False
         loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
         newest = runtime.broadcast(self._newest)
-        self._hand_over({**self._facts, **loss}, Checkpoint.from_directory(newest) if newest else None)
+        self._hand_over({**self._facts, **loss}, self._at(newest) if newest else None)
+
+    def _at(self, place: str) -> Checkpoint:
+        """What lies there already, as Ray names it."""
+        if self.filesystem is None:
+            return Checkpoint.from_directory(place)
+        return Checkpoint(place.partition("://")[2], self.filesystem)
 
     def _hand_over(self, metrics: dict[str, Any], checkpoint: Checkpoint | None, *, full_model: bool = False) -> None:
         ray.train.report(

@@ -13,6 +13,7 @@ each operation shards.) They are forked from a server that has the imports behin
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -47,6 +48,7 @@ def _serve(pipe: Connection, output: str) -> None:
     with open(output, "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.enable()  # a rank that dies of a signal says where
     while True:
         try:
             work = pipe.recv()

@@ -80,6 +80,11 @@ class RemoteFiles:
     def _path(self, name: str) -> str:
         return f"{self._root}/{inside(name)}" if name else cast(str, self._root)
 
+    @property
+    def fsspec(self) -> tuple[Any, str]:
+        """The client, and the path in it: for other programs, which this object's retries and guards don't cover."""
+        return self._fs, self._root
+
     def at(self, name: str) -> RemoteFiles:
         other = copy.copy(self)
         other.url, other._root = f"{self.url}/{inside(name)}", self._path(name)

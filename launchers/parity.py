@@ -1,0 +1,87 @@
+"""Show that both launchers train the same:  python -m launchers.parity --model cnn --max-steps 20
+
+Trains with the same flags under torchrun and through Ray, and compares the loss of every step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from fsdp2 import runtime
+from fsdp2.console import short
+from fsdp2.options import ConfigError, to_flags
+from launchers.ray_options import parse
+
+COLUMN = 22
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if all losses are equal, 1 if not, after both columns. Raises ConfigError for what neither could run."""
+    options, config = parse(arguments, prog="launchers.parity")
+    if options.num_workers.least != options.num_workers.most:
+        raise ConfigError(f"--num-workers {options.num_workers}: torchrun is not elastic; give one number")
+    if options.name is not None or options.storage_path is not None:
+        raise ConfigError("--name and --storage-path: there are two runs; --run-dir is the folder of both")
+    folder = Path(config.run_dir or f"runs/parity-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if folder.exists():
+        raise ConfigError(f"--run-dir {folder}: exists; each comparison starts from nothing, so give a new folder")
+    folder.mkdir(parents=True)
+    flags = folder / "flags.json"
+    flags.write_text(json.dumps({"flags": to_flags(config)}))
+    count = str(options.num_workers.most)
+    ray = ["--use-gpu", options.use_gpu, *(["--address", options.address] if options.address else [])]
+    ways = {
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", count, "-m", "fsdp2.train"],
+        "ray": ["launchers.ray_train", "--num-workers", count, "--max-failures", str(options.max_failures), *ray],
+    }
+    losses = {}
+    for name, command in ways.items():
+        run = folder / name
+        print(f"training under {name} …", flush=True)
+        losses[name] = train([sys.executable, "-m", *command, f"--config={flags}", f"--run-dir={run}"], run)
+    return compare(losses["torchrun"], losses["ray"], short(folder))
+
+
+def train(command: list[str], run: Path) -> dict[int, float]:
+    """Step -> loss of a run. Raises ConfigError with what it said last if it failed."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        said = [line for line in (result.stdout + result.stderr).splitlines() if line.startswith("fsdp2: error: ")]
+        if said:
+            raise ConfigError(said[0].removeprefix("fsdp2: error: "))
+        print(result.stdout + result.stderr, file=sys.stderr)
+        raise ConfigError(f"{run.name} ended with status {result.returncode}; what it said is above")
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def compare(torchrun: dict[int, float], ray: dict[int, float], where: str) -> int:
+    """Print both columns and what they say."""
+    print(f"{'step':>6}  {'torchrun':<{COLUMN}}  {'ray':<{COLUMN}}")
+    different = []
+    for one, other in zip_longest(sorted(torchrun.items()), sorted(ray.items())):
+        step = (one or other)[0]
+        ours, theirs = (repr(pair[1]) if pair else "-" for pair in (one, other))
+        if one != other:
+            different.append(step)
+        print(f"{step:>6}  {ours:<{COLUMN}}  {theirs:<{COLUMN}}  {'' if one == other else 'differs'}".rstrip())
+    if different:
+        print(f"they differ first at step {different[0]}, and in {len(different)} of {len(torchrun)} steps; {where}")
+        return 1
+    print(f"equal: {len(torchrun)} of {len(torchrun)} losses, bit for bit; both runs are in {where}")
+    return 0
+
+
+def cli() -> None:
+    with runtime.exit_status():
+        sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    cli()

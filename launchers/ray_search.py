@@ -1,0 +1,96 @@
+"""What a search varies: `--search "lr=loguniform(1e-4, 1e-2)"`, or a Python file that says it. No Ray here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp2.config import Config
+from fsdp2.options import ConfigError, flag_of
+
+# Ray Tune's names, which users know, and how many arguments they take.
+WAYS = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "choice": None, "grid": None}
+# Where a run lies, and where it starts, is each trial's own.
+NOT_SEARCHED = ("run_dir", "resume", "resume_partial")
+
+
+class Choice(NamedTuple):
+    """How one flag is varied: a name of `WAYS` and its arguments."""
+
+    way: str
+    arguments: tuple[Any, ...]
+
+    def example(self) -> Any:
+        """Some value that a trial may get."""
+        return self.arguments[0]
+
+
+Space = dict[str, Choice]
+
+
+def parse_search(texts: Sequence[str]) -> Space:
+    """Field of a Config -> how it is varied, from `flag=way(…)` and from files. Raises ConfigError."""
+    space: Space = {}
+    for text in texts:
+        for flag, expression in _entries(text):
+            name = flag.removeprefix("--").replace("-", "_")
+            known = [f.name for f in dataclasses.fields(Config) if f.name not in NOT_SEARCHED]
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {flag_of(close[0])[2:]}?" if close else ""
+                raise ConfigError(f"--search {text}: {flag} is not a flag that trials can differ in{hint}")
+            if name in space:
+                raise ConfigError(f"--search {text}: {flag} is varied already; say it once")
+            space[name] = _choice(expression, text)
+    if not space:
+        raise ConfigError('--search: nothing to vary; give, say, --search "lr=loguniform(1e-4, 1e-2)"')
+    return space
+
+
+def _entries(text: str) -> list[tuple[str, str]]:
+    if not text.endswith(".py"):
+        flag, equals, expression = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                f'--search {text}: must be flag=way(…), such as "lr=loguniform(1e-4, 1e-2)", or a .py file'
+            )
+        return [(flag.strip(), expression)]
+    if not Path(text).is_file():
+        raise ConfigError(f"--search {text}: there is no such file")
+    space = runpy.run_path(text).get("space")
+    if not isinstance(space, dict) or not all(isinstance(value, str) for value in space.values()):
+        raise ConfigError(f'--search {text}: must set space = {{"lr": "loguniform(1e-4, 1e-2)", …}}')
+    return list(space.items())
+
+
+def _choice(expression: str, text: str) -> Choice:
+    """`way(a, b)` as data: nothing in it is run."""
+    try:
+        call = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError:
+        call = None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in WAYS):
+        raise ConfigError(f"--search {text}: must be one of {', '.join(f'{way}(…)' for way in WAYS)}")
+    way = call.func.id
+    try:
+        # A bare word is text: model=choice(vit, cnn).
+        values = tuple(a.id if isinstance(a, ast.Name) else ast.literal_eval(a) for a in call.args)
+    except ValueError:
+        raise ConfigError(f"--search {text}: takes numbers, words and quoted text") from None
+    if call.keywords or len(values) != (WAYS[way] or len(values)) or not values:
+        raise ConfigError(f"--search {text}: {way} takes {WAYS[way] or 'one or more'} values")
+    if WAYS[way]:
+        numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        if len(numbers) < len(values) or numbers[0] >= numbers[1] or (way == "loguniform" and numbers[0] <= 0):
+            raise ConfigError(f"--search {text}: {way} takes numbers, the lower before the higher")
+    return Choice(way, values)
+
+
+def example_config(config: Config, space: Space) -> None:
+    """Raises ConfigError if the first values of a space make no sense with the other flags."""
+    dataclasses.replace(config, **{name: choice.example() for name, choice in space.items()})

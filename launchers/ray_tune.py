@@ -1,0 +1,221 @@
+"""Search over flags:  python -m launchers.ray_tune --search "lr=loguniform(1e-4, 1e-2)" --trials 8
+
+Each trial is a whole run of `launchers.ray_train`, with a run directory of its own that both launchers resume.
+Trials that fall behind after an epoch are stopped (ASHA, https://arxiv.org/abs/1810.05934). The same name and
+storage goes on with an interrupted search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.checkpoint.files import publish
+from fsdp2.checkpoint.places import open_files
+from fsdp2.config import Config
+from fsdp2.console import short
+from fsdp2.options import ConfigError, check_values, flag_of, one_of, option, patterns, switch, to_flags, whole
+from fsdp2.preflight import check_data, check_versions, check_world
+from fsdp2.runtime import World
+from launchers import ray_train
+from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch
+from launchers.ray_search import Choice, Space, example_config, parse_search
+
+HIGHER_IS_BETTER = {"accuracy": True, "test_loss": False, "loss": False}
+SEARCH = "search.json"
+# A trial's own process only waits for its workers: it gets what they leave of their CPUs.
+LEFT_OF_A_CPU = 0.01
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    search: tuple[str, ...] = option((), "flag=way(…), or a .py file; repeatable", patterns, many=True)
+    trials: int = option(8, "samples of the search space; of a grid, rounds", whole(1))
+    metric: str = option("accuracy", "what is best: accuracy, test_loss or loss", one_of(*HIGHER_IS_BETTER))
+    stop_early: bool = option(True, "stop trials that fall behind (ASHA)", switch)
+    grace: int = option(1, "epochs before a trial may be stopped", whole(1))
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+def main(arguments: Sequence[str] | None = None) -> Any:
+    """Search as a command line says; Ray's ResultGrid. Raises ConfigError before anything is started."""
+    (tune, options), config = parse_groups(
+        arguments, "launchers.ray_tune", {"the search": TuneOptions, "Ray, for each trial": RayOptions}
+    )
+    space = parse_search(tune.search)
+    example_config(config, space)
+    check_versions(config)
+    check_data(config)
+    storage, name, config = place(options, config, prefix="tune")
+    config = same_global_batch(options.num_workers, config)
+    check_world(config, World(0, options.num_workers.most, 0, options.num_workers.most))
+    remember(storage, name, tune, config)
+    ray_train.prepare()
+    # Metrics come with an evaluation, and Tune would refuse the other reports.
+    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
+    with ray_train.cluster(options, log_to_driver=False):
+        results = search(tune, options, config, space, storage, name)
+    print("\n".join(table(results, tune, options, config, storage, name)))
+    return results
+
+
+def remember(storage: str, name: str, tune: TuneOptions, config: Config) -> None:
+    """Keep what is searched, and refuse to go on with another search under the same name."""
+    files = open_files(f"{storage}/{name}")
+    now = {**to_flags(tune), **to_flags(config)}
+    if files.size(SEARCH) is None:
+        files.mkdir("")
+        publish(files, SEARCH, (json.dumps(now, indent=1) + "\n").encode())
+        return
+    before = json.loads(files.read(SEARCH))
+    for flag, value in now.items():
+        if before.get(flag) != value:
+            raise ConfigError(
+                f"--{flag} {value}: the search in {storage}/{name} has {before.get(flag)}; use that to go on with "
+                "it, or another --name"
+            )
+
+
+def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space, storage: str, name: str) -> Any:
+    """Run the trials that are not done yet."""
+    import ray
+    from ray import tune as ray_tune
+    from ray.tune.schedulers import AsyncHyperBandScheduler
+
+    around, count = ray_train.surroundings(), options.num_workers.most
+    ray_train.wants_gpu(options, config, ray.cluster_resources())
+
+    def trial(sampled: dict[str, Any]) -> None:
+        one = f"run-{ray_tune.get_context().get_trial_id()}"
+        own = dataclasses.replace(config, **sampled, run_dir=f"{storage}/{name}/{one}")
+        ray_train.fit(
+            options,
+            own,
+            f"{storage}/{name}",
+            one,
+            around,
+            cpus_per_worker=1 - LEFT_OF_A_CPU,
+            callbacks=[reports_to_tune(tune.metric)],
+        )
+
+    path, filesystem = ray_train.ray_storage(storage)
+    # All that a trial's workers leave of their CPUs, so that trials take turns instead of waiting half-started.
+    trainable = ray_tune.with_resources(trial, {"cpu": LEFT_OF_A_CPU * count})
+    whole_path = f"{path}/{name}"
+    if ray_tune.Tuner.can_restore(whole_path, storage_filesystem=filesystem):
+        print(f"going on with the search in {storage}/{name}", flush=True)
+        return ray_tune.Tuner.restore(
+            whole_path, trainable=trainable, resume_errored=True, storage_filesystem=filesystem
+        ).fit()
+    cpus = int(ray.cluster_resources().get("CPU", 0))
+    return ray_tune.Tuner(
+        trainable,
+        param_space={field: ray_way(choice) for field, choice in space.items()},
+        tune_config=ray_tune.TuneConfig(
+            num_samples=tune.trials,
+            metric=tune.metric,
+            mode="max" if HIGHER_IS_BETTER[tune.metric] else "min",
+            scheduler=AsyncHyperBandScheduler(max_t=config.epochs, grace_period=min(tune.grace, config.epochs))
+            if tune.stop_early
+            else None,
+            max_concurrent_trials=max(1, cpus // count),
+            trial_dirname_creator=lambda trial: f"tune-{trial.trial_id}",
+        ),
+        run_config=ray_tune.RunConfig(
+            name=name, storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=[progress(tune.metric)]
+        ),
+    ).fit()
+
+
+def ray_way(choice: Choice) -> Any:
+    """A part of a search space as Ray Tune's object."""
+    from ray import tune
+
+    if choice.way == "grid":
+        return tune.grid_search(list(choice.arguments))
+    if choice.way == "choice":
+        return tune.choice(list(choice.arguments))
+    return getattr(tune, choice.way)(*choice.arguments)
+
+
+def reports_to_tune(metric: str) -> Any:
+    """Hands a training's reports that hold the metric to Tune, one for each evaluation."""
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    class Evaluations(TuneReportCallback):
+        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+            if metric in metrics[0]:
+                super().after_report(run_context, metrics, checkpoint)
+
+    return Evaluations()
+
+
+def progress(metric: str) -> Any:
+    """One line for each evaluation of a trial, and for a failure its cause."""
+    from ray import tune
+
+    class Lines(tune.Callback):
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
+            print(
+                f"{trial.trial_id}  epoch {result['epoch'] + 1}  {metric} {result[metric]:.4f}  {said(trial.config)}",
+                flush=True,
+            )
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            print(f"{trial.trial_id}  failed; {said(trial.config)}", flush=True)
+
+    return Lines()
+
+
+def said(sampled: dict[str, Any]) -> str:
+    return "  ".join(f"{flag_of(name)} {value}" for name, value in sampled.items())
+
+
+def table(results: Any, tune: TuneOptions, options: RayOptions, config: Config, storage: str, name: str) -> list[str]:
+    """The trials, best first, and the command that repeats the best. Raises TrainingFailed if none has a result."""
+    sign = -1 if HIGHER_IS_BETTER[tune.metric] else 1
+    done = sorted(
+        (result for result in results if tune.metric in (result.metrics or {})),
+        key=lambda result: sign * result.metrics[tune.metric],
+    )
+    if not done:
+        raise ray_train.TrainingFailed(f"no trial has a result; the first error:\n{next(iter(results.errors), None)}")
+    lines = [f"{'trial':<14}  {tune.metric:>9}  epochs  flags"]
+    for result in done:
+        value, epochs = result.metrics[tune.metric], result.metrics["epoch"] + 1
+        lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {said(result.config)}")
+    best = dataclasses.replace(config, **done[0].config, run_dir=None)
+    where = f"{storage}/{name}/run-{done[0].metrics['trial_id']}"
+    return [
+        *lines,
+        *([f"{results.num_errors} trials failed; the same command tries them again"] if results.num_errors else []),
+        f"best: {short(where)}",
+        f"repeat it: {command(options, best)}",
+    ]
+
+
+def command(options: RayOptions, config: Config) -> str:
+    """The command line that makes this Config."""
+    words = ["python -m launchers.ray_train", f"--num-workers {options.num_workers}"]
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            words += words_of(flag_of(field.name), value)
+    return " ".join(words)
+
+
+def words_of(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, tuple) else (value,))]
+
+
+if __name__ == "__main__":
+    ray_train.run_as_program(main)
