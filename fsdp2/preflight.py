@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fsdp2.config import Config
 from fsdp2.options import ConfigError, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
-from fsdp2.runtime import World, broadcast
+from fsdp2.runtime import World, broadcast, gather
 
 OLDEST_TORCH = (2, 11)
 
@@ -91,8 +92,20 @@ class Job:
             self._lock.release(refused=refused)
 
     def agree(self) -> None:
-        """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call."""
-        self.place, self.restore, self.note = broadcast((self.place, self.restore, self.note))
+        """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.
+
+        Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
+        checkpoint would be missing there.
+        """
+        token = self._lock.token if self._lock is not None else ""
+        self.place, self.restore, self.note, token = broadcast((self.place, self.restore, self.note, token))
+        sees = "://" in self.place or WriterLock.is_seen(Path(self.place), token)
+        blind = [host for host in gather(None if sees else socket.gethostname()) if host is not None]
+        if blind:
+            raise ConfigError(
+                f"--run-dir {self.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what rank "
+                "0 writes there; give a folder that all nodes share, or a URL"
+            )
 
     def restores_own(self, run: RunDir) -> bool:
         """Whether the checkpoint is of this run, and not of another that this one goes on from."""

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import time
+import uuid
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,21 @@ class WriterLock:
             raise ConfigError(
                 f"--run-dir {path}: in use by a run that is still going; wait for it or choose another folder"
             ) from None
+        self.token = uuid.uuid4().hex  # of this run, for who wants to know whether they see the same folder
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, self.token.encode(), 0)
+
+    @staticmethod
+    def is_seen(path: Path, token: str, *, seconds: float = 10.0) -> bool:
+        """Whether the writer with this token has this folder, waiting for a network file system to show it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(FileNotFoundError):  # it may be on its way
+                if (path / ".lock").read_text() == token:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
 
     def release(self, *, refused: bool = False) -> None:
         """Let others in. A folder that was made for a run which is then refused is removed while it is empty."""

@@ -1,4 +1,7 @@
-"""What a user sees of a run through Ray: rank 0's lines as under torchrun, and of Ray what one can act on."""
+"""What a user sees of a run through Ray: rank 0's lines as under torchrun, and of Ray what one can act on.
+
+Imported by each process that Ray starts, so it imports nothing heavy itself.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,29 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from fsdp2.checkpoint.files import Files
-from fsdp2.console import short
-from fsdp2.header import size
-
 # Ray writes "(RayTrainWorker pid=123) " or "(RayTrainWorker pid=123, ip=10.0.0.2) " before each line of a worker.
 _PREFIX = re.compile(r"(?:\x1b\[\d+m)?\((?P<who>\w+)[^)]*\)(?:\x1b\[0m)? ")
 _NOISE = (
     # An actor of Ray's own, which it doesn't mean to restart: https://github.com/ray-project/ray/issues/53727
     "Actor with class name: 'PreemptionWatcher'",
 )
+_ALL_IS_WELL = (
+    "ray.train.v2._internal.execution.controller.placement_group_cleaner",
+    # It asks for nodes that are there already, and gives up after 5 s, in which a slow machine has not yet started
+    # the process that it asks.
+    "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client",
+)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def quiet() -> None:
     """In each process that Ray starts: keep what says that all is well, or that there is no dashboard, to its log."""
-    logging.getLogger("ray.train.v2._internal.execution.controller.placement_group_cleaner").setLevel(logging.ERROR)
+    for name in _ALL_IS_WELL:
+        # A filter, since Ray Train sets the levels of its loggers later, by its own LoggingConfig.
+        logging.getLogger(name).addFilter(_is_error)
     if "ray.train.v2._internal.execution.context" in sys.modules:
         # Named by its file: each report would be a line for each rank.
         file = sys.modules["ray.train.v2._internal.execution.context"].__file__
@@ -67,23 +78,3 @@ class PlainLines(io.TextIOBase):
 
     def fileno(self) -> int:
         return self._stream.fileno()
-
-
-def artifacts(files: Files) -> list[str]:
-    """What a run has left, with sizes: one line for each file and folder, none for hidden files."""
-    lines = [f"artifacts in {short(str(files))}:"]
-    for name in files.list(""):
-        if not name.startswith("."):
-            lines += _entry(files, name)
-    return lines
-
-
-def _entry(files: Files, name: str) -> list[str]:
-    count = files.size(name)
-    if count is not None:
-        return [f"  {name}  {size(count)}"]
-    inside = [f"{name}/{entry}" for entry in files.list(name)]
-    if name in ("checkpoints", "full_model"):
-        return [line for entry in inside for line in _entry(files, entry)]
-    sizes = [files.size(entry) or 0 for entry in inside]
-    return [f"  {name}/  {len(sizes)} files, {size(sum(sizes))}"]

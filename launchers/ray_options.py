@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.config import Config
 from fsdp2.config import parser as train_parser
-from fsdp2.options import ConfigError, add_options, check_values, one_of, option, read_values, text, whole
+from fsdp2.options import ConfigError, add_options, check_values, number, one_of, option, read_values, text, whole
 
 
 class Workers(NamedTuple):
@@ -42,6 +42,9 @@ class RayOptions:
     )
     use_gpu: str = option("auto", "a GPU for each worker: auto, yes or no", one_of("auto", "yes", "no"))
     max_failures: int = option(1, "how often workers that died are started again", whole(0))
+    resize_every: float = option(
+        60, "seconds between looks for nodes that have come, with MIN:MAX workers", number(0, open_minimum=True)
+    )
     storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see, or a URL", text)
     name: str | None = option(None, "of the run; the same name and storage resumes", text)
     address: str | None = option(None, "a running cluster, such as 10.0.0.1:6379; unset = one on this machine", text)

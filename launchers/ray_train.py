@@ -24,7 +24,8 @@ from fsdp2.options import ConfigError
 from fsdp2.preflight import check_world, preflight
 from fsdp2.rundir import RunDir
 from fsdp2.runtime import World
-from launchers.ray_console import artifacts, plain_lines, quiet
+from launchers.artifacts import artifacts
+from launchers.ray_console import plain_lines, quiet
 from launchers.ray_options import RayOptions, parse, place, same_global_batch
 
 # Read by Ray when it is imported or starts its processes.
@@ -39,8 +40,6 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",  # processes for tasks that never come, while the workers start
 }
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-# How often an elastic run looks for nodes that have come.
-SECONDS_BETWEEN_RESIZES = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
@@ -63,7 +62,11 @@ def prepare() -> None:
     """To be called before Ray is imported. Raises ConfigError if it isn't installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray isn't installed; pip install 'fsdp2-reference[ray]'")
-    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    settings = dict(ENVIRONMENT)
+    if "ray" in sys.modules:
+        # What a program that has imported it already can't change any more, but its Ray's processes would follow.
+        del settings["RAY_AUTH_MODE"]
+    os.environ.update({key: value for key, value in settings.items() if key not in os.environ})
 
 
 @contextmanager
@@ -155,7 +158,7 @@ def fit(
             num_workers=most if least == most else (least, most),
             use_gpu=gpu,
             resources_per_worker={"CPU": cpus_per_worker, **({"GPU": 1} if gpu else {})},
-            elastic_resize_monitor_interval_s=SECONDS_BETWEEN_RESIZES,
+            elastic_resize_monitor_interval_s=options.resize_every,
         ),
         run_config=RunConfig(
             name=name,

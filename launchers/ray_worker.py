@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
@@ -20,7 +21,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         job: `config`, keyword arguments of a Config; `folder` and `environment` (of this project's variables), as
-            they were where the run was started; `filesystem`, through which Ray reaches a run at a URL.
+            they were where the run was started; `filesystem`, through which Ray reaches a run at a URL; `in_trial`.
 
     Returns the data of the `end` event.
     """
@@ -30,7 +31,11 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
     config = Config(**job["config"])
     run = RunDir(str(config.run_dir))
-    return main(config, Reporter(run, job["filesystem"], background=config.async_checkpoint is not None))
+    reporter = Reporter(run, job["filesystem"], background=config.async_checkpoint is not None)
+    group = ray.util.get_current_placement_group() if job.get("in_trial") else None
+    if group is not None:
+        reporter.always["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
+    return main(config, reporter)
 
 
 class Reporter:
@@ -43,6 +48,7 @@ class Reporter:
 
     def __init__(self, run: RunDir, filesystem: Any, *, background: bool) -> None:
         self.run, self.filesystem, self.background = run, filesystem, background
+        self.always: dict[str, Any] = {}  # further values of each report
         self._facts: dict[str, Any] = {}
         self._losses: list[float] = []
         self._newest: str | None = None
@@ -88,7 +94,7 @@ class Reporter:
         self._evaluated = False
         loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
         newest = runtime.broadcast(self._newest)
-        self._hand_over({**self._facts, **loss}, self._at(newest) if newest else None)
+        self._hand_over({**self._facts, **loss, **self.always}, self._at(newest) if newest else None)
 
     def _at(self, place: str) -> Checkpoint:
         """What lies there already, as Ray names it."""

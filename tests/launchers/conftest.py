@@ -2,15 +2,26 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from launchers import ray_train
+from tests.remote.s3 import environment, s3_server
 
 
 @pytest.fixture(scope="package")
-def cluster() -> Iterator[None]:
+def s3() -> Iterator[str]:
+    """An S3 server that this process and the cluster's find by their environment."""
+    with s3_server() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(endpoint).items():
+            patch.setenv(name, value)
+        yield endpoint
+
+
+@pytest.fixture(scope="package")
+def cluster(s3: str) -> Iterator[None]:
     """One cluster on this machine for all tests: starting one takes longer than training."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray: pip install 'fsdp2-reference[ray]'")
@@ -20,3 +31,25 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def no_ray_left() -> Iterator[None]:
+    """Fails a test that leaves a process of Ray's behind."""
+    before = ray_processes()
+    yield
+    assert ray_processes() <= before
+
+
+def ray_processes() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    line = file.read()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if any(sign in line for sign in (b"ray::", b"/raylet/raylet", b"gcs_server", b"ray/dashboard")):
+                found.add(int(name))
+    return found

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
-from launchers.ray_options import parse, place
+from launchers.ray_options import Workers, parse, place, same_global_batch
 
 
 def placed(*flags: str) -> tuple[str, str, str | None]:
@@ -20,7 +20,8 @@ def placed(*flags: str) -> tuple[str, str, str | None]:
 def test_flags_are_those_of_train_and_rays_own() -> None:
     options, config = parse(["--model=cnn", "--num-workers=3", "--max-failures", "0", "--mixed-precision"], "x")
     assert config == Config(model="cnn", mixed_precision="bf16")
-    assert options.num_workers == 3
+    assert options.num_workers == Workers(3, 3)
+    assert parse(["--num-workers=2:4"], "x")[0].num_workers == Workers(2, 4)
     assert options.max_failures == 0
 
 
@@ -35,12 +36,27 @@ def test_the_run_directory_is_storage_path_and_name(tmp_path: Path, monkeypatch:
     assert placed()[1] != placed()[1]
 
 
+def test_a_url_is_storage_path_and_name() -> None:
+    assert placed("--run-dir=s3://bucket/a/b/") == ("s3://bucket/a", "b", "s3://bucket/a/b")
+    assert placed("--storage-path=s3://bucket/", "--name=b") == ("s3://bucket", "b", "s3://bucket/b")
+
+
+def test_an_elastic_run_keeps_the_global_batch_of_its_most_workers() -> None:
+    config = Config(batch_size=8, grad_accumulation=2)
+    assert same_global_batch(Workers(1, 4), config).global_batch_size == 64
+    assert same_global_batch(Workers(4, 4), config) == config
+    assert same_global_batch(Workers(1, 4), Config(global_batch_size=10)).global_batch_size == 10
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--num-workers 0", "--num-workers 0: must be 1 or more"),
-        ("--num-workers 1:2", "--num-workers 1:2: must be a whole number"),
-        ("--storage-path s3://bucket/a", "--storage-path s3://bucket/a: runs at a URL go through torchrun alone"),
+        ("--num-workers 0", "--num-workers 0: must be a whole number from 1 up, or two as MIN:MAX"),
+        ("--num-workers 2:", "--num-workers 2:: must be a whole number from 1 up, or two as MIN:MAX"),
+        ("--num-workers 3:2", "--num-workers 3:2: must be MIN:MAX with MIN no greater than MAX"),
+        ("--resize-every 0", "--resize-every 0: must be above 0"),
+        ("--run-dir s3://bucket", "--run-dir s3://bucket: is a bucket; name a folder in it"),
+        ("--name a/b", "--name a/b: is the name of one folder"),
         ("--use-gpu perhaps", "--use-gpu perhaps: must be one of auto, yes, no"),
         ("--max-failures -1", "--max-failures -1: must be 0 or more"),
         ("--run-dir r --name x", "--name x: --run-dir says it already, as r; give one of them"),

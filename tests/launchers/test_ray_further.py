@@ -1,0 +1,115 @@
+"""Through Ray, what takes longer: more configurations, rank 0 killed, failures beyond the limit, S3, a search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.store import verify
+from fsdp2.options import ConfigError
+from fsdp2.rundir import RunDir
+from launchers import ray_train, ray_tune
+from tests.harness import SMALL, full_files, losses, same
+from tests.launchers.test_ray_train import goes_on_after_a_kill
+from tests.launchers.through_ray import kill_at, losses_in, through_ray
+from tests.remote.s3 import Bucket
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model=cnn --clip-grad-norm",
+        "--model=transformer --model-size=debug --seq-len=16 --grad-accumulation=2",
+        "--config=configs/all-savers.toml --model-size=tiny",
+        "--mixed-precision=bf16 --cpu-offload --reshard-after-forward=true",
+        "--explicit-prefetching --dcp-api --async-checkpoint --checkpoint-every=2",
+        "--strategy=fsdp1",
+        "--strategy=ddp",
+    ],
+)
+def test_losses_are_those_of_torchrun(train: Train, tmp_path: Path, flags: str) -> None:
+    expected = losses(train(*flags.split(), run="torchrun"))
+    result = through_ray(tmp_path / "ray", *flags.split())
+    assert losses_in(tmp_path / "ray") == expected
+    assert same(full_files(tmp_path / "ray"), full_files(tmp_path / "torchrun"))
+    assert result.metrics["step"] == 6
+
+
+def test_hsdp_with_four_workers(train: Train, tmp_path: Path) -> None:
+    expected = losses(train("--replicas=2", n=4, run="torchrun"))
+    through_ray(tmp_path / "ray", "--replicas=2", workers=4)
+    assert losses_in(tmp_path / "ray") == expected
+
+
+def test_a_killed_rank_0_is_started_again_too(train: Train, tmp_path: Path) -> None:
+    goes_on_after_a_kill(train, tmp_path, which=0)
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    through_ray(tmp_path / "run", steps=2)
+    before = losses_in(tmp_path / "run")
+    result = through_ray(tmp_path / "run", steps=2)
+    assert result.return_value["reason"] == "already finished"
+    assert result.checkpoint.path.endswith("step-00000002")
+    assert losses_in(tmp_path / "run") == before
+
+
+def test_beyond_the_limit_the_first_cause_is_told(tmp_path: Path) -> None:
+    killer = kill_at(tmp_path / "run", 3, 1)
+    with pytest.raises(ray_train.TrainingFailed) as caught:
+        through_ray(tmp_path / "run", "--max-failures=0", "--checkpoint-every=2", steps=1000)
+    killer.join(timeout=10)
+    # Rank 0 has only lost its peer.
+    assert str(caught.value).startswith("rank 1:")
+    # It is resumable all the same.
+    assert RunDir(tmp_path / "run").store.committed()
+
+
+def test_a_run_on_s3(train: Train, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = losses(train(run="torchrun"))
+    url = Bucket(s3).url()
+    storage, _, name = url.rpartition("/")
+    placed = [*SMALL, f"--storage-path={storage}", f"--name={name}", "--checkpoint-every=2"]
+    first = ray_train.main([*placed, "--max-steps=4"])
+    assert first.checkpoint.path == f"{url}/checkpoints/step-00000004".removeprefix("s3://")
+    result = ray_train.main([*placed, "--max-steps=6"])
+    assert result.metrics["step"] == 6
+    files = open_files(url)
+    verify(files.at("checkpoints/step-00000006"))
+    records = [json.loads(line) for line in files.read("metrics.jsonl").splitlines()]
+    assert [record["loss"] for record in records if record["kind"] == "train"] == expected
+
+
+def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL, "--epochs=2", "--max-steps=50", f"--storage-path={tmp_path}", "--name=search", "--trials=1"]
+    results = ray_tune.main([*flags, "--search=lr=grid(1e-2, 1e-6)", "--batch-size=128"])
+    assert len(results) == 2
+    assert results.num_errors == 0
+    printed = capfd.readouterr().out
+    best = results.get_best_result("accuracy", "max")
+    assert best.config["lr"] == 1e-2
+    # It is stopped after its first epoch, or gets no further than the other.
+    runs = {json.loads((run / "config.json").read_text())["flags"]["lr"]: run for run in tmp_path.glob("search/run-*")}
+    assert set(runs) == {1e-2, 1e-6}
+    assert (runs[1e-2] / "full_model" / "full-model.pt").is_file()
+    assert f"best: {runs[1e-2]}" in printed
+    assert "repeat it: python -m launchers.ray_train --num-workers 2" in printed
+    assert "--lr 0.01" in printed
+
+    before = losses_in(runs[1e-2])
+    again = ray_tune.main([*flags, "--search=lr=grid(1e-2, 1e-6)", "--batch-size=128"])
+    assert len(again) == 2
+    assert "going on with the search" in capfd.readouterr().out
+    assert losses_in(runs[1e-2]) == before
+    with pytest.raises(ConfigError, match=r"--search .* has .*; use that to go on with it, or another --name"):
+        ray_tune.main([*flags, "--search=lr=grid(1e-3, 1e-6)", "--batch-size=128"])
