@@ -116,7 +116,10 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
         return ray_tune.Tuner.restore(
             whole_path, trainable=trainable, resume_errored=True, storage_filesystem=filesystem
         ).fit()
-    cpus = int(ray.cluster_resources().get("CPU", 0))
+    at_once = max(1, int(ray.cluster_resources().get("CPU", 0)) // count)
+    print(
+        f"search: {tune.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}", flush=True
+    )
     return ray_tune.Tuner(
         trainable,
         param_space={field: ray_way(choice) for field, choice in space.items()},
@@ -128,7 +131,7 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
             scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(tune.grace, config.epochs))
             if tune.stop_early
             else None,
-            max_concurrent_trials=max(1, cpus // count),
+            max_concurrent_trials=at_once,
             trial_dirname_creator=lambda trial: f"tune-{trial.trial_id}",
         ),
         run_config=ray_tune.RunConfig(

@@ -14,7 +14,7 @@ from fsdp2.checkpoint.store import verify
 from fsdp2.options import ConfigError
 from fsdp2.rundir import RunDir
 from launchers import ray_train, ray_tune
-from tests.harness import SMALL, full_files, losses, same
+from tests.harness import SMALL, full_files, losses, of_kind, same
 from tests.launchers.test_ray_train import goes_on_after_a_kill
 from tests.launchers.through_ray import kill_at, losses_in, through_ray
 from tests.remote.s3 import Bucket
@@ -52,6 +52,17 @@ def test_hsdp_with_four_workers(train: Train, tmp_path: Path) -> None:
 
 def test_a_killed_rank_0_is_started_again_too(train: Train, tmp_path: Path) -> None:
     goes_on_after_a_kill(train, tmp_path, which=0)
+
+
+def test_each_launcher_resumes_the_others_runs(train: Train, tmp_path: Path) -> None:
+    flags = ["--global-batch-size=24"]
+    whole = losses(train(*flags, run="whole", steps=6))
+    train(*flags, steps=2)
+    through_ray(tmp_path / "run", *flags, steps=4)
+    assert losses_in(tmp_path / "run") == whole[:4]
+    events = train(*flags, steps=6)
+    assert of_kind(events, "resume")[0]["step"] == 4
+    assert losses(events) == whole[4:]
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
