@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import sklearn.datasets  # noqa: F401 - imported late by a run
 import torch
 import torch._dynamo
 import torch.distributed as dist

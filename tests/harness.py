@@ -39,7 +39,7 @@ TIMEOUT = 120.0
 _PROCESSES = multiprocessing.get_context("forkserver")
 # Besides what the tests import: what a first training run imports on its way.
 _PROCESSES.set_forkserver_preload(
-    ["tests.harness", "fsdp2.train", "sklearn.datasets", "torchvision.datasets", "torch._dynamo", "torch._inductor"]
+    ["tests.harness", "fsdp2.train", "torchvision.datasets", "torch._dynamo", "torch._inductor"]
 )
 
 

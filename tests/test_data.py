@@ -261,6 +261,20 @@ def test_one_rank_downloads_while_the_others_wait(ranks: Ranks, tmp_path: Path) 
     assert ranks.run(_download_counts, str(tmp_path), ranks=3) == [1, 0, 0]
 
 
+def test_digits_are_those_of_scikit_learn_without_its_import() -> None:
+    from sklearn.datasets import load_digits
+
+    expected = load_digits()
+    digits = data.load("digits", root=None, seq_len=1, vocab_size=None)
+    pixels = torch.cat([digits.test.pixels, digits.train.pixels])[:, 2:-2:3, 2:-2:3]
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pixels, torch.from_numpy(expected.images)[order].float())
+    assert torch.equal(torch.cat([digits.test.labels, digits.train.labels]), torch.from_numpy(expected.target)[order])
+    program = "import sys; from fsdp2.data import digits; digits.load(); print('sklearn' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=python_environment())
+    assert result.stdout.strip() == "False", result.stdout + result.stderr
+
+
 def test_nothing_is_imported_that_the_run_does_not_use() -> None:
     program = (
         "import sys, fsdp2.train, fsdp2.infer; from fsdp2.config import Config; Config(model='transformer');"
