@@ -18,6 +18,10 @@ _PREFIX = re.compile(r"(?:\x1b\[\d+m)?\((?P<who>\w+)[^)]*\)(?:\x1b\[0m)? ")
 _NOISE = (
     # An actor of Ray's own, which it doesn't mean to restart: https://github.com/ray-project/ray/issues/53727
     "Actor with class name: 'PreemptionWatcher'",
+    # Said each second by a helper of Ray's that looks for a dashboard, where two clusters run on one machine.
+    "Found multiple active Ray instances",
+    # Pages of counters in the last words of a node that was lost; its log has them.
+    "[state-dump]",
 )
 _ALL_IS_WELL = (
     "ray.train.v2._internal.execution.controller.placement_group_cleaner",

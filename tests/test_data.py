@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fsdp2 import data
 from fsdp2.data import sampler, source_text, torchvision_sets
 from fsdp2.data.loader import Batches, evaluation_batches
-from fsdp2.data.splits import Windows
+from fsdp2.data.splits import Images, Windows
 from tests.harness import Ranks, python_environment
 
 CPU = torch.device("cpu")
@@ -266,6 +266,8 @@ def test_digits_are_those_of_scikit_learn_without_its_import() -> None:
 
     expected = load_digits()
     digits = data.load("digits", root=None, seq_len=1, vocab_size=None)
+    assert isinstance(digits.train, Images)
+    assert isinstance(digits.test, Images)
     pixels = torch.cat([digits.test.pixels, digits.train.pixels])[:, 2:-2:3, 2:-2:3]
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     assert torch.equal(pixels, torch.from_numpy(expected.images)[order].float())

@@ -22,8 +22,9 @@ def _file() -> Path:
     """The table that `load_digits` reads: to read it ourselves spares each process the import of scikit-learn, which
     takes as long as that of torch. It is no public name of theirs, so a test compares both."""
     spec = find_spec("sklearn")
-    assert spec is not None and spec.submodule_search_locations  # a dependency of this package
-    return Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    assert spec is not None  # a dependency of this package
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
 def load() -> Dataset:
