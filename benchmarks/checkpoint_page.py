@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_sides import has_torch_checkpointing
+from tables import lines_of, machine, spread, table
 
 UNHASHED, UNSYNCED, BACKGROUND = "ours, nothing hashed", "ours, nothing synced", "ours, asynchronous"
 NO_GPU = "not measured: no GPU"
@@ -21,21 +21,12 @@ Figures = dict[str, float]  # of one save: seconds on the slowest rank, and "byt
 Found = dict[str, list[Figures]]  # side -> its figures by round
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
-
-
 def column(found: Found, side: str, key: str) -> str:
     return spread([figures[key] for figures in found[side]])
 
 
 def ratios(found: Found, key: str, side: str, other: str) -> list[float]:
     return [mine[key] / theirs[key] for mine, theirs in zip(found[side], found[other], strict=True)]
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *(row + ("",) * (len(head) - len(row)) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
 def aims(found: Found, gpu: bool) -> str:
@@ -139,8 +130,6 @@ Ours, synchronous, with one of them left out.
 
 
 def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, load: float) -> dict[str, str]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    processor = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ": unknown processor")
     on = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     peer = f", torch_checkpointing {version('torch_checkpointing')}" if has_torch_checkpointing() else ""
     # Where on this machine is nobody's business.
@@ -152,19 +141,15 @@ def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, l
         "State": f"{parameters / 1e6:.0f}M parameters, {12 * parameters / 1e9:.2f} GB with Adam's state",
         "Ranks": f"{dist.get_world_size()} on {on}, {dist.get_backend()}",
         "Threads": f"{torch.get_num_threads()} for each rank's torch",
-        "Machine": f"{processor.partition(':')[2].strip()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory",
+        "Machine": machine(),
         "Load": f"{load:.1f} processes in the minute before; above 0.5 others took part in what was measured",
         "Disk": f"{file_system(folder)}, a new folder for each save",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}{peer}",
     }
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
 def file_system(folder: Path) -> str:
     """The kind of file system that a folder lies on, `ext4` say."""
-    mounts = [line.split()[1:3] for line in _lines("/proc/mounts")]
+    mounts = [line.split()[1:3] for line in lines_of("/proc/mounts")]
     above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(above)[1] if above else "unknown file system"

@@ -1,0 +1,26 @@
+"""What the pages of all benchmarks share."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *(row + ("",) * (len(head) - len(row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def lines_of(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    names = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")] or [": unknown processor"]
+    return f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory"
