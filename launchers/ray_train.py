@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,13 +97,18 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError if nothing listens at HOST:PORT. Ray itself would try for minutes."""
+    """Raises ConfigError, within 20 s, if no cluster answers at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        if not address.startswith("ray://"):
+            # Something listens there. Whether it is Ray only Ray's protocol tells: its own command, which can be ended.
+            status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+            subprocess.run(status, check=True, capture_output=True, timeout=14)
+    except (OSError, ValueError, OverflowError, subprocess.SubprocessError) as error:
+        reason = "what listens there is not Ray" if isinstance(error, subprocess.SubprocessError) else error
         raise ConfigError(
-            f"--address {address}: nothing answers there ({error}); start one with ray start --head"
+            f"--address {address}: nothing answers there ({reason}); start a cluster with ray start --head"
         ) from None
 
 

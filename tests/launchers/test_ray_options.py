@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
+from launchers import ray_train
 from launchers.ray_options import Workers, parse, place, same_global_batch
 
 
@@ -46,6 +48,12 @@ def test_an_elastic_run_keeps_the_global_batch_of_its_most_workers() -> None:
     assert same_global_batch(Workers(1, 4), config).global_batch_size == 64
     assert same_global_batch(Workers(4, 4), config) == config
     assert same_global_batch(Workers(1, 4), Config(global_batch_size=10)).global_batch_size == 10
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Ray isn't installed; pip install 'fsdp2-reference\[ray\]'"):
+        ray_train.prepare()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,11 @@ def test_a_name_in_use_is_refused(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_an_address_that_does_not_answer_is_refused() -> None:
+@pytest.mark.timeout(120)
+def test_an_address_that_does_not_answer_is_refused_soon() -> None:
     with pytest.raises(ConfigError, match=r"--address 127.0.0.1:1: nothing answers there"):
         ray_train.check_address("127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"--address {address}: nothing answers there .what listens there is not"):
+            ray_train.check_address(address)  # Ray itself would try for more than two minutes
