@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +29,11 @@ def cluster(s3: str) -> Iterator[None]:
     ray_train.prepare()
     import ray  # and not before: it reads its settings when it is imported
 
+    before = ray_processes()
     ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     yield
     ray.shutdown()
+    wait_for_end_of(before)
 
 
 @pytest.fixture
@@ -38,7 +41,15 @@ def no_ray_left() -> Iterator[None]:
     """Fails a test that leaves a process of Ray's behind."""
     before = ray_processes()
     yield
-    assert ray_processes() <= before
+    wait_for_end_of(before)
+
+
+def wait_for_end_of(before: set[int]) -> None:
+    """Until there are no processes of Ray's but those."""
+    deadline = time.monotonic() + 20
+    while left := ray_processes() - before:
+        assert time.monotonic() < deadline, f"processes of Ray's are left: {left}"
+        time.sleep(0.2)
 
 
 def ray_processes() -> set[int]:
