@@ -143,13 +143,12 @@ def fit(
     callbacks: Sequence[Any] = (),
 ) -> Any:
     """Run the training `name`, below the folder or URL `place`, on a connected cluster; Ray's Result."""
-    import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from launchers.ray_worker import train_worker
 
-    gpu = wants_gpu(options, config, ray.cluster_resources())
+    gpu = wants_gpu(options, config, resources())
     least, most = options.num_workers
     run = RunDir(str(config.run_dir))
     # Our store alone knows what is committed. Ray's list would refuse what retention has removed since.
@@ -205,6 +204,13 @@ def cause(error: Exception) -> str:
     failures = {rank: str(failure) for rank, failure in sorted(getattr(error, "worker_failures", {}).items())}
     first = {rank: text for rank, text in failures.items() if not runtime.lost_peer(text)} or failures
     return "\n".join(f"rank {rank}:\n{text.strip()}" for rank, text in list(first.items())[:1]) or str(error)
+
+
+def resources() -> dict[str, float]:
+    """What the connected cluster has, by Ray's names for it."""
+    import ray
+
+    return dict(ray.cluster_resources())
 
 
 def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) -> bool:

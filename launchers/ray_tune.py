@@ -60,40 +60,47 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     storage, name, config = place(options, config, prefix="tune")
     config = same_global_batch(options.num_workers, config)
     check_world(config, World(0, options.num_workers.most, 0, options.num_workers.most))
-    remember(storage, name, tune, config)
+    what = {**to_flags(tune), **to_flags(config)}
+    refuse_another_search(f"{storage}/{name}", what)
     ray_train.prepare()
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its boxes come even when nothing is to be printed
     with ray_train.cluster(options, log_to_driver=False):
+        ray_train.wants_gpu(options, config, ray_train.resources())
+        remember(f"{storage}/{name}", what)
         results = search(tune, options, config, space, storage, name)
     print("\n".join(table(results, tune, options, config, storage, name)))
+    if results.num_terminated + results.num_errors < len(results):
+        raise KeyboardInterrupt  # Tune has seen to an end of its own
     return results
 
 
-def remember(storage: str, name: str, tune: TuneOptions, config: Config) -> None:
-    """Keep what is searched, and refuse to go on with another search under the same name."""
-    files = open_files(f"{storage}/{name}")
-    now = {**to_flags(tune), **to_flags(config)}
+def refuse_another_search(place: str, what: dict[str, Any]) -> None:
+    """Raises ConfigError if the search that is there was another one: its trials would be mixed with these."""
+    files = open_files(place)
     if files.size(SEARCH) is None:
-        files.mkdir("")
-        publish(files, SEARCH, (json.dumps(now, indent=1) + "\n").encode())
         return
     before = json.loads(files.read(SEARCH))
-    for flag, value in now.items():
+    for flag, value in what.items():
         if before.get(flag) != value:
             raise ConfigError(
-                f"--{flag} {value}: the search in {storage}/{name} has {before.get(flag)}; use that to go on with "
-                "it, or another --name"
+                f"--{flag} {value}: the search in {place} has {before.get(flag)}; use that to go on with it, or "
+                "another --name"
             )
+
+
+def remember(place: str, what: dict[str, Any]) -> None:
+    """Write down what is searched there."""
+    files = open_files(place)
+    files.mkdir("")
+    publish(files, SEARCH, (json.dumps(what, indent=1) + "\n").encode())
 
 
 def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space, storage: str, name: str) -> Any:
     """Run the trials that are not done yet."""
-    import ray
     from ray import tune as ray_tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
     around, count = {**ray_train.surroundings(), "in_trial": True}, options.num_workers.most
-    ray_train.wants_gpu(options, config, ray.cluster_resources())
 
     def trial(sampled: dict[str, Any]) -> None:
         one = f"run-{ray_tune.get_context().get_trial_id()}"
@@ -116,7 +123,7 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
         return ray_tune.Tuner.restore(
             whole_path, trainable=trainable, resume_errored=True, storage_filesystem=filesystem
         ).fit()
-    at_once = max(1, int(ray.cluster_resources().get("CPU", 0)) // count)
+    at_once = max(1, int(ray_train.resources().get("CPU", 0)) // count)
     print(
         f"search: {tune.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}", flush=True
     )
