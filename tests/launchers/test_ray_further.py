@@ -100,24 +100,25 @@ def test_a_run_on_s3(train: Train, s3: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--epochs=2", "--max-steps=50", f"--storage-path={tmp_path}", "--name=search", "--trials=1"]
-    results = ray_tune.main([*flags, "--search=lr=grid(1e-2, 1e-6)", "--batch-size=128"])
+    flags += ["--metric=test_loss"]
+    results = ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-6)"])
     assert len(results) == 2
     assert results.num_errors == 0
     printed = capfd.readouterr().out
-    best = results.get_best_result("accuracy", "max")
-    assert best.config["lr"] == 1e-2
+    best = results.get_best_result("test_loss", "min")
+    assert best.config["lr"] == 2e-3
     # It is stopped after its first epoch, or gets no further than the other.
     runs = {json.loads((run / "config.json").read_text())["flags"]["lr"]: run for run in tmp_path.glob("search/run-*")}
-    assert set(runs) == {1e-2, 1e-6}
-    assert (runs[1e-2] / "full_model" / "full-model.pt").is_file()
-    assert f"best: {runs[1e-2]}" in printed
+    assert set(runs) == {2e-3, 1e-6}
+    assert (runs[2e-3] / "full_model" / "full-model.pt").is_file()
+    assert f"best: {runs[2e-3]}" in printed
     assert "repeat it: python -m launchers.ray_train --num-workers 2" in printed
-    assert "--lr 0.01" in printed
+    assert "--lr 0.002" in printed
 
-    before = losses_in(runs[1e-2])
-    again = ray_tune.main([*flags, "--search=lr=grid(1e-2, 1e-6)", "--batch-size=128"])
+    before = losses_in(runs[2e-3])
+    again = ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-6)"])
     assert len(again) == 2
     assert "going on with the search" in capfd.readouterr().out
-    assert losses_in(runs[1e-2]) == before
+    assert losses_in(runs[2e-3]) == before
     with pytest.raises(ConfigError, match=r"--search .* has .*; use that to go on with it, or another --name"):
-        ray_tune.main([*flags, "--search=lr=grid(1e-3, 1e-6)", "--batch-size=128"])
+        ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-5)"])
