@@ -28,24 +28,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--num-workers {options.num_workers}: torchrun is not elastic; give one number")
     if options.name is not None or options.storage_path is not None:
         raise ConfigError("--name and --storage-path: there are two runs; --run-dir is the folder of both")
+    if config.resume not in ("auto", "never"):
+        raise ConfigError(f"--resume {config.resume}: each comparison starts from nothing; drop it")
     folder = Path(config.run_dir or f"runs/parity-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if folder.exists():
         raise ConfigError(f"--run-dir {folder}: exists; each comparison starts from nothing, so give a new folder")
     folder.mkdir(parents=True)
     flags = folder / "flags.json"
     flags.write_text(json.dumps({"flags": to_flags(config)}))
-    count = str(options.num_workers.most)
-    ray = ["--use-gpu", options.use_gpu, *(["--address", options.address] if options.address else [])]
-    ways = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", count, "-m", "fsdp2.train"],
-        "ray": ["launchers.ray_train", "--num-workers", count, "--max-failures", str(options.max_failures), *ray],
-    }
+    rays = [f"--use-gpu={options.use_gpu}", f"--max-failures={options.max_failures}"]
+    rays += [f"--address={options.address}"] if options.address else []
     losses = {}
-    for name, command in ways.items():
+    for name, further in (("torchrun", []), ("ray", rays)):
         run = folder / name
         print(f"training under {name} …", flush=True)
-        losses[name] = train([sys.executable, "-m", *command, f"--config={flags}", f"--run-dir={run}"], run)
+        losses[name] = train([*command(name, options.num_workers.most, run), f"--config={flags}", *further], run)
     return compare(losses["torchrun"], losses["ray"], short(folder))
+
+
+def command(launcher: str, ranks: int, run: Path) -> list[str]:
+    """The start of a command line that trains under `torchrun` or `ray`; flags of `fsdp2.train` may follow."""
+    start = {
+        "torchrun": ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "fsdp2.train"],
+        "ray": ["launchers.ray_train", f"--num-workers={ranks}"],
+    }[launcher]
+    return [sys.executable, "-m", *start, f"--run-dir={run}"]
 
 
 def train(command: list[str], run: Path) -> dict[int, float]:

@@ -51,6 +51,11 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.num_workers.least == self.num_workers.most and self.resize_every != RayOptions.resize_every:
+            raise ConfigError(
+                f"--resize-every {self.resize_every:g} with --num-workers {self.num_workers}: a fixed number is never "
+                "resized; give --num-workers MIN:MAX or drop it"
+            )
 
 
 def parse(arguments: Sequence[str] | None, prog: str) -> tuple[RayOptions, Config]:

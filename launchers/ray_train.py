@@ -105,10 +105,14 @@ def check_address(address: str) -> None:
             # Something listens there. Whether it is Ray only Ray's protocol tells: its own command, which can be ended.
             status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
             subprocess.run(status, check=True, capture_output=True, timeout=14)
-    except (OSError, ValueError, OverflowError, subprocess.SubprocessError) as error:
-        reason = "what listens there is not Ray" if isinstance(error, subprocess.SubprocessError) else error
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--address {address}: nothing answers there as Ray does; is it a cluster's port?") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or ["without a word"]
+        raise ConfigError(f"--address {address}: ray status fails there ({said[-1]})") from None
+    except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"--address {address}: nothing answers there ({reason}); start a cluster with ray start --head"
+            f"--address {address}: nothing answers there ({error}); start a cluster with ray start --head"
         ) from None
 
 

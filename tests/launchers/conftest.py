@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from launchers import ray_train
+from tests.launchers.through_ray import processes
 from tests.remote.s3 import environment, s3_server
 
 
@@ -53,14 +53,4 @@ def wait_for_end_of(before: set[int]) -> None:
 
 
 def ray_processes() -> set[int]:
-    found = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/cmdline", "rb") as file:
-                    line = file.read()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if any(sign in line for sign in (b"ray::", b"/raylet/raylet", b"gcs_server", b"ray/dashboard")):
-                found.add(int(name))
-    return found
+    return set(processes(rb"ray::|/raylet/raylet|gcs_server|ray/dashboard"))

@@ -63,6 +63,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ("--num-workers 2:", "--num-workers 2:: must be a whole number from 1 up, or two as MIN:MAX"),
         ("--num-workers 3:2", "--num-workers 3:2: must be MIN:MAX with MIN no greater than MAX"),
         ("--resize-every 0", "--resize-every 0: must be above 0"),
+        ("--resize-every 5", "--resize-every 5 with --num-workers 2: a fixed number is never resized"),
         ("--run-dir s3://bucket", "--run-dir s3://bucket: is a bucket; name a folder in it"),
         ("--name a/b", "--name a/b: is the name of one folder"),
         ("--use-gpu perhaps", "--use-gpu perhaps: must be one of auto, yes, no"),

@@ -130,5 +130,5 @@ def test_an_address_that_does_not_answer_is_refused_soon() -> None:
         ray_train.check_address("127.0.0.1:1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"--address {address}: nothing answers there .what listens there is not"):
+        with pytest.raises(ConfigError, match=f"--address {address}: nothing answers there as Ray does"):
             ray_train.check_address(address)  # Ray itself would try for more than two minutes

@@ -22,8 +22,8 @@ def through_ray(run: Path | str, *flags: str, workers: int = 2, steps: int = 6) 
     return ray_train.main([*small(run, f"--max-steps={steps}", *flags), f"--num-workers={workers}"])
 
 
-def workers_of_ray() -> list[int]:
-    """Process ids, in the order in which they were started."""
+def processes(pattern: bytes) -> list[int]:
+    """Ids of the processes whose command line holds a pattern, in the order in which they were started."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -31,9 +31,13 @@ def workers_of_ray() -> list[int]:
                 line = (process / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if re.match(rb"ray::\S*TrainWorker", line):
+            if re.search(pattern, line):
                 found.append(int(process.name))
     return sorted(found)
+
+
+def workers_of_ray() -> list[int]:
+    return processes(rb"^ray::\S*TrainWorker")
 
 
 def kill_at(run: Path, step: int, which: int) -> threading.Thread:

@@ -1,6 +1,6 @@
 """What Ray costs: the same training under both launchers, in pairs.
 
-    python benchmarks/launchers.py --pairs 5 --epochs 20
+    python benchmarks/ray_cost.py --pairs 5 --epochs 20
 
 Both sides of a pair run one after the other, and the order alternates. What was measured is written as a page into
 docs/.
@@ -22,24 +22,17 @@ from pathlib import Path
 from tables import machine, spread, table
 
 from fsdp2.options import Parser
+from launchers.parity import command
 
 PAGE = Path(__file__).parent.parent / "docs" / "ray-benchmark.md"
 WARM_UP_STEPS = 10
 Times = dict[str, float]
 
 
-def command(side: str, workers: int, run: Path, flags: list[str]) -> list[str]:
-    start = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", str(workers), "-m", "fsdp2.train"],
-        "ray": ["launchers.ray_train", f"--num-workers={workers}"],
-    }[side]
-    return [sys.executable, "-m", *start, f"--run-dir={run}", *flags]
-
-
 def measure(side: str, workers: int, run: Path, flags: list[str]) -> Times:
     """Seconds of a whole run and of its parts; of a step the median in milliseconds."""
     began = time.time()
-    result = subprocess.run(command(side, workers, run, flags), capture_output=True, text=True)
+    result = subprocess.run([*command(side, workers, run), *flags], capture_output=True, text=True)
     ended = time.time()
     if result.returncode != 0:
         sys.exit(result.stdout + result.stderr)
@@ -58,7 +51,7 @@ def measure(side: str, workers: int, run: Path, flags: list[str]) -> Times:
 
 
 def main() -> None:
-    parser = Parser(prog="benchmarks/launchers.py", allow_abbrev=False)
+    parser = Parser(prog="benchmarks/ray_cost.py", allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20, help="20 are two minutes with start-up on 2 cores")
@@ -84,7 +77,7 @@ def page(found: dict[str, list[Times]], flags: list[str], workers: int, load: fl
     ratios = {row[0]: row[3] for row in rows}
     return f"""# What Ray costs
 
-Written by `benchmarks/launchers.py`: the same training under torchrun and through Ray, one after the other, the order
+Written by `benchmarks/ray_cost.py`: the same training under torchrun and through Ray, one after the other, the order
 alternating. A cell is the median of {len(found["ray"])} pairs, with minimum and maximum; a ratio is taken within each
 pair.
 
