@@ -58,6 +58,11 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
     flags = ["--device=cpu", "--threads=1", f"--epochs={arguments.epochs}"]
+    # Where Python may not keep its bytecode, each process compiles torch again, and Ray has more of them.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+    for side in ("torchrun", "ray"):
+        with tempfile.TemporaryDirectory() as folder:
+            measure(side, arguments.workers, Path(folder) / "run", [*flags, "--epochs=1"])  # so that all is cached
     found: dict[str, list[Times]] = {"torchrun": [], "ray": []}
     load = os.getloadavg()[0]
     for pair in range(arguments.pairs):
