@@ -10,6 +10,8 @@ UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
 # The newest run, for `make resume` and `make infer`.
 RUN ?= $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 
+STAMP := $(shell date +%Y%m%d-%H%M%S)
+
 # One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
 export OMP_NUM_THREADS ?= 1
 
@@ -22,6 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
+	@echo "  Each train-… also as ray-train-…, through Ray."
 	@echo "  All honour NPROC=4 and ARGS=\"--epochs 3\"."
 
 # --- set-up -------------------------------------------------------------------------------------------
@@ -32,7 +35,7 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 $(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
-	$(UV) -e '.[tensorboard,ray]'
+	$(UV) -e '.[tensorboard,ray,plots]'
 	@touch $@
 
 $(VENV)/.tools: $(BIN)/uv constraints.txt
@@ -113,9 +116,27 @@ train-ddp: $(VENV)/.installed  ## the baseline: a full copy on each rank
 train-fsdp1: $(VENV)/.installed  ## the baseline: FullyShardedDataParallel
 	$(TRAIN) --strategy fsdp1 $(ARGS)
 
+.PHONY: train-snapshot
+train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and show it
+	$(TRAIN) --memory-snapshot --run-dir runs/snapshot-$(STAMP) --max-steps 12 $(ARGS)
+	$(BIN)/python -m fsdp2.memory runs/snapshot-$(STAMP)
+
+.PHONY: train-profile
+train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profiler, memory included
+	$(TRAIN) --profile --max-steps 12 $(ARGS)
+
+.PHONY: compare
+compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 with its memory savers: losses, time, memory, collectives
+	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
+
 .PHONY: ray-train
 ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers
-	$(BIN)/python -m launchers.ray_train --num-workers $(NPROC) $(ARGS)
+	$(RAY_TRAIN) $(ARGS)
+
+# Each variant through Ray: ray-train-bf16, ray-train-offload, …
+RAY_TRAIN = $(BIN)/python -m launchers.ray_train --num-workers $(NPROC)
+ray-train-%: $(VENV)/.installed
+	@$(MAKE) --no-print-directory train-$* TRAIN='$$(RAY_TRAIN)'
 
 .PHONY: parity
 parity: $(VENV)/.installed  ## both launchers with the same flags, and every loss side by side

@@ -27,9 +27,11 @@ from fsdp2.options import (
     unknown,
     whole,
 )
+from fsdp2.strategies import STRATEGIES, check_strategy
+from fsdp2.units import byte_count
 
 OPTIMIZERS = ("adam", "adamw", "adadelta", "sgd")
-STRATEGIES = ("fsdp2", "fsdp1", "ddp", "none")
+FSDP1_SHARDINGS = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
 
 
 def _reshard(value: Any) -> bool | int:
@@ -103,6 +105,19 @@ class Config:
     forward_prefetch: int | None = option(None, "groups ahead in forward alone", or_off(whole(1)))
     backward_prefetch: int | None = option(None, "groups ahead in backward alone", or_off(whole(1)))
 
+    bucket_mb: float | None = option(
+        None, "DDP: MiB of gradients that one all-reduce takes; unset = torch's 25", number(0, open_minimum=True)
+    )
+    fsdp1_sharding: str = option(
+        "full-shard", "FSDP1's sharding strategy", one_of(*FSDP1_SHARDINGS), metavar="|".join(FSDP1_SHARDINGS)
+    )
+    min_wrap_params: int | None = option(
+        None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1)
+    )
+    fsdp1_backward_prefetch: str = option(
+        "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of("pre", "post", "never")
+    )
+
     # What saves memory or time.
     mixed_precision: Literal["bf16", "fp16"] | None = option(
         None,
@@ -147,6 +162,13 @@ class Config:
     save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
+    memory_snapshot: bool = option(
+        False, "record what memory is allocated for; python -m fsdp2.memory RUN shows it", switch
+    )
+    memory_limit: int | None = option(
+        None, "end the run, as out of memory, when a rank's tensors take more: 500MB", or_off(byte_count)
+    )
+    profile: bool = option(False, "trace the first 6 steps with torch.profiler, memory included", switch)
     tensorboard: bool = option(False, "also write TensorBoard event files", switch)
 
     def __post_init__(self) -> None:
@@ -162,12 +184,13 @@ class Config:
             )
         if self.dataset is None:
             object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])
+        check_strategy(self)
         for check in (
             self._check_data,
             self._check_batches,
-            self._check_strategy,
             self._check_precision,
             self._check_resume,
+            self._check_observing,
         ):
             check()
 
@@ -189,43 +212,6 @@ class Config:
             raise ConfigError(
                 f"--global-batch-size {self.global_batch_size} with --grad-accumulation {self.grad_accumulation}: "
                 "a microbatch would be empty; raise the one or lower the other"
-            )
-
-    def _check_strategy(self) -> None:
-        if self.strategy == "fsdp2":
-            if self.shard_granularity == "root" and self.prefetches != (None, None):
-                raise ConfigError(
-                    "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; "
-                    "drop one of them"
-                )
-            return
-        only_fsdp2: list[tuple[str, bool, str]] = [
-            (
-                "--cpu-offload",
-                self.cpu_offload,
-                "keeps parameters, gradients and optimizer state on the device",
-            ),
-            ("--replicas", self.replicas != 1, "has no two-dimensional mesh here"),
-            ("--shard-granularity", self.shard_granularity != 1, "is grouped by blocks or not at all"),
-            ("--reshard-after-forward", self.reshard_after_forward is not None, "has no such policy here"),
-            (
-                "--explicit-prefetching",
-                self.prefetches != (None, None),
-                "has no groups to prefetch explicitly",
-            ),
-            ("--inspect", self.inspect, "has no DTensor parameters"),
-        ]
-        for flag, given, why in only_fsdp2:
-            if given:
-                raise ConfigError(
-                    f"{flag} with --strategy {self.strategy}: {self.strategy} {why}; "
-                    f"use --strategy fsdp2 or drop {flag}"
-                )
-        if self.strategy == "fsdp1" and self.dcp_api:
-            # Measured: FSDP1's FULL_STATE_DICT fails on CPU before torch 2.15 and crashes the process on 2.11.
-            raise ConfigError(
-                "--dcp-api with --strategy fsdp1: the DCP API uses FSDP1's full state dict, which crashes on CPU in "
-                "torch 2.11; drop --dcp-api or use --strategy fsdp2"
             )
 
     def _check_precision(self) -> None:
@@ -254,6 +240,14 @@ class Config:
         if self.init_from is not None:
             raise ConfigError(
                 "--resume-partial with --init-from: both give the weights to start from; drop one of them"
+            )
+
+    def _check_observing(self) -> None:
+        recorded = "--memory-snapshot" if self.memory_snapshot else "--memory-limit"
+        if self.profile and (self.memory_snapshot or self.memory_limit):
+            raise ConfigError(
+                f"--profile with {recorded}: the trace would show the recording rather than the training; "
+                "use one after the other"
             )
 
     def global_batch(self, world_size: int) -> int:

@@ -12,18 +12,10 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.rundir import RunDir
 from fsdp2.runtime import World
+from fsdp2.units import size
 
 # Tensors of optimizer state per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that a person would use."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
 
 
 def lines(

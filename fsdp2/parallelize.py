@@ -91,11 +91,19 @@ def parallelize(
     # The optimizer takes the parameters as they are now: sharded, or flattened by FSDP1.
     scaler = precision.gradient_scaler(device.type, config.mixed_precision)
     if config.strategy == "fsdp1":
-        policy = precision.fsdp1_policy(config.mixed_precision, config.reduce_dtype)
-        model = fsdp1.wrap(model, blocks, mesh, device, policy)
+        model = fsdp1.wrap(
+            model,
+            fsdp1.wrap_policy(blocks, config.shard_granularity, config.min_wrap_params),
+            mesh=mesh,
+            device=device,
+            precision=precision.fsdp1_policy(config.mixed_precision, config.reduce_dtype),
+            sharding=config.fsdp1_sharding,
+            backward_prefetch=config.fsdp1_backward_prefetch,
+            cpu_offload=config.cpu_offload,
+        )
         scaler = fsdp1.gradient_scaler(device.type, config.mixed_precision)
     elif config.strategy == "ddp":
-        model = ddp.replicate(model, mesh)
+        model = ddp.replicate(model, mesh, config.bucket_mb)
     optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr) if training else None
 
     if config.strategy == "fsdp2":

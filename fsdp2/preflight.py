@@ -183,8 +183,21 @@ def check_versions(config: Config) -> None:
         )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: tensorboard isn't installed; pip install 'fsdp2-reference[tensorboard]'")
+    if config.profile and importlib.util.find_spec("plotly") is None:
+        raise ConfigError(
+            "--profile: plotly isn't installed, which its page needs; pip install 'fsdp2-reference[plots]'"
+        )
     if config.compile and not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
         raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """What a strategy can't do on the device that was picked. Raises ConfigError."""
+    if config.strategy == "fsdp1" and config.cpu_offload and device.type == "cpu":
+        raise ConfigError(
+            "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "
+            "driver; use --strategy fsdp2 or drop --cpu-offload"
+        )
 
 
 def check_world(config: Config, world: World) -> None:

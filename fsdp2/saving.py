@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,15 +134,17 @@ class Saving:
 def resume(job: Job, app: AppState) -> dict[str, Any]:
     """Load what the job starts from into `app`. A collective call.
 
-    Returns `random_state_restored`, and with --resume-partial `loaded` and `left_out`. Raises ConfigError if
-    the checkpoint is damaged or nothing of it fits, ValueError if a strict restore doesn't fit.
+    Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
+    ConfigError if the checkpoint is damaged or nothing of it fits, ValueError if a strict restore doesn't fit.
     """
     if job.restore is None:
         return {"random_state_restored": True}
     checkpoint = open_files(job.restore)
+    began = time.perf_counter()
     try:
         if not job.partial:
-            return {"random_state_restored": restore(checkpoint, app)}
+            restored = restore(checkpoint, app)
+            return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
         loaded, left_out = read_fitting_weights(app.model, checkpoint)
     except DamagedCheckpoint as error:
         raise damaged(error) from None
@@ -150,4 +153,5 @@ def resume(job: Job, app: AppState) -> dict[str, Any]:
             f"--resume-partial: no tensor of {job.restore} fits this model; `python -m fsdp2.checkpoint show` lists "
             "its names and shapes"
         )
-    return {"random_state_restored": True, "loaded": loaded, "left_out": left_out}
+    took = time.perf_counter() - began
+    return {"random_state_restored": True, "restore_seconds": took, "loaded": loaded, "left_out": left_out}

@@ -30,9 +30,10 @@ from fsdp2.evaluate import evaluate
 from fsdp2.metrics import OnEvent, StepLog
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
+from fsdp2.observing import observed
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
-from fsdp2.preflight import preflight
+from fsdp2.preflight import check_device, preflight
 from fsdp2.reports import Reports
 from fsdp2.rundir import RunDir, checkpoint_info, write_config
 from fsdp2.runtime import World
@@ -56,6 +57,7 @@ def main(
     """
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
+    check_device(config, device)
     spec = models.get(config.model)
     with preflight(config, world) as job, runtime.process_group(world, device):
         job.agree()  # rank 0 has chosen the run directory and what to resume
@@ -99,7 +101,11 @@ def main(
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
-        with Reports(config, run, world, batches.steps_per_epoch, on_event) as reports, StopSignals() as stop:
+        with (
+            Reports(config, run, world, batches.steps_per_epoch, on_event) as reports,
+            StopSignals() as stop,
+            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
+        ):
             started = time.perf_counter()
             if world.rank == 0:
                 job.set_aside_newer(run.store)

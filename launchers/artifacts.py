@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.console import short
-from fsdp2.header import size
+from fsdp2.units import size
 
 
 def artifacts(files: Files) -> list[str]:

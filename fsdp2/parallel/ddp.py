@@ -12,9 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2.parallel.engine import AutocastEngine, Microbatch
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
+def replicate(model: nn.Module, mesh: DeviceMesh, bucket_mb: float | None) -> DistributedDataParallel:
+    """Give a model DDP's hooks.
+
+    Args:
+        bucket_mb: MiB of gradients that are all-reduced together, as soon as backward has them all: small buckets
+            start early and are many, one large one waits for the end of backward. None is torch's 25.
+    """
     # init_sync=False: initial values are the same on every rank already.
-    return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
+    return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False, bucket_cap_mb=bucket_mb)
 
 
 class DDPEngine(AutocastEngine):

@@ -1,0 +1,140 @@
+"""Which strategy is best for me?  python -m fsdp2.compare --strategies ddp,fsdp1,fsdp2 --model transformer
+
+Trains the same model with each strategy and variant, in turn, and reports losses, time, memory, collectives and
+checkpoints. Every other flag is one of `fsdp2.train`'s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2 import runtime
+from fsdp2.compare import report
+from fsdp2.compare.advice import advice
+from fsdp2.compare.measure import Measured, measure
+from fsdp2.compare.variants import VARIANTS, rows
+from fsdp2.config import Config
+from fsdp2.console import short
+from fsdp2.options import ConfigError, flag_of, make_parser, read_values, unknown, whole
+from fsdp2.rundir import environment
+from fsdp2.strategies import STRATEGIES
+from fsdp2.units import byte_count
+
+# What a comparison decides itself.
+OURS = ("strategy", "run_dir", "resume", "resume_partial", "max_steps", "epochs", "memory_snapshot", "save_model")
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Measured]:
+    """What was measured, after it was written to `--out`. Raises ConfigError before anything is started."""
+    options, training = _parse(arguments)
+    table = rows(options["strategies"], options["variants"], training, options["nproc"])
+    out = Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}")
+    if importlib.util.find_spec("plotly") is None:
+        raise ConfigError("plotly isn't installed, and the page is made with it; pip install 'fsdp2-reference[plots]'")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    steps, repeats = options["steps"], options["repeats"]
+    warm_up = min(WARM_UP, steps // 2)
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
+
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(table, Path(folder), steps=steps, warm_up=warm_up, repeats=repeats, say=say)
+    facts = {
+        "command": "python -m fsdp2.compare " + " ".join(arguments if arguments is not None else _argv()),
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(options["nproc"]),
+        "load before": f"{load:.1f} processes",
+        "measured": f"{repeats} × {steps} steps a row, the rows in turn; {warm_up} of warming up left out",
+    }
+    lines = advice(found, options["budget"] or _memory(options["nproc"], training))
+    write(found, facts, lines, out)
+    print(report.terminal(found))
+    print("\n".join(lines))
+    print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json")
+    return found
+
+
+WARM_UP = 5  # steps in which caches fill and torch still compiles what it compiles lazily
+
+
+def write(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str], out: Path) -> None:
+    """All forms of the result, into a folder."""
+    from fsdp2.compare.picture import page, write_image
+
+    (out / "compare.md").write_text(report.as_markdown(found, facts, lines))
+    (out / "compare.csv").write_text(report.as_csv(found))
+    (out / "compare.json").write_text(report.as_json(found, facts, lines))
+    (out / "compare.html").write_text(page(found, facts, lines))
+    write_image(found, out / "compare.png")
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The comparison's own options and the training's."""
+    parser = make_parser(Config, prog="fsdp2.compare", description=(__doc__ or "").partition("  ")[0])
+    own = parser.add_argument_group("the comparison")
+    own.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)} (default: ddp,fsdp1,fsdp2)")
+    own.add_argument("--variants", metavar="A,B", help=f"sets of flags: {', '.join(VARIANTS)} (default: default)")
+    own.add_argument("--nproc", metavar="N", help="ranks (default: 2)")
+    own.add_argument("--steps", metavar="N", help="steps of a run (default: 20)")
+    own.add_argument("--repeats", metavar="N", help="runs of each row (default: 3)")
+    own.add_argument(
+        "--budget", metavar="BYTES", help="memory that a rank may use (default: its share of the device's)"
+    )
+    own.add_argument("--out", metavar="DIR", help="where the results go (default: comparisons/<time>)")
+    given = vars(parser.parse_args(arguments))
+    for name in OURS:
+        if name in given:
+            raise ConfigError(f"{flag_of(name)}: a comparison decides this itself; drop it" + _instead(name))
+    defaults = {"strategies": "ddp,fsdp1,fsdp2", "variants": "default", "nproc": 2, "steps": 20, "repeats": 3}
+    values: dict[str, Any] = {"budget": None, "out": None, **defaults}
+    values |= {name: given.pop(name) for name in list(values) if name in given}
+    for name, parse in (("nproc", whole(1)), ("steps", whole(2)), ("repeats", whole(1)), ("budget", byte_count)):
+        if values[name] is not None:
+            try:
+                values[name] = parse(values[name])
+            except ValueError as error:
+                raise ConfigError(f"--{name} {values[name]}: {error}") from None
+    for name in ("strategies", "variants"):
+        values[name] = list(dict.fromkeys(part.strip() for part in values[name].split(",")))
+    for strategy in values["strategies"]:
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"--strategies {strategy}: {unknown(strategy, STRATEGIES)}")
+    return values, read_values(Config, given)
+
+
+def _instead(name: str) -> str:
+    return {"strategy": ", or use --strategies", "max_steps": ", or use --steps", "epochs": ", or use --steps"}.get(
+        name, ""
+    )
+
+
+def _memory(ranks: int, training: dict[str, Any]) -> int:
+    """What each rank may use: the memory of its GPU, or its share of the machine's."""
+    if training.get("device") != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+
+
+def _argv() -> list[str]:
+    import sys
+
+    return sys.argv[1:]
+
+
+if __name__ == "__main__":
+    with runtime.exit_status():
+        main()

@@ -1,0 +1,58 @@
+"""What is compared: each strategy with each named set of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options import ConfigError, unknown
+
+# The names of https://docs.ray.io/en/latest/train/examples/pytorch/pytorch-fsdp/README.html, and what they set.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no-reshard": {"reshard_after_forward": False},
+    "reshard": {"reshard_after_forward": True},
+    "root": {"shard_granularity": "root"},
+    "offload": {"cpu_offload": True},
+    "fp16": {"mixed_precision": "fp16"},
+    "bf16": {"mixed_precision": "bf16"},
+    "recompute": {"activation_checkpointing": "block"},
+    "all": {"reshard_after_forward": True, "cpu_offload": True, "mixed_precision": "fp16"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison: a training that can be started, or why it can't."""
+
+    name: str
+    ranks: int
+    config: Config | None
+    refused: str | None = None
+
+
+def rows(strategies: Sequence[str], variants: Sequence[str], training: Mapping[str, Any], ranks: int) -> list[Row]:
+    """Each strategy with each variant. What a strategy can't do becomes a row that says why.
+
+    Raises ConfigError if the training's own flags make no sense, or a variant has no such name.
+    """
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise ConfigError(f"--variants {variant}: {unknown(variant, list(VARIANTS))}")
+    Config(**{**training, "strategy": "fsdp2"})  # so that a wrong flag ends it, rather than failing every row
+    return [_row(strategy, variant, training, ranks) for strategy in strategies for variant in variants]
+
+
+def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int) -> Row:
+    name = strategy if variant == "default" else f"{strategy} {variant}"
+    values = {**training, **VARIANTS[variant], "strategy": strategy}
+    if strategy == "none":
+        # One process that computes the ranks' parts one after the other: the same global batch.
+        values["grad_accumulation"] = values.get("grad_accumulation", 1) * ranks
+        ranks = 1
+    try:
+        return Row(name, ranks, Config(**values))
+    except ConfigError as error:
+        return Row(name, ranks, None, str(error))

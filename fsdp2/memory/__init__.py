@@ -1,0 +1,1 @@
+"""Where a run's memory went: reads what `fsdp2.recording` has written."""

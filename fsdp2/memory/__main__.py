@@ -1,0 +1,82 @@
+"""Show where the memory of a run went:  python -m fsdp2.memory runs/vit-…
+
+Reads what `--memory-snapshot` has recorded; prints each rank's peak by kind, and writes a page for each that opens
+without a network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp2 import runtime
+from fsdp2.checkpoint.places import open_files
+from fsdp2.console import short
+from fsdp2.memory.read import exchanges, read_timelines
+from fsdp2.options import ConfigError, Parser
+from fsdp2.recording.timeline import Timeline, file_name
+from fsdp2.units import size
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    """The pages written. Raises ConfigError if there is nothing to show."""
+    parser = Parser(prog="fsdp2.memory", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
+    parser.add_argument("--out", metavar="DIR", help="where the pages go; unset = into the run, or here for a URL")
+    parser.add_argument("--no-pages", action="store_true", help="print the summary alone")
+    options = parser.parse_args(arguments)
+    files = open_files(options.run)
+    lines = read_timelines(files, options.run)
+    print(summary(lines))
+    if options.no_pages:
+        return []
+    if importlib.util.find_spec("plotly") is None:
+        raise ConfigError(
+            "plotly isn't installed, and the pages are made with it; pip install 'fsdp2-reference[plots]'"
+        )
+    from fsdp2.memory.page import page
+
+    out = Path(options.out or ("." if "://" in options.run else options.run))
+    written = []
+    for line in lines:
+        path = out / file_name(line.facts["rank"]).replace(".json.gz", ".html")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_text(page(line, "the run's own ledger of tensors"))
+        except OSError as error:
+            raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+        print(f"page: {short(path.absolute())}")
+        written.append(path)
+    return written
+
+
+def summary(lines: Sequence[Timeline]) -> str:
+    """Each rank's peak, by kind; and what the ranks exchange in a step."""
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        at, most = line.peak()
+        sizes = line.by_kind(at)
+        phase = line.phase_at(at)
+        for name, cell in [
+            ("", f"rank {line.facts['rank']}"),
+            ("peak", size(most)),
+            ("in", f"{phase.name}, step {phase.step}"),
+            *((kind, size(sizes.get(kind, 0))) for kind in kinds_of(lines)),
+        ]:
+            rows.setdefault(name, []).append(cell)
+    width = max(len(name) for name in rows) + 2
+    text = [f"{name:{width}}" + "".join(f"{cell:>22}" for cell in cells) for name, cells in rows.items()]
+    text += [f"{name}: {count} a step, {size(amount)}" for name, (count, amount) in exchanges(lines[0]).items()]
+    return "\n".join(text)
+
+
+def kinds_of(lines: Sequence[Timeline]) -> list[str]:
+    """The kinds that any rank has at its peak, in a fixed order."""
+    present = [line.by_kind(line.peak()[0]) for line in lines]
+    return list(dict.fromkeys(kind for sizes in present for kind in sizes))
+
+
+if __name__ == "__main__":
+    with runtime.exit_status():
+        main()

@@ -1,0 +1,288 @@
+"""Every tensor that a rank allocates: how many bytes, from when to when, for what.
+
+A dispatch mode sees each operation's results, so this works where an allocator keeps no history, on the CPU. Storages
+are counted, not tensors: a view costs nothing, and FSDP keeps a parameter's tensor while it frees the memory behind
+it. What an allocation was for is often known later only: a tensor made in forward is an activation if it is still
+there when backward begins, a tensor made in backward is a gradient if a parameter has it in the end.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = (
+    "parameters",  # this rank's shards, or its copy
+    "gathered parameters",  # whole ones, for as long as a group computes
+    "gradients",
+    "optimizer",
+    "buffers",
+    "activations",  # made in forward, and still there when backward begins
+    "communication",  # handed to a collective, and none of the above
+    "data",
+    "temporary",
+    "before",  # allocated before recording began, so that nobody knows what for
+)
+
+
+MAX_ENTRIES = 100_000
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A stretch of memory. Times are seconds since the ledger was opened; `died` is None for what outlived it."""
+
+    bytes: int
+    born: float
+    phase: int  # index into the ledger's phases
+    module: str
+    operation: str
+    kind: str | None = None
+    died: float | None = None
+    last_phase: int | None = None
+
+
+@dataclass(slots=True)
+class Phase:
+    name: str  # data, forward, backward, optimizer, checkpoint, evaluation
+    step: int
+    began: float
+
+
+@dataclass(slots=True)
+class Collective:
+    """An exchange between ranks, and the bytes that this rank gave or got: the larger."""
+
+    name: str
+    bytes: int
+    step: int
+
+
+# Each exchange has several names in torch: of the process group's operations, with lists of tensors and without, and
+# of the functional ones. What else is in their namespaces moves no data.
+EXCHANGES = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all-to-all",
+    "scatter": "scatter",
+    "gather": "gather",
+}
+
+
+def exchange(operation: str) -> str | None:
+    """The field's name for an operation of `c10d`, such as `_allgather_base_.default`; None if it is no exchange."""
+    plain = operation.partition(".")[0].strip("_").replace("all_", "all")
+    return next((name for start, name in EXCHANGES.items() if plain.startswith(start)), None)
+
+
+class MemoryLimitReached(torch.OutOfMemoryError):
+    """Tensors take more than the limit that was set. An out-of-memory error like a device's own."""
+
+
+@dataclass(eq=False)
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered. `mark` and `phase` tell it what it can't see."""
+
+    allocations: list[Allocation] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    peak_at: float = 0.0
+    complete_from: float = 0.0  # what was freed before this moment is left out, but for what was alive at the peak
+    limit: int | None = None  # raise MemoryLimitReached beyond so many bytes
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._began = time.perf_counter()
+        # By the identity of the storage object, which torch keeps for as long as the memory behind it.
+        self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self.phase("start", 0)
+
+    # --- what it is told -----------------------------------------------------------------------------------
+
+    def phase(self, name: str, step: int) -> None:
+        """From now on the rank does this."""
+        self.phases.append(Phase(name, step, self._now()))
+
+    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Say what tensors are for, in hindsight too: it holds for as long as their memory has existed."""
+        for tensor in tensors:
+            allocation = self._note(tensor, "")
+            if allocation is not None:
+                allocation.kind = kind
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count what a model and its optimizer hold, and name the module in whose forward a tensor is made."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.mark("buffers", model.buffers())
+        self.mark("parameters", model.parameters())
+        states = optimizer.state.values()
+        self.mark("optimizer", [value for state in states for value in state.values() if isinstance(value, Tensor)])
+        self.mark_gradients(model)
+
+    def mark_gradients(self, model: nn.Module) -> None:
+        """To be called while parameters have their gradients: which tensors those are is known to them alone."""
+        self.mark("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+
+    def alive(self) -> list[Allocation]:
+        """What is allocated now, each with the kind that it has if nothing more is said of it."""
+        there = [allocation for _, allocation in self._live.values()]
+        return [replace(a, kind=a.kind or kind_of(a, self.phases)) for a in there]
+
+    # --- what it sees --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it become the operations on its local tensors, and their collectives
+        result = func(*args, **(kwargs or {}))
+        namespace, _, operation = str(func).partition(".")
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, operation)
+        if namespace in ("c10d", "_c10d_functional"):
+            name = exchange(operation)
+            if name is not None:
+                self._collective(name, operation, (args, kwargs, result))
+        return result
+
+    def _collective(self, name: str, operation: str, values: Any) -> None:
+        tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+        for tensor in tensors.values():
+            allocation = self._note(tensor, operation)
+            if allocation is not None and allocation.kind is None:
+                allocation.kind = "communication"
+        largest = max(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self.collectives.append(Collective(name, largest, self.phases[-1].step))
+
+    def _note(self, tensor: Tensor, operation: str) -> Allocation | None:
+        """The allocation behind a tensor, entered if it is new; None if it has no memory of its own."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a tensor without storage, such as a sparse one or one on meta
+            return None
+        known = self._live.get(id(storage))
+        if known is not None and known[0]() is storage:
+            return known[1]
+        return self._enter(storage, operation)
+
+    def _enter(self, storage: torch.UntypedStorage, operation: str, kind: str | None = None) -> Allocation | None:
+        if storage.device.type == "meta":
+            return None
+        module = self._modules[-1] if self._modules else ""
+        new = Allocation(storage.nbytes(), self._now(), len(self.phases) - 1, module, operation, kind)
+        self.allocations.append(new)
+        self.live_bytes += new.bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.live_bytes, new.born
+        if len(self.allocations) > 2 * MAX_ENTRIES:
+            self._forget_oldest()
+        key = id(storage)
+        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), new)
+        if self.limit is not None and self.live_bytes > self.limit:
+            limit, self.limit = self.limit, None  # once: what ends the run may need memory too
+            raise MemoryLimitReached(
+                f"--memory-limit {limit}: {self.live_bytes} bytes of tensors with the {new.bytes} of {operation}"
+                + (f" in {module}" if module else "")
+            )
+        return new
+
+    def _forget_oldest(self) -> None:
+        """Keep the newest entries, what is alive, and what was alive at the peak."""
+        older, newer = self.allocations[:-MAX_ENTRIES], self.allocations[-MAX_ENTRIES:]
+        kept = [a for a in older if a.died is None or a.born <= self.peak_at < a.died]
+        self.allocations, self.complete_from = kept + newer, newer[0].born
+
+    def _freed(self, key: int) -> None:
+        self._end(self._live.pop(key)[1])
+
+    def _end(self, allocation: Allocation) -> None:
+        allocation.died, allocation.last_phase = self._now(), len(self.phases) - 1
+        self.live_bytes -= allocation.bytes
+
+    def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """FSDP frees and allocates the memory of a gathered parameter behind its tensor's back."""
+        if storage.nbytes() == before:
+            return
+        known = self._live.pop(id(storage), None)
+        if known is not None:
+            if known[1].kind != "parameters":
+                known[1].kind = "gathered parameters"
+            self._end(known[1])
+        self._enter(storage, "resize", "gathered parameters")
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def __enter__(self) -> Ledger:
+        self._patched = patched_resize(self)
+        self._patched.__enter__()
+        self._hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._into),
+            nn.modules.module.register_module_forward_hook(self._out_of, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._patched.__exit__(None, None, None)
+        self._settle()
+
+    def _into(self, module: nn.Module, inputs: Any) -> None:
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+
+    def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._modules.pop()
+
+    def _settle(self) -> None:
+        """Give a kind to what nobody has marked."""
+        for allocation in self.allocations:
+            if allocation.kind is None:
+                allocation.kind = kind_of(allocation, self.phases)
+
+
+def kind_of(allocation: Allocation, phases: Sequence[Phase]) -> str:
+    """What an allocation was for, by the phase that made it and whether it was there in a later one."""
+    phase = phases[allocation.phase].name
+    if phase == "data":
+        return "data"
+    outlived = allocation.last_phase is None or allocation.last_phase > allocation.phase
+    return "activations" if phase == "forward" and outlived else "temporary"
+
+
+@contextmanager
+def patched_resize(ledger: Ledger) -> Iterator[None]:
+    """Tell the ledger of `UntypedStorage.resize_`, which is no operation and so passes a dispatch mode by."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        result = original(storage, size)
+        ledger._resized(storage, before)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        # It is inherited: without an own attribute the class has the original again.
+        del torch.UntypedStorage.resize_
