@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train resume infer test test-slow test-oldest test-ray chaos lint format clean
+.PHONY: help train resume infer test test-slow test-oldest test-ray test-zero chaos lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
@@ -36,6 +36,12 @@ $(BIN)/uv:
 
 $(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
 	$(UV) -e '.[tensorboard,ray,plots]'
+	@touch $@
+
+# DeepSpeed builds itself with the torch that is there: after that, and without an environment of its own.
+$(VENV)/.deepspeed: $(VENV)/.installed
+	$(UV) setuptools wheel
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,deepspeed]'
 	@touch $@
 
 $(VENV)/.tools: $(BIN)/uv constraints.txt
@@ -116,6 +122,25 @@ train-ddp: $(VENV)/.installed  ## the baseline: a full copy on each rank
 train-fsdp1: $(VENV)/.installed  ## the baseline: FullyShardedDataParallel
 	$(TRAIN) --strategy fsdp1 $(ARGS)
 
+# DeepSpeed looks for ninja on the path.
+ZERO = PATH="$(abspath $(BIN)):$$PATH" $(TRAIN) --strategy
+
+.PHONY: train-zero1
+train-zero1: $(VENV)/.deepspeed  ## DeepSpeed ZeRO: optimizer state sharded
+	$(ZERO) zero1 $(ARGS)
+
+.PHONY: train-zero2
+train-zero2: $(VENV)/.deepspeed  ## DeepSpeed ZeRO: optimizer state and gradients sharded
+	$(ZERO) zero2 $(ARGS)
+
+.PHONY: train-zero3
+train-zero3: $(VENV)/.deepspeed  ## DeepSpeed ZeRO: parameters sharded too
+	$(ZERO) zero3 $(ARGS)
+
+.PHONY: train-zero-offload
+train-zero-offload: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer state in CPU memory
+	$(ZERO) zero3 --cpu-offload $(ARGS)
+
 .PHONY: train-snapshot
 train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and show it
 	$(TRAIN) --memory-snapshot --run-dir runs/snapshot-$(STAMP) --max-steps 12 $(ARGS)
@@ -126,7 +151,7 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 	$(TRAIN) --profile --max-steps 12 $(ARGS)
 
 .PHONY: compare
-compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 with its memory savers: losses, time, memory, collectives
+compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
 
 .PHONY: ray-train
@@ -166,6 +191,9 @@ test-slow: $(VENV)/.tools  ## the tests that take minutes each
 
 test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes each)
 	$(BIN)/tox run -e ray -- $(ARGS)
+
+test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; builds DeepSpeed)
+	$(BIN)/tox run -e zero -- $(ARGS)
 
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 	$(BIN)/tox run -e oldest -- $(ARGS)

@@ -106,7 +106,9 @@ class Config:
     backward_prefetch: int | None = option(None, "groups ahead in backward alone", or_off(whole(1)))
 
     bucket_mb: float | None = option(
-        None, "DDP: MiB of gradients that one all-reduce takes; unset = torch's 25", number(0, open_minimum=True)
+        None,
+        "DDP, ZeRO: MiB of gradients that one exchange takes; unset = their own rule",
+        number(0, open_minimum=True),
     )
     fsdp1_sharding: str = option(
         "full-shard", "FSDP1's sharding strategy", one_of(*FSDP1_SHARDINGS), metavar="|".join(FSDP1_SHARDINGS)
@@ -116,6 +118,11 @@ class Config:
     )
     fsdp1_backward_prefetch: str = option(
         "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of("pre", "post", "never")
+    )
+
+    overlap_comm: bool = option(False, "ZeRO: exchange gradients while backward goes on", switch)
+    deepspeed_config: str | None = option(
+        None, "ZeRO: a DeepSpeed configuration that overrides what is made from the flags", text
     )
 
     # What saves memory or time.

@@ -36,6 +36,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_data, checkpoint_at
 from fsdp2.rundir import RunDir, read_config
 from fsdp2.runtime import World
+from fsdp2.strategies import ZERO
 from fsdp2.train import load_data
 
 SAMPLES = 10
@@ -53,7 +54,7 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     except ValueError as error:
         raise ConfigError(f"{short(file)}: can't be loaded ({error}); finish the run again, or use --sharded") from None
     model.to(device).eval()
-    casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2")
+    casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2", *ZERO)
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
     model.to(dtype)
     context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
@@ -81,6 +82,8 @@ def load_sharded(
         reset_parameters(model, spec.initial_values, config.seed)  # for buffers that no checkpoint holds
         read_weights(model, checkpoint)
 
+    if config.strategy in ZERO:  # its checkpoints are FSDP2's
+        config = Config(model=config.model, model_size=config.model_size, mixed_precision=config.mixed_precision)
     engine = parallelize(
         config,
         build=lambda: spec.build(config.model_size),

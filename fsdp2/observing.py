@@ -73,7 +73,7 @@ def observed(
 def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
     """What a model and its optimizer hold; on a GPU, what else was allocated at the peak counts as activations."""
     ledger = Ledger()
-    ledger.watch(engine.model, engine.optimizer)
+    ledger.watch(engine.model, engine.held())
     rest = torch.cuda.max_memory_allocated(device) - ledger.live_bytes if device.type == "cuda" else 0
     return [*ledger.allocations, Allocation(max(rest, 0), 0.0, 0, "", "", kind="activations")]
 

@@ -12,10 +12,13 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp2.config import Config
-from fsdp2.parallel import ddp, fsdp1, fsdp2, precision
+from fsdp2.deepspeed_settings import settings
+from fsdp2.parallel import ddp, fsdp1, fsdp2, precision, zero
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.groups import shard_groups
@@ -23,6 +26,8 @@ from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.none import NoneEngine
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.prefetch import prefetch_backward, prefetch_forward
+from fsdp2.parallel.zero_state import Shadow
+from fsdp2.strategies import ZERO
 
 
 def parallelize(
@@ -88,6 +93,9 @@ def parallelize(
     set_weights(model)
     check_initialised(model)
 
+    if config.strategy in ZERO:
+        return with_deepspeed(config, model, build, mesh, device)
+
     # The optimizer takes the parameters as they are now: sharded, or flattened by FSDP1.
     scaler = precision.gradient_scaler(device.type, config.mixed_precision)
     if config.strategy == "fsdp1":
@@ -112,6 +120,25 @@ def parallelize(
         return fsdp1.FSDP1Engine(model, optimizer, scaler)
     engine = ddp.DDPEngine if config.strategy == "ddp" else NoneEngine
     return engine(model, optimizer, scaler, precision.autocast(device.type, config.mixed_precision))
+
+
+def with_deepspeed(
+    config: Config, model: nn.Module, build: Callable[[], nn.Module], mesh: DeviceMesh, device: torch.device
+) -> zero.ZeROEngine:
+    """The engine of a ZeRO strategy, from a model with its initial values. DeepSpeed shards it itself."""
+    # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
+    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, materialised=False)
+    deepspeed = settings(config, device.type)
+    engine = zero.initialize(model, optimizer, deepspeed, device)
+    # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.
+    with torch.device("meta"):
+        copy = build()
+    freeze(copy, config.freeze)
+    fsdp2.shard(
+        copy, [], mesh=mesh, precision=MixedPrecisionPolicy(), offload=OffloadPolicy(), reshard_after_forward=None
+    )
+    allocate(copy, device, cpu_offload=False)
+    return zero.ZeROEngine(engine, optimizer, Shadow(engine, optimizer, copy, config.optimizer), deepspeed)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -22,10 +22,12 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
+from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.options import ConfigError, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
 from fsdp2.runtime import World, broadcast, gather
+from fsdp2.strategies import ZERO
 
 OLDEST_TORCH = (2, 11)
 
@@ -193,6 +195,9 @@ def check_versions(config: Config) -> None:
 
 def check_device(config: Config, device: torch.device) -> None:
     """What a strategy can't do on the device that was picked. Raises ConfigError."""
+    if config.strategy in ZERO:
+        check_installed(config, device.type)
+        settings(config, device.type)
     if config.strategy == "fsdp1" and config.cpu_offload and device.type == "cpu":
         raise ConfigError(
             "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "

@@ -9,7 +9,8 @@ from typing import Any
 
 from fsdp2.options import ConfigError, flag_of
 
-STRATEGIES = ("fsdp2", "fsdp1", "ddp", "none")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = ("fsdp2", "fsdp1", "ddp", *ZERO, "none")
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Rule:
 
 
 RULES = (
-    Rule(("cpu_offload",), ("fsdp2", "fsdp1"), "keeps parameters, gradients and optimizer state on the device"),
+    Rule(("cpu_offload",), ("fsdp2", "fsdp1", *ZERO), "keeps parameters, gradients and optimizer state on the device"),
     Rule(("replicas",), ("fsdp2", "fsdp1"), "has no two-dimensional mesh"),
-    Rule(("shard_granularity",), ("fsdp2", "fsdp1"), "shards no parameters, so there is nothing to group"),
+    Rule(("shard_granularity",), ("fsdp2", "fsdp1"), "has no groups of modules"),
     Rule(
         ("reshard_after_forward",),
         ("fsdp2",),
-        "shards no parameters",
+        "has no such policy",
         (("fsdp1", "chooses this by its sharding strategy (--fsdp1-sharding shard-grad-op is false)"),),
     ),
     Rule(
@@ -42,8 +43,9 @@ RULES = (
         (("fsdp1", "has no explicit schedule (--fsdp1-backward-prefetch is its own)"),),
     ),
     Rule(("inspect",), ("fsdp2",), "has no DTensor parameters"),
-    Rule(("bucket_mb",), ("ddp",), "doesn't reduce gradients in buckets of a chosen size"),
+    Rule(("bucket_mb",), ("ddp", *ZERO), "doesn't reduce gradients in buckets of a chosen size"),
     Rule(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), ("fsdp1",), "isn't FSDP1"),
+    Rule(("overlap_comm", "deepspeed_config"), ("zero1", "zero2", "zero3"), "isn't DeepSpeed's"),
 )
 
 
@@ -65,6 +67,8 @@ def check_strategy(config: Any) -> None:
         )
     if strategy == "fsdp1":
         _check_fsdp1(config)
+    if strategy in ZERO:
+        _check_zero(config)
 
 
 def given(config: Any, options: tuple[str, ...]) -> Iterator[str]:
@@ -96,4 +100,22 @@ def _check_fsdp1(config: Any) -> None:
         raise ConfigError(
             "--dcp-api with --strategy fsdp1: the DCP API uses FSDP1's full state dict, which crashes on CPU in "
             "torch 2.11; drop --dcp-api or use --strategy fsdp2"
+        )
+
+
+def _check_zero(config: Any) -> None:
+    if config.compile:
+        raise ConfigError(
+            f"--compile with --strategy {config.strategy}: DeepSpeed's hooks inside of compiled blocks break their "
+            "graphs; use --strategy fsdp2 or drop --compile"
+        )
+    if config.async_checkpoint is not None:
+        raise ConfigError(
+            f"--async-checkpoint with --strategy {config.strategy}: bringing the flat shards into the form of a "
+            "checkpoint takes the time, and training waits for that; use --strategy fsdp2 or drop --async-checkpoint"
+        )
+    if config.resume_partial:
+        raise ConfigError(
+            f"--resume-partial with --strategy {config.strategy}: its parameters are in flat shards; load the weights "
+            "with --strategy fsdp2 --max-steps 1, and go on from there, or drop --resume-partial"
         )

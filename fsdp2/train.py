@@ -91,7 +91,8 @@ def main(
             "progress": progress,
             "rng": RandomState(world.rank, device),
         }
-        app = AppState(engine.model, engine.optimizer, with_users_parts(parts, also_saved))
+        model, optimizer = engine.state["model"], engine.state["optimizer"]
+        app = AppState(model, optimizer, with_users_parts(parts, also_saved), engine)
         restored = resume(job, app)
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
@@ -113,6 +114,8 @@ def main(
                     run.outdate_full_model()
                 if not (finished() and run.config.exists()):  # a finished run keeps what it was trained with
                     write_config(run, config, world.world_size)
+                    for name, content in engine.files.items():
+                        run.files.write(name, content)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
             opening = header.lines(config, engine, spec, world, device, run)
@@ -159,7 +162,9 @@ def main(
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
             if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
-                save_full(full_state_api(config), engine.model, engine.optimizer, run.full_model, progress.step)
+                engine.gather_state()
+                save_full(full_state_api(config), model, optimizer, run.full_model, progress.step)
+                engine.release_state()
                 if world.rank == 0:
                     run.upload_full_model()
             saving.finish()

@@ -148,12 +148,12 @@ def restore(checkpoint: Files, app: AppState) -> bool:
     if marker.get("imported"):
         # Another program's: it holds the model and perhaps its optimizer, and nothing of how a run stands here.
         has_optimizer = any(name.startswith("app.optim.") for name in saved)
-        _load(AppState(app.model, app.optimizer, {}) if has_optimizer else WeightsOnly(app.model), reader)
+        _load(app.with_parts({}) if has_optimizer else WeightsOnly(app.model), reader)
         return False
     ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
     restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
     if not restorable:
-        app = AppState(app.model, app.optimizer, {k: v for k, v in app.parts.items() if k != "rng"})
+        app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
     _load(app, reader, ignore=("app.rng.",))
     return restorable
 

@@ -64,7 +64,9 @@ class Saver:
         """
         began = time.perf_counter()
         if self._staging is None:
-            return self._save(self.app, step, info, before_commit, began, None)
+            saved = self._save(self.app, step, info, before_commit, began, None)
+            self.app.release()
+            return saved
         assert self._in_flight is None, "one save at a time: wait for the one in flight"
         staged = self._staging.copy(self.app.state_dict())
         stall = time.perf_counter() - began

@@ -29,18 +29,45 @@ class Part(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+class Source(Protocol):
+    """Whose state has to be fetched before it is read: a strategy that keeps it in another form."""
+
+    def gather_state(self) -> None: ...
+
+    def scatter_state(self) -> None: ...
+
+    def release_state(self) -> None: ...
+
+
 class AppState(Stateful):
     """Model, optimizer and any further parts, as one Stateful for `dcp.save` and `dcp.load`.
 
     `get_state_dict` gives the parameters their plain names under every strategy and the optimizer's state
     the names of its parameters, so that a checkpoint can be read at another world size or by another
-    strategy. Sharded tensors stay sharded: no collective is issued here.
+    strategy. Sharded tensors stay sharded: no collective is issued here, unless by the source of the state.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> None:
-        self.model, self.optimizer, self.parts = model, optimizer, parts
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Part],
+        source: Source | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.parts, self.source = model, optimizer, parts, source
+
+    def with_parts(self, parts: Mapping[str, Part]) -> AppState:
+        """The same model and optimizer with other parts."""
+        return AppState(self.model, self.optimizer, parts, self.source)
+
+    def release(self) -> None:
+        """To be called when a tree that `state_dict` gave has been written."""
+        if self.source is not None:
+            self.source.release_state()
 
     def state_dict(self) -> dict[str, Any]:
+        if self.source is not None:
+            self.source.gather_state()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -63,6 +90,8 @@ class AppState(Stateful):
             )
         for group, implementation in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(implementation)
+        if self.source is not None:
+            self.source.scatter_state()
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 

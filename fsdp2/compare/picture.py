@@ -47,7 +47,7 @@ def write_image(found: Sequence[Measured], path: Path) -> None:
     bars.invert_yaxis()
     bars.set(xlabel="MB at the peak")
     if good:
-        bars.legend(fontsize="small")
+        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

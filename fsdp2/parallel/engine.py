@@ -40,8 +40,36 @@ class Engine:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves of this engine: model, optimizer and gradient scaler."""
+        """What a checkpoint saves of this engine: model, optimizer and gradient scaler.
+
+        An engine that keeps them in another form brings them into this one in `gather_state`, takes what was loaded
+        from it in `scatter_state`, and may forget it in `release_state`. All three are collective calls.
+        """
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+    def gather_state(self) -> None:
+        """To be called before `state` is read."""
+
+    def scatter_state(self) -> None:
+        """To be called after something was loaded into `state`."""
+
+    def release_state(self) -> None:
+        """To be called when what was read from `state` isn't needed any more."""
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Name -> content of what the run directory shall hold beside the flags."""
+        return {}
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What this rank holds, by kind: parameters, buffers, optimizer state, and gradients where there are."""
+        states = self.optimizer.state.values()
+        return {
+            "buffers": list(self.model.buffers()),
+            "parameters": list(self.model.parameters()),
+            "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+        }
 
     def begin_step(self) -> None:
         """Called before the data of a step is read."""

@@ -16,8 +16,10 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """An optimizer for the parameters that require a gradient, its state materialised at step 0.
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], lr: float, *, materialised: bool = True
+) -> torch.optim.Optimizer:
+    """An optimizer for the parameters that require a gradient, its state materialised at step 0 if asked.
 
     Fused on a GPU where the optimizer has it; elsewhere foreach. On the CPU foreach and not fused: the fused
     kernels round differently, and offloaded parameters shall train to the same losses as others.
@@ -28,7 +30,8 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], lr: float) -> 
     if name == "sgd":
         options["momentum"] = 0.9
     optimizer = CLASSES[name](trained, lr=lr, **options)
-    _materialise(optimizer)
+    if materialised:
+        _materialise(optimizer)
     return optimizer
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -126,18 +126,11 @@ class Ledger(TorchDispatchMode):
             if allocation is not None:
                 allocation.kind = kind
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count what a model and its optimizer hold, and name the module in whose forward a tensor is made."""
+    def watch(self, model: nn.Module, held: Mapping[str, Iterable[Tensor]]) -> None:
+        """Count what there is already, by kind, and name the module in whose forward a tensor is made."""
         self._names = {id(module): name for name, module in model.named_modules()}
-        self.mark("buffers", model.buffers())
-        self.mark("parameters", model.parameters())
-        states = optimizer.state.values()
-        self.mark("optimizer", [value for state in states for value in state.values() if isinstance(value, Tensor)])
-        self.mark_gradients(model)
-
-    def mark_gradients(self, model: nn.Module) -> None:
-        """To be called while parameters have their gradients: which tensors those are is known to them alone."""
-        self.mark("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        for kind, tensors in held.items():
+            self.mark(kind, tensors)
 
     def alive(self) -> list[Allocation]:
         """What is allocated now, each with the kind that it has if nothing more is said of it."""

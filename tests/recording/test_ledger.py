@@ -46,9 +46,9 @@ def test_memory_that_is_resized_behind_its_tensor_is_seen() -> None:
 
 def test_activations_by_hand() -> None:
     model = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 5))
-    optimizer = torch.optim.Adam(model.parameters())
+    engine = Engine(model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler(enabled=False))
     with Ledger() as ledger:
-        ledger.watch(model, optimizer)
+        ledger.watch(model, engine.held())
         ledger.phase("data", 1)
         inputs, targets = torch.randn(8, 10), torch.arange(8) % 5
         ledger.phase("forward", 1)
@@ -56,7 +56,7 @@ def test_activations_by_hand() -> None:
         ledger.phase("backward", 1)
         alive = [a for a in ledger.alive() if a.kind == "activations"]
         loss.backward()
-        ledger.mark_gradients(model)
+        ledger.mark("gradients", engine.held()["gradients"])
     # What the first linear layer and GELU put out, the logits' log-softmax, which the loss keeps, its total weight and
     # the loss itself. The logits are gone.
     assert sorted(a.bytes for a in alive) == sorted([8 * 20 * 4, 8 * 20 * 4, 8 * 5 * 4, 4, 4])
