@@ -107,7 +107,7 @@ class Config:
 
     bucket_mb: float | None = option(
         None,
-        "DDP, ZeRO: MiB of gradients that one exchange takes; unset = their own rule",
+        "DDP, ZeRO: MiB of gradients that one exchange takes; unset = 25",
         number(0, open_minimum=True),
     )
     fsdp1_sharding: str = option(

@@ -13,6 +13,8 @@ from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.zero import deepspeed_config
 
+BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
+
 
 def settings(config: Config, device_type: str) -> dict[str, Any]:
     """The dictionary that DeepSpeed gets. Raises ConfigError if the file can't be read or contradicts the flags."""
@@ -23,7 +25,7 @@ def settings(config: Config, device_type: str) -> dict[str, Any]:
         precision=config.mixed_precision,
         reduce_dtype=config.reduce_dtype,
         cpu_offload=config.cpu_offload,
-        bucket_mb=config.bucket_mb,
+        bucket_mb=config.bucket_mb or BUCKET_MB,
         overlap_comm=config.overlap_comm,
         device_type=device_type,
     )

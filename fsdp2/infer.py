@@ -161,7 +161,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
         )
-    if sharded and config.strategy != "fsdp2":
+    if sharded and config.strategy not in ("fsdp2", *ZERO):
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
     if not sharded and not run.full_model.is_file():
         raise ConfigError(

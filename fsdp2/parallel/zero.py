@@ -32,7 +32,7 @@ def deepspeed_config(
     precision: str | None,
     reduce_dtype: str,
     cpu_offload: bool,
-    bucket_mb: float | None,
+    bucket_mb: float,
     overlap_comm: bool,
     device_type: str,
 ) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def deepspeed_config(
     if stage == 3:
         # Its own linear layer rounds the gradients of biases otherwise; torch's saves the parameters no longer either.
         zero["memory_efficient_linear"] = False
-    if bucket_mb is not None:
-        elements = max(1, int(bucket_mb * MIB_OF_FP32))
-        zero |= {"reduce_bucket_size": elements}
-        zero |= {"stage3_prefetch_bucket_size": elements} if stage == 3 else {"allgather_bucket_size": elements}
+    # DeepSpeed's own is 500 million elements, allocated whole in each backward: 2 GB, however small the model.
+    elements = max(1, int(bucket_mb * MIB_OF_FP32))
+    zero |= {"reduce_bucket_size": elements}
+    zero |= {"stage3_prefetch_bucket_size": elements} if stage == 3 else {"allgather_bucket_size": elements}
     if cpu_offload:
         place = {"device": "cpu", "pin_memory": device_type == "cuda"}
         zero |= {"offload_optimizer": place, **({"offload_param": place} if stage == 3 else {})}

@@ -150,16 +150,17 @@ class Ledger(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional"):
             name = exchange(operation)
             if name is not None:
-                self._collective(name, operation, (args, kwargs, result))
+                self._collective(name, operation, [*args, *(kwargs or {}).values(), result])
         return result
 
-    def _collective(self, name: str, operation: str, values: Any) -> None:
-        tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
-        for tensor in tensors.values():
+    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+        # Each argument by itself: a list of outputs is one exchange, of which the input may be a part.
+        groups = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in values]
+        for tensor in (tensor for group in groups for tensor in group):
             allocation = self._note(tensor, operation)
             if allocation is not None and allocation.kind is None:
                 allocation.kind = "communication"
-        largest = max(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        largest = max(sum(tensor.numel() * tensor.element_size() for tensor in group) for group in groups)
         self.collectives.append(Collective(name, largest, self.phases[-1].step))
 
     def _note(self, tensor: Tensor, operation: str) -> Allocation | None:

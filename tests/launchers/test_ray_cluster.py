@@ -39,13 +39,13 @@ def two_nodes() -> Iterator[Any]:
 
 
 class Program:
-    """`python -m launchers.ray_train` as a user starts it."""
+    """`python -m launchers.ray_train`, or another module, as a user starts it."""
 
-    def __init__(self, run: Path, *flags: str) -> None:
+    def __init__(self, run: Path, *flags: str, module: str = "launchers.ray_train") -> None:
         self.run, self.log = run, run.with_name("log")
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "launchers.ray_train", *small(run, *flags)],
+                [sys.executable, "-m", module, *small(run, *flags)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=python_environment(),
@@ -74,8 +74,8 @@ class Program:
 def start() -> Iterator[Callable[..., Program]]:
     started: list[Program] = []
 
-    def begin(*arguments: Any) -> Program:
-        started.append(Program(*arguments))
+    def begin(*arguments: Any, **options: Any) -> Program:
+        started.append(Program(*arguments, **options))
         return started[-1]
 
     yield begin
@@ -126,6 +126,26 @@ def test_ctrl_c_leaves_a_resumable_run_and_no_process(
     train(*flags, run="run", steps=last + 3)
     expected = losses(train(*flags, run="whole", steps=last + 3))
     assert losses_in(tmp_path / "run") == expected
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path, start: Callable[..., Program]) -> None:
+    flags = ["--search=lr=grid(2e-3, 1e-3)", "--trials=1", "--epochs=12", "--no-stop-early"]
+    program = start(tmp_path / "search", *flags, module="launchers.ray_tune")
+    program.wait_for("a result", lambda: "  epoch 2  accuracy" in program.log.read_text())
+    program.process.send_signal(signal.SIGINT)
+    assert program.process.wait(timeout=90) == 130, program.log.read_text()
+    assert "best: " not in program.log.read_text()
+    first = {path: len(losses_in(path)) for path in (tmp_path / "search").glob("run-*")}
+    assert all(steps < 12 * 45 for steps in first.values())
+
+    program = start(tmp_path / "search", *flags, module="launchers.ray_tune")
+    assert program.process.wait(timeout=280) == 0, program.log.read_text()
+    printed = program.log.read_text()
+    assert "going on with the search" in printed
+    assert "best: " in printed
+    runs = list((tmp_path / "search").glob("run-*"))
+    assert set(first) <= set(runs), "an interrupted trial was begun anew, in another folder"
+    assert [len(losses_in(run)) for run in runs] == [12 * 45] * 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.options import ConfigError
+from fsdp2.recording.timeline import file_name
 from fsdp2.rundir import WriterLock
 from launchers import ray_train
 from tests.harness import full_files, losses, of_kind, same
@@ -29,7 +30,7 @@ def test_losses_reports_and_artifacts(train: Train, tmp_path: Path, capfd: pytes
     """Upstream's hang of FSDP2 under Ray (https://github.com/ray-project/ray/issues/57860) would be a time-out here."""
     flags = ["--checkpoint-every=2", "--global-batch-size=24"]
     expected = losses(train(*flags, run="torchrun"))
-    result = through_ray(tmp_path / "ray", *flags)
+    result = through_ray(tmp_path / "ray", *flags, "--memory-snapshot")
     assert losses_in(tmp_path / "ray") == expected
     assert same(full_files(tmp_path / "ray"), full_files(tmp_path / "torchrun"))
 
@@ -52,7 +53,13 @@ def test_losses_reports_and_artifacts(train: Train, tmp_path: Path, capfd: pytes
     assert folders["full_model"] == 1
 
     listed = capfd.readouterr().out.partition(f"artifacts in {tmp_path / 'ray'}:")[2]
-    for name in ("checkpoints/step-00000006/", "full_model/full-model.pt", "metrics.jsonl", ray_train.SNAPSHOT):
+    for name in (
+        "checkpoints/step-00000006/",
+        "full_model/full-model.pt",
+        "metrics.jsonl",
+        ray_train.SNAPSHOT,
+        file_name(1),
+    ):
         assert f"  {name}  " in listed
 
     # And torchrun goes on from there, on fewer and on more ranks.

@@ -209,3 +209,13 @@ def test_collectives_have_names_and_bytes(ranks: Ranks) -> None:
         names = [name for name, _ in result["collectives"]]
         assert names.count("all-gather") == 1
         assert names.count("reduce-scatter") == 1
+    # FSDP1 gathers into a list of tensors, FSDP2 into one: the same bytes, but for FSDP1's padding of its flat shards.
+    gathered = [
+        sum(
+            count
+            for name, count in ranks.run(_recorded, f"--strategy={strategy}")[0]["collectives"]
+            if "gather" in name
+        )
+        for strategy in ("fsdp1", "fsdp2")
+    ]
+    assert gathered[0] == pytest.approx(gathered[1], rel=0.05)
