@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +69,36 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     with ray_train.cluster(options, log_to_driver=False):
         ray_train.wants_gpu(options, config, ray_train.resources())
         remember(f"{storage}/{name}", what)
-        results = search(tune, options, config, space, storage, name)
+        with interruptible():
+            results = search(tune, options, config, space, storage, name)
     print("\n".join(table(results, tune, options, config, storage, name)))
-    if results.num_terminated + results.num_errors < len(results):
-        raise KeyboardInterrupt  # Tune has seen to an end of its own
     return results
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raises KeyboardInterrupt at the end if there was a Ctrl-C.
+
+    Tune has a handler of its own: it saves the state of the search, and returns what there is as if that were all, the
+    trials that it has ended included. It tells of it in its log alone.
+    """
+    stopped: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        told = record.getMessage()
+        if told.startswith("Stop signal received"):
+            stopped.append(told)
+        # What it says of how to go on is for its own users; ours is the same command again.
+        return not (stopped and record.levelno == logging.WARNING)
+
+    logger = logging.getLogger("ray.tune.tune")
+    logger.addFilter(look)
+    try:
+        yield
+    finally:
+        logger.removeFilter(look)
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def refuse_another_search(place: str, what: dict[str, Any]) -> None:
