@@ -62,9 +62,9 @@ def page(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str])
     )
     head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     said = "; ".join(f"{escape(str(key))}: {escape(str(value))}" for key, value in facts.items())
-    body = (
-        f"<p>{said}</p><p><b>{'<br>'.join(escape(line) for line in lines)}</b></p><table><tr>{head}</tr>{table}</table>"
-    )
+    advised = "<br>".join(escape(line) for line in lines)
+    measured = f"<div class=wide><table><tr>{head}</tr>{table}</table></div>"
+    body = f"<p>{said}</p><p><b>{advised}</b></p>{measured}"
     return themed("Strategies compared", body, [_scatter(found), _bars(found)])
 
 

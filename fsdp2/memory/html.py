@@ -58,6 +58,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--rule);
   white-space: nowrap; }
 i { display: inline-block; width: .8em; height: .8em; margin-right: .45em; border-radius: 2px; }
+div.wide { overflow-x: auto; }
 button { float: right; font: inherit; color: inherit; background: none; border: 1px solid var(--rule);
   border-radius: 4px; }
 </style>

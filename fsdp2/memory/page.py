@@ -43,7 +43,7 @@ def page(line: Timeline, source: str) -> str:
         title,
         f"<p>{escape(summary)}</p><table>{kinds}</table>",
         [_figure(line, at, most)],
-        f"<h2>Alive at the peak</h2><table>{_alive(line, at)}</table>",
+        f"<h2>Alive at the peak</h2><div class=wide><table>{_alive(line, at)}</table></div>",
     )
 
 

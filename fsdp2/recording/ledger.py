@@ -143,7 +143,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it become the operations on its local tensors, and their collectives
         result = func(*args, **(kwargs or {}))
-        namespace, _, operation = str(func).partition(".")
+        namespace, operation = str(func).split(".")[:2]
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._note(tensor, operation)

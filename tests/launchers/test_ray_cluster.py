@@ -129,14 +129,14 @@ def test_ctrl_c_leaves_a_resumable_run_and_no_process(
 
 
 def test_an_interrupted_search_goes_on(tmp_path: Path, start: Callable[..., Program]) -> None:
-    flags = ["--search=lr=grid(2e-3, 1e-3)", "--trials=1", "--epochs=12", "--no-stop-early"]
+    flags = ["--search=lr=grid(2e-3, 1e-3)", "--trials=1", "--epochs=6", "--no-stop-early"]
     program = start(tmp_path / "search", *flags, module="launchers.ray_tune")
     program.wait_for("a result", lambda: "  epoch 2  accuracy" in program.log.read_text())
     program.process.send_signal(signal.SIGINT)
     assert program.process.wait(timeout=90) == 130, program.log.read_text()
     assert "best: " not in program.log.read_text()
     first = {path: len(losses_in(path)) for path in (tmp_path / "search").glob("run-*")}
-    assert all(steps < 12 * 45 for steps in first.values())
+    assert all(steps < 6 * 45 for steps in first.values())
 
     program = start(tmp_path / "search", *flags, module="launchers.ray_tune")
     assert program.process.wait(timeout=280) == 0, program.log.read_text()
@@ -145,7 +145,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, start: Callable[..., Prog
     assert "best: " in printed
     runs = list((tmp_path / "search").glob("run-*"))
     assert set(first) <= set(runs), "an interrupted trial was begun anew, in another folder"
-    assert [len(losses_in(run)) for run in runs] == [12 * 45] * 2
+    assert [len(losses_in(run)) for run in runs] == [6 * 45] * 2
 
 
 @pytest.mark.parametrize(
