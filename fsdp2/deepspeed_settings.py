@@ -64,16 +64,16 @@ def _over(ours: Any, theirs: Any) -> Any:
 
 
 def check_installed(config: Config, device_type: str) -> None:
-    """Raises ConfigError if DeepSpeed, or what it builds itself with, isn't there."""
+    """Raises ConfigError if DeepSpeed, or what it builds itself with, isn't there, or can't do it on the device."""
     flag = f"--strategy {config.strategy}"
+    if device_type == "cpu" and config.mixed_precision == "fp16":
+        raise ConfigError(
+            f"--mixed-precision fp16 with {flag} on the CPU: DeepSpeed has no fp16 there; use bf16, or --strategy fsdp2"
+        )
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"{flag}: DeepSpeed isn't installed; after torch, pip install --no-build-isolation "
             "'fsdp2-reference[deepspeed]'"
-        )
-    if device_type == "cpu" and config.mixed_precision == "fp16":
-        raise ConfigError(
-            f"--mixed-precision fp16 with {flag} on the CPU: DeepSpeed has no fp16 there; use bf16, or --strategy fsdp2"
         )
     if device_type == "cpu":
         missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]

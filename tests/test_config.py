@@ -106,7 +106,7 @@ BAD = [
     (["--strategy", "fsdp1", "--dcp-api"], ["--dcp-api with --strategy fsdp1", "drop --dcp-api"]),
     (["--profile", "--memory-snapshot"], ["--profile with --memory-snapshot", "use one after the other"]),
     (["--memory-limit", "lots"], ["--memory-limit lots: must be a number of bytes such as 500MB"]),
-    (["--strategy", "zero3"], ["--strategy zero3", "fsdp2"]),
+    (["--strategy", "zero4"], ["--strategy zero4", "did you mean zero3?"]),
     (["--shard-granularity", "root", "--explicit-prefetching"], ["nothing to prefetch"]),
     (["--shard-granularity", "block"], ["--shard-granularity block", "layer or root"]),
     (["--reshard-after-forward", "1"], ["--reshard-after-forward 1", "true, false"]),

@@ -221,8 +221,15 @@ def test_make_test_runs_tox_and_help_lists_every_target() -> None:
         line.split(":")[0] for line in text.splitlines() if line[:1].isalpha() and ":" in line and "=" not in line
     }
     listed = {line.split()[1] for line in out.splitlines() if line.startswith("  make ")}
-    assert targets <= listed
+    assert targets - {"ray-train-%"} <= listed
+    assert "Each train-… also as ray-train-…" in out
     assert {"train", "resume", "infer", "test", "test-oldest", "lint", "clean", "train-all", "train-hsdp"} <= listed
+
+
+def test_each_variant_is_there_through_ray() -> None:
+    status, out, _ = make("-n", "ray-train-hsdp", "ARGS=--epochs 3")
+    assert status == 0
+    assert "-m launchers.ray_train --num-workers 4 --replicas 2 --epochs 3" in out
 
 
 def test_make_without_a_run_says_so(tmp_path: Path) -> None:
