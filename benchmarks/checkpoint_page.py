@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_sides import has_torch_checkpointing
-from tables import lines_of, machine, spread, table
+from tables import lines_of, machine, spread
+
+from fsdp2.compare.report import markdown_table
 
 UNHASHED, UNSYNCED, BACKGROUND = "ours, nothing hashed", "ours, nothing synced", "ours, asynchronous"
 NO_GPU = "not measured: no GPU"
@@ -52,9 +54,11 @@ def page(found: Found, facts: dict[str, str], gpu: bool) -> str:
         rows.append((name, *(column(found, name, key) for key in ("call", "wait", "stall", "durable")), *against))
     if "torch_checkpointing" not in found:
         rows.append(("torch_checkpointing", "not measured: `pip install torch-checkpointing`"))
-    saving = table(("", "call", "wait", "stall, both", "durable", "stall ÷ `dcp.save`", "durable ÷ `dcp.save`"), rows)
+    saving = markdown_table(
+        ("", "call", "wait", "stall, both", "durable", "stall ÷ `dcp.save`", "durable ÷ `dcp.save`"), rows
+    )
     plain: list[tuple[str, ...]] = [("no save", column(found, "no save", "step"))]
-    beside = table(
+    beside = markdown_table(
         ("", "step", "÷ no save", "lost in all"),
         plain
         + [
@@ -68,7 +72,7 @@ def page(found: Found, facts: dict[str, str], gpu: bool) -> str:
             if found[name][0]["steps"]
         ],
     )
-    costs = table(
+    costs = markdown_table(
         ("", "durable", "÷ ours"),
         [
             (name, column(found, name, "durable"), spread(ratios(found, "durable", name, "ours")))

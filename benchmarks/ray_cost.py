@@ -19,8 +19,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from tables import machine, spread, table
+from tables import machine, spread
 
+from fsdp2.compare.report import markdown_table
 from fsdp2.options import Parser
 from launchers.parity import command
 
@@ -92,7 +93,7 @@ pair.
 - Load: {load:.1f} processes in the minute before
 - Versions: Python {platform.python_version()}, torch {version("torch")}, ray {version("ray")}
 
-{table(("", "torchrun", "ray", "ray / torchrun"), rows)}
+{markdown_table(("", "torchrun", "ray", "ray / torchrun"), rows)}
 
 Aims: a step 1.00 ± 0.02, and a whole run of two minutes at most 1.15 times as long. Measured: {ratios["step, ms"]}
 and {ratios["whole run, s"]}. A step's time is the median after {WARM_UP_STEPS} of warming up; evaluations, checkpoints

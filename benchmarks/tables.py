@@ -11,11 +11,6 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *(row + ("",) * (len(head) - len(row)) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-
-
 def lines_of(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 

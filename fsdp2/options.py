@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import tomllib
@@ -125,6 +126,12 @@ def check_values(config: Any) -> None:
             object.__setattr__(config, field.name, field.metadata["parse"](value))
         except ValueError as error:
             raise ConfigError(f"{flag_of(field.name)} {value}: {error}") from None
+
+
+def require(module: str, extra: str, what: str) -> None:
+    """Raises ConfigError, naming the extra to install, if a module that `what` needs isn't there."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{what}: {module} isn't installed; pip install 'fsdp2-reference[{extra}]'")
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.config import Config
-from fsdp2.recording.ledger import Allocation
+from fsdp2.recording.ledger import Allocation, by_kind
 from fsdp2.units import size
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -20,14 +20,6 @@ def report(alive: Sequence[Allocation], config: Config, device: str, world_size:
     lines.append("what would have saved some of it, at that moment:")
     lines += [f"  {flag:44}about {size(saved)}" for flag, saved in found]
     return "\n".join(lines)
-
-
-def by_kind(alive: Sequence[Allocation]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for allocation in alive:
-        kind = allocation.kind or "temporary"
-        sizes[kind] = sizes.get(kind, 0) + allocation.bytes
-    return sizes
 
 
 def remedies(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import settings
@@ -22,6 +21,7 @@ from fsdp2.parallel import ddp, fsdp1, fsdp2, precision, zero
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.groups import shard_groups
+from fsdp2.parallel.inspect import local
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.none import NoneEngine
 from fsdp2.parallel.optimizer import make_optimizer
@@ -157,10 +157,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ValueError(f"{' '.join(patterns)}: would freeze every parameter and leave nothing to train")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool) -> None:
     """Give a model on meta its memory; with offload, parameters on the CPU and buffers where they are used."""
     model.to_empty(device="cpu" if cpu_offload else device)
@@ -174,7 +170,7 @@ def poison(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             if tensor.is_floating_point() or tensor.is_complex():
-                _local(tensor).fill_(math.nan)
+                local(tensor).fill_(math.nan)
 
 
 def check_initialised(model: nn.Module) -> None:
@@ -183,6 +179,6 @@ def check_initialised(model: nn.Module) -> None:
     on_meta = [name for name, tensor in named if tensor.is_meta]
     if on_meta:
         raise RuntimeError(f"{len(on_meta)} tensors were left on meta: {', '.join(on_meta)}")
-    unset = [name for name, tensor in named if _local(tensor).isnan().any()]  # integers have no NaN and pass
+    unset = [name for name, tensor in named if local(tensor).isnan().any()]  # integers have no NaN and pass
     if unset:
         raise RuntimeError(f"{len(unset)} of {len(named)} tensors were not initialised: {', '.join(unset)}")

@@ -3,7 +3,6 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import socket
@@ -23,7 +22,7 @@ from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
-from fsdp2.options import ConfigError, to_flags
+from fsdp2.options import ConfigError, require, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
 from fsdp2.runtime import World, broadcast, gather
@@ -183,12 +182,10 @@ def check_versions(config: Config) -> None:
             f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
             "install a newer torch and the torchvision that belongs to it"
         )
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard: tensorboard isn't installed; pip install 'fsdp2-reference[tensorboard]'")
-    if config.profile and importlib.util.find_spec("plotly") is None:
-        raise ConfigError(
-            "--profile: plotly isn't installed, which its page needs; pip install 'fsdp2-reference[plots]'"
-        )
+    if config.tensorboard:
+        require("tensorboard", "tensorboard", "--tensorboard")
+    if config.profile:
+        require("plotly", "plots", "--profile")
     if config.compile and not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
         raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
 

@@ -45,7 +45,7 @@ RULES = (
     Rule(("inspect",), ("fsdp2",), "has no DTensor parameters"),
     Rule(("bucket_mb",), ("ddp", *ZERO), "doesn't reduce gradients in buckets of a chosen size"),
     Rule(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), ("fsdp1",), "isn't FSDP1"),
-    Rule(("overlap_comm", "deepspeed_config"), ("zero1", "zero2", "zero3"), "isn't DeepSpeed's"),
+    Rule(("overlap_comm", "deepspeed_config"), ZERO, "isn't DeepSpeed's"),
 )
 
 

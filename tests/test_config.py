@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "fsdp2-reference[tensorboard]" in _refused(Config(run_dir=str(tmp_path / "run"), tensorboard=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.fsdp1 import PREFETCH, SHARDING
+from fsdp2.train import main
 from tests.harness import Ranks, losses, make_engine, one_step
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -45,6 +47,14 @@ def test_a_flag_that_would_do_nothing_is_refused(values: dict[str, Any], part: s
         Config(**values)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_fsdp1_offloads_on_a_gpu_alone(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="FSDP1 offloads through pinned memory, which needs a GPU's driver; use --str"
+    ):
+        main(Config(strategy="fsdp1", cpu_offload=True, device="cpu", run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_sharding_strategy_and_prefetch_of_fsdp1_has_a_name() -> None:

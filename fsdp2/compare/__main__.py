@@ -6,8 +6,9 @@ checkpoints. Every other flag is one of `fsdp2.train`'s.
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,13 +24,15 @@ from fsdp2.compare.measure import Measured, measure
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.config import Config
 from fsdp2.console import short
-from fsdp2.options import ConfigError, flag_of, make_parser, read_values, unknown, whole
+from fsdp2.options import ConfigError, flag_of, make_parser, read_values, require, unknown, whole
 from fsdp2.rundir import environment
 from fsdp2.strategies import STRATEGIES
 from fsdp2.units import byte_count
 
 # What a comparison decides itself.
 OURS = ("strategy", "run_dir", "resume", "resume_partial", "max_steps", "epochs", "memory_snapshot", "save_model")
+INSTEAD = {"strategy": "--strategies", "max_steps": "--steps", "epochs": "--steps"}
+WARM_UP = 5  # steps in which caches fill and torch still compiles what it compiles lazily
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Measured]:
@@ -37,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     options, training = _parse(arguments)
     table = rows(options["strategies"], options["variants"], training, options["nproc"])
     out = Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}")
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError("plotly isn't installed, and the page is made with it; pip install 'fsdp2-reference[plots]'")
+    require("plotly", "plots", "the page")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(table, Path(folder), steps=steps, warm_up=warm_up, repeats=repeats, say=say)
     facts = {
-        "command": "python -m fsdp2.compare " + " ".join(arguments if arguments is not None else _argv()),
+        "command": "python -m fsdp2.compare " + shlex.join(arguments if arguments is not None else sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
         **environment(options["nproc"]),
         "load before": f"{load:.1f} processes",
@@ -66,9 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     print("\n".join(lines))
     print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json")
     return found
-
-
-WARM_UP = 5  # steps in which caches fill and torch still compiles what it compiles lazily
 
 
 def write(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str], out: Path) -> None:
@@ -98,7 +97,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
     given = vars(parser.parse_args(arguments))
     for name in OURS:
         if name in given:
-            raise ConfigError(f"{flag_of(name)}: a comparison decides this itself; drop it" + _instead(name))
+            instead = f", or use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise ConfigError(f"{flag_of(name)}: a comparison decides this itself; drop it{instead}")
     defaults = {"strategies": "ddp,fsdp1,fsdp2", "variants": "default", "nproc": 2, "steps": 20, "repeats": 3}
     values: dict[str, Any] = {"budget": None, "out": None, **defaults}
     values |= {name: given.pop(name) for name in list(values) if name in given}
@@ -116,23 +116,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
     return values, read_values(Config, given)
 
 
-def _instead(name: str) -> str:
-    return {"strategy": ", or use --strategies", "max_steps": ", or use --steps", "epochs": ", or use --steps"}.get(
-        name, ""
-    )
-
-
 def _memory(ranks: int, training: dict[str, Any]) -> int:
     """What each rank may use: the memory of its GPU, or its share of the machine's."""
     if training.get("device") != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-
-
-def _argv() -> list[str]:
-    import sys
-
-    return sys.argv[1:]
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def exchange_table(found: Sequence[Measured]) -> str:
 
     def cell(row: Measured, name: str) -> str:
         count, amount = row.exchanges.get(name, (0, 0))
-        return f"{count} × , {size(amount)}".replace(" × ,", ",") if count else "none"
+        return f"{count}, {size(amount)}" if count else "none"
 
     return markdown_table(["variant", *names], [[row.name, *(cell(row, name) for name in names)] for row in good])
 

@@ -6,7 +6,6 @@ without a network.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fsdp2 import runtime
 from fsdp2.checkpoint.places import open_files
 from fsdp2.console import short
 from fsdp2.memory.read import exchanges, read_timelines
-from fsdp2.options import ConfigError, Parser
+from fsdp2.options import ConfigError, Parser, require
 from fsdp2.recording.timeline import Timeline, file_name
 from fsdp2.units import size
 
@@ -31,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     print(summary(lines))
     if options.no_pages:
         return []
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError(
-            "plotly isn't installed, and the pages are made with it; pip install 'fsdp2-reference[plots]'"
-        )
+    require("plotly", "plots", "the pages")
     from fsdp2.memory.page import page
 
     out = Path(options.out or ("." if "://" in options.run else options.run))

@@ -68,8 +68,11 @@ class Engine:
             "buffers": list(self.model.buffers()),
             "parameters": list(self.model.parameters()),
             "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
-            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "gradients": self.gradients(),
         }
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def begin_step(self) -> None:
         """Called before the data of a step is read."""

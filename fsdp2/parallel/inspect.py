@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -14,6 +14,11 @@ from torch.distributed.tensor.placement_types import Placement
 def groups_of(model: nn.Module) -> list[FSDPModule]:
     """The modules that `fully_shard` was applied to, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: its shard, or all of a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def expected_placements(replicas: int) -> tuple[Placement, ...]:
@@ -27,9 +32,9 @@ def state_bytes(model: nn.Module, states_per_parameter: int) -> int:
     """
     total = 0
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        shard = local(parameter)
         copies = 2 + states_per_parameter if parameter.requires_grad else 1
-        total += local.numel() * local.element_size() * copies
+        total += shard.numel() * shard.element_size() * copies
     return total
 
 
@@ -87,9 +92,9 @@ def report(model: nn.Module, plain_type: type, *, replicas: int, compute: torch.
     lines = [f"{'parameter':<52} {'global shape':<16} {'local shape':<16} {'placement':<24} sharded -> gathered"]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole, local = str(tuple(parameter.shape)), str(tuple(parameter.to_local().shape))
+        whole, here = str(tuple(parameter.shape)), str(tuple(parameter.to_local().shape))
         placed = ", ".join(map(repr, parameter.placements))
         low, high = (str(dtype).removeprefix("torch.") for dtype in dtypes[name])
-        lines.append(f"{name:<52} {whole:<16} {local:<16} {placed:<24} {low} -> {high}")
+        lines.append(f"{name:<52} {whole:<16} {here:<16} {placed:<24} {low} -> {high}")
     lines.append(f"checked: {summary(model)}; it is an FSDPModule and a {plain_type.__name__}")
     return lines

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.parallel.inspect import local
 from fsdp2.parallel.optimizer import make_optimizer
 
 
@@ -33,27 +34,24 @@ class Shadow:
 
     def __init__(self, engine: Any, flat: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
         self.model, self._engine, self._flat = model, engine, flat
-        self._lr = flat.param_groups[0]["lr"]
-        materialise(engine.optimizer, flat, name, self._lr)
-        self.optimizer = make_optimizer(name, model.parameters(), self._lr)
-        self._bytes = {id(storage): (storage, storage.nbytes()) for storage in self._storages()}
+        lr = flat.param_groups[0]["lr"]
+        materialise(engine.optimizer, flat, name, lr)
+        self.optimizer = make_optimizer(name, model.parameters(), lr)
+        self._memory = [(storage, storage.nbytes()) for storage in self._storages()]
         self.empty()
 
     def empty(self) -> None:
         """Give the memory back, until the next `fill`."""
-        for storage, _ in self._bytes.values():
+        for storage, _ in self._memory:
             storage.resize_(0)
-
-    def allocate(self) -> None:
-        for storage, size in self._bytes.values():
-            storage.resize_(size)
 
     @torch.no_grad()
     def fill(self) -> None:
         """Copy the training's state into model and optimizer."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        self.allocate()
+        for storage, size in self._memory:
+            storage.resize_(size)
         for ours, theirs in self._pairs():
             if not theirs.requires_grad:
                 with whole(theirs, write=False):
@@ -105,10 +103,6 @@ class Shadow:
                     value.copy_(counters[key])
         for there, here in zip(source.param_groups, target.param_groups, strict=True):
             here.update({key: value for key, value in there.items() if key != "params"})
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -167,10 +167,9 @@ class Ledger(TorchDispatchMode):
         """The allocation behind a tensor, entered if it is new; None if it has no memory of its own."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # a tensor without storage, such as a sparse one or one on meta
-            return None
+        if tensor.layout is not torch.strided:
+            return None  # a sparse tensor has no storage: its indices and values, tensors themselves, are what counts
+        storage = tensor.untyped_storage()
         known = self._live.get(id(storage))
         if known is not None and known[0]() is storage:
             return known[1]
@@ -261,6 +260,14 @@ def kind_of(allocation: Allocation, phases: Sequence[Phase]) -> str:
         return "data"
     outlived = allocation.last_phase is None or allocation.last_phase > allocation.phase
     return "activations" if phase == "forward" and outlived else "temporary"
+
+
+def by_kind(allocations: Iterable[Allocation]) -> dict[str, int]:
+    """Bytes of each kind that there is, in the order of KINDS."""
+    sizes = dict.fromkeys(KINDS, 0)
+    for allocation in allocations:
+        sizes[allocation.kind or "temporary"] += allocation.bytes
+    return {kind: count for kind, count in sizes.items() if count}
 
 
 @contextmanager

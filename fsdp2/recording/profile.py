@@ -93,7 +93,7 @@ def timeline_of(trace: dict[str, Any], device: int, facts: dict[str, Any]) -> Ti
         key=lambda e: e["ts"],
     )
     noted = [e for e in events if e.get("cat") == "user_annotation" and " of step " in e["name"]]
-    start = min(e["ts"] for e in [*memory, *noted])
+    start = min((e["ts"] for e in [*memory, *noted]), default=0.0)
     phases = [Phase("start", 0, 0.0)]
     for event in sorted(noted, key=lambda e: e["ts"]):
         name, _, step = event["name"].partition(" of step ")

@@ -37,7 +37,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """A listener of Phases."""
         if self.ledger.phases[-1].name == "backward":
             # Before a step ends that sets them free: which tensors are gradients their parameters alone know.
-            self.ledger.mark("gradients", self.engine.held()["gradients"])
+            self.ledger.mark("gradients", self.engine.gradients())
         self.ledger.phase(name, step)
 
     def timeline(self) -> Timeline:
@@ -58,7 +58,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.ledger.mark("gradients", self.engine.held()["gradients"])  # a step may have been cut short
+        self.ledger.mark("gradients", self.engine.gradients())  # a step may have been cut short
         self.ledger.__exit__(kind, error, trace)
         rank = self.facts["rank"]
         history = cuda_history.take() if self.has_history else None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2.recording.ledger import KINDS, Allocation, Collective, Phase
+from fsdp2.recording.ledger import KINDS, Allocation, Collective, Phase, by_kind
 
 VERSION = 1
 
@@ -52,10 +51,7 @@ class Timeline:
 
     def by_kind(self, when: float) -> dict[str, int]:
         """Bytes of each kind at a moment."""
-        sizes: Counter[str] = Counter()
-        for allocation in self.alive(when):
-            sizes[allocation.kind or "temporary"] += allocation.bytes
-        return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
+        return by_kind(self.alive(when))
 
     def phase_at(self, when: float) -> Phase:
         return [phase for phase in self.phases if phase.began <= when][-1]

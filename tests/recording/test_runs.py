@@ -54,6 +54,12 @@ def test_profiling_changes_no_loss(train: Train, tmp_path: Path) -> None:
         assert "Alive at the peak" in (tmp_path / "profiled" / f"rank{rank}_memory_profile.html").read_text()
 
 
+def test_a_finished_run_has_nothing_to_profile_and_ends_well(train: Train, tmp_path: Path) -> None:
+    train(run="run", steps=2)
+    assert losses(train("--profile", run="run", steps=2)) == []
+    assert (tmp_path / "run" / "rank0_memory_profile.html").is_file()
+
+
 def test_the_summary_and_the_pages(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("--memory-snapshot", run="run", steps=3)
     pages = memory.main([str(tmp_path / "run"), f"--out={tmp_path / 'pages'}"])
