@@ -44,6 +44,11 @@ $(VENV)/.deepspeed: $(VENV)/.installed
 	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,deepspeed]'
 	@touch $@
 
+# What benchmarks/steps.py compares with.
+$(VENV)/.bench: $(VENV)/.deepspeed
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,deepspeed,bench]'
+	@touch $@
+
 $(VENV)/.tools: $(BIN)/uv constraints.txt
 	$(UV) tox tox-uv
 	@touch $@
@@ -141,6 +146,10 @@ train-zero3: $(VENV)/.deepspeed  ## DeepSpeed ZeRO: parameters sharded too
 train-zero-offload: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer state in CPU memory
 	$(ZERO) zero3 --cpu-offload $(ARGS)
 
+.PHONY: train-zero-nvme
+train-zero-nvme: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer state in files (needs libaio-dev)
+	$(ZERO) zero3 --nvme-offload runs/nvme $(ARGS)
+
 .PHONY: train-snapshot
 train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and show it
 	$(TRAIN) --memory-snapshot --run-dir runs/snapshot-$(STAMP) --max-steps 12 $(ARGS)
@@ -153,6 +162,10 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 .PHONY: compare
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/step-benchmark.md)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/torchrun --nproc_per_node $(NPROC) benchmarks/steps.py $(ARGS)
 
 .PHONY: ray-train
 ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers

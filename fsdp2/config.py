@@ -19,6 +19,7 @@ from fsdp2.options import (
     number,
     one_of,
     option,
+    optional_switch,
     or_off,
     patterns,
     read_values,
@@ -27,6 +28,7 @@ from fsdp2.options import (
     unknown,
     whole,
 )
+from fsdp2.parallel.optimizer import FUSED
 from fsdp2.strategies import STRATEGIES, check_strategy
 from fsdp2.units import byte_count
 
@@ -78,6 +80,9 @@ class Config:
     # The optimizer.
     optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), metavar="|".join(OPTIMIZERS))
     lr: float = option(1e-3, "learning rate", number(0, 1000, open_minimum=True))
+    fused_optimizer: bool | None = option(
+        None, "one kernel for the whole update; unset = on a GPU, where the optimizer has one", optional_switch
+    )
     gamma: float = option(
         0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
     )
@@ -134,6 +139,9 @@ class Config:
     )
     reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of("fp32", "bf16", "fp16"))
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
+    nvme_offload: str | None = option(
+        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", text
+    )
     activation_checkpointing: Literal["block", "op"] | None = option(
         None,
         "recompute activations in backward; bare = block; op keeps matmuls",
@@ -195,6 +203,7 @@ class Config:
         for check in (
             self._check_data,
             self._check_batches,
+            self._check_optimizer,
             self._check_precision,
             self._check_resume,
             self._check_observing,
@@ -219,6 +228,13 @@ class Config:
             raise ConfigError(
                 f"--global-batch-size {self.global_batch_size} with --grad-accumulation {self.grad_accumulation}: "
                 "a microbatch would be empty; raise the one or lower the other"
+            )
+
+    def _check_optimizer(self) -> None:
+        if self.fused_optimizer and self.optimizer not in FUSED:
+            raise ConfigError(
+                f"--fused-optimizer with --optimizer {self.optimizer}: torch has none for sharded parameters; use "
+                f"--optimizer {' or '.join(FUSED)}, or drop --fused-optimizer"
             )
 
     def _check_precision(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
-from fsdp2.parallel.zero import deepspeed_config
+from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
 
 BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
 
@@ -25,6 +25,7 @@ def settings(config: Config, device_type: str) -> dict[str, Any]:
         precision=config.mixed_precision,
         reduce_dtype=config.reduce_dtype,
         cpu_offload=config.cpu_offload,
+        nvme_offload=config.nvme_offload,
         bucket_mb=config.bucket_mb or BUCKET_MB,
         overlap_comm=config.overlap_comm,
         device_type=device_type,
@@ -75,6 +76,8 @@ def check_installed(config: Config, device_type: str) -> None:
             f"{flag}: DeepSpeed isn't installed; after torch, pip install --no-build-isolation "
             "'fsdp2-reference[deepspeed]'"
         )
+    if config.nvme_offload is not None:
+        _check_files(config.nvme_offload, device_type)
     if device_type == "cpu":
         missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
         if missing:
@@ -82,3 +85,22 @@ def check_installed(config: Config, device_type: str) -> None:
                 f"{flag}: DeepSpeed builds its communication for the CPU when it is first used, and "
                 f"{' and '.join(missing)} can't be found; install what is missing"
             )
+
+
+def _check_files(folder: str, device_type: str) -> None:
+    """Raises ConfigError if DeepSpeed can't keep state in files of that folder."""
+    flag = f"--nvme-offload {folder}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: can't be written ({error.strerror}); choose a folder that can") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag}: can't be written; choose a folder that can")
+    choose_accelerator(device_type)
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(
+            f"{flag}: DeepSpeed builds its file I/O with libaio, whose header or library can't be found; install "
+            "libaio-dev, or say where they are in CFLAGS and LDFLAGS"
+        )

@@ -108,6 +108,10 @@ def switch(value: Any) -> bool:
     return value
 
 
+def optional_switch(value: Any) -> bool | None:
+    return None if value is None else switch(value)
+
+
 def unknown(value: str, choices: Sequence[str]) -> str:
     close = difflib.get_close_matches(value, choices, 1)
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
@@ -173,7 +177,7 @@ def add_options(parser: argparse._ActionsContainer, options: type) -> None:
         meta, flag = field.metadata, flag_of(field.name)
         shown = "unset" if field.default in (None, ()) else field.default
         settings: dict[str, Any] = {"help": f"{meta['help']} (default: {shown})".replace("%", "%%")}
-        if meta["parse"] is switch:
+        if meta["parse"] in (switch, optional_switch):
             settings["action"] = argparse.BooleanOptionalAction
         else:
             settings["metavar"] = meta["metavar"] or "VALUE"

@@ -112,7 +112,9 @@ def parallelize(
         scaler = fsdp1.gradient_scaler(device.type, config.mixed_precision)
     elif config.strategy == "ddp":
         model = ddp.replicate(model, mesh, config.bucket_mb)
-    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr) if training else None
+    optimizer = None
+    if training:
+        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=config.fused_optimizer)
 
     if config.strategy == "fsdp2":
         return fsdp2.FSDP2Engine(model, optimizer, scaler, early_unshard=any(config.prefetches))
@@ -127,7 +129,8 @@ def with_deepspeed(
 ) -> zero.ZeROEngine:
     """The engine of a ZeRO strategy, from a model with its initial values. DeepSpeed shards it itself."""
     # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
-    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, materialised=False)
+    fused = config.fused_optimizer
+    optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=fused, materialised=False)
     deepspeed = settings(config, device.type)
     engine = zero.initialize(model, optimizer, deepspeed, device)
     # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.

@@ -46,6 +46,7 @@ RULES = (
     Rule(("bucket_mb",), ("ddp", *ZERO), "doesn't reduce gradients in buckets of a chosen size"),
     Rule(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), ("fsdp1",), "isn't FSDP1"),
     Rule(("overlap_comm", "deepspeed_config"), ZERO, "isn't DeepSpeed's"),
+    Rule(("nvme_offload",), ("zero3",), "can't keep its state in files"),
 )
 
 
@@ -109,6 +110,8 @@ def _check_zero(config: Any) -> None:
             f"--compile with --strategy {config.strategy}: DeepSpeed's hooks inside of compiled blocks break their "
             "graphs; use --strategy fsdp2 or drop --compile"
         )
+    if config.nvme_offload is not None and config.cpu_offload:
+        raise ConfigError("--nvme-offload with --cpu-offload: both say where the state is kept; drop one of them")
     if config.async_checkpoint is not None:
         raise ConfigError(
             f"--async-checkpoint with --strategy {config.strategy}: bringing the flat shards into the form of a "

@@ -95,6 +95,7 @@ BAD = [
     (["--batch-size", "1.5"], ["--batch-size 1.5", "whole number"]),
     (["--epochs", "many"], ["--epochs many", "whole number"]),
     (["--clip-grad-norm", "0"], ["--clip-grad-norm 0", "above 0"]),
+    (["--fused-optimizer", "--optimizer", "sgd"], ["--fused-optimizer with --optimizer sgd", "drop --fused-optimizer"]),
     (["--dataset", "source-text"], ["--dataset source-text with --model vit", "fashion-mnist"]),
     (["--model", "transformer", "--dataset", "digits"], ["takes language data", "source-text"]),
     (["--data-root", "x"], ["--data-root with --dataset digits", "fashion-mnist"]),

@@ -139,6 +139,19 @@ def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train, tmp_pa
         assert not any("layers.encoder_layer_0" in name or "conv_proj" in name for name in changed)
 
 
+@pytest.mark.parametrize("flags", ["", "--strategy=ddp", "--mixed-precision=fp16 --optimizer=adamw"])
+def test_a_fused_update_rounds_otherwise_and_goes_on_with_the_same_state(train: Train, flags: str) -> None:
+    plain = losses(train(*flags.split(), run="plain"))
+    fused = [*flags.split(), "--fused-optimizer"]
+    assert relative(losses(train(*fused, run="fused")), plain) < 1e-5
+    # A checkpoint doesn't say how the update is computed: each kind goes on from the other's.
+    for run, first, then in (("to", flags.split(), fused), ("from", fused, flags.split())):
+        train(*first, run=run, steps=3)
+        events = train(*then, run=run)
+        assert of_kind(events, "resume")[0]["step"] == 3
+        assert relative(losses(events), plain[3:]) < 1e-5
+
+
 def test_seed_decides_the_losses(train: Train) -> None:
     first = losses(train(run="first"))
     assert losses(train(run="again")) == first

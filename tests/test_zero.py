@@ -185,6 +185,7 @@ def _config(**values: Any) -> dict[str, Any]:
         "precision": None,
         "reduce_dtype": "fp32",
         "cpu_offload": False,
+        "nvme_offload": None,
         "bucket_mb": 25,
         "overlap_comm": False,
         "device_type": "cpu",
@@ -204,6 +205,9 @@ def test_flags_become_deepspeeds_configuration() -> None:
     offload = _config(cpu_offload=True, stage=3, device_type="cuda")["zero_optimization"]
     assert offload["offload_optimizer"] == offload["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert "offload_param" not in _config(cpu_offload=True)["zero_optimization"]
+    files = _config(nvme_offload="/disk", stage=3)["zero_optimization"]
+    assert files["offload_optimizer"]["nvme_path"] == files["offload_param"]["nvme_path"] == "/disk"
+    assert files["offload_param"]["device"] == "nvme"
     half = _config(precision="fp16", reduce_dtype="fp16")
     assert half["fp16"]["loss_scale_window"] == torch.amp.GradScaler("cpu").get_growth_interval()
     assert half["communication_data_type"] == "fp16"
@@ -249,6 +253,8 @@ def test_a_file_that_contradicts_the_flags_is_refused(tmp_path: Path, content: s
         ({"strategy": "ddp", "deepspeed_config": "x"}, "use --strategy zero1 or drop --deepspeed-config"),
         ({"strategy": "zero1", "resume_partial": True, "resume": "3"}, "--resume-partial with --strategy zero1"),
         ({"strategy": "zero1", "async_checkpoint": "wait"}, "--async-checkpoint with --strategy zero1"),
+        ({"strategy": "zero2", "nvme_offload": "x"}, "--nvme-offload with --strategy zero2: zero2 can't keep"),
+        ({"strategy": "zero3", "nvme_offload": "x", "cpu_offload": True}, "--nvme-offload with --cpu-offload"),
         ({"strategy": "zero2", "replicas": 2}, "--replicas with --strategy zero2"),
     ],
 )

@@ -66,19 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     write(found, facts, lines, out)
     print(report.terminal(found))
     print("\n".join(lines))
-    print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json")
+    print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json, memory.png")
     return found
 
 
 def write(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str], out: Path) -> None:
     """All forms of the result, into a folder."""
-    from fsdp2.compare.picture import page, write_image
+    from fsdp2.compare.picture import page, write_image, write_memory_image
 
     (out / "compare.md").write_text(report.as_markdown(found, facts, lines))
     (out / "compare.csv").write_text(report.as_csv(found))
     (out / "compare.json").write_text(report.as_json(found, facts, lines))
     (out / "compare.html").write_text(page(found, facts, lines))
     write_image(found, out / "compare.png")
+    write_memory_image(found, out / "memory.png")
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:

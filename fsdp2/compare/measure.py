@@ -15,11 +15,14 @@ from typing import Any
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.compare.variants import Row
 from fsdp2.config import Config
-from fsdp2.memory.read import exchanges, read_timelines
+from fsdp2.memory.read import exchanges, last_steps, read_timelines
+from fsdp2.memory.series import Series, series
 from fsdp2.options import to_flags
 from fsdp2.rundir import RunDir
 
 RECORDED_STEPS = 4
+SHOWN_STEPS = 2  # the pictures of memory over time
+POINTS = 1000
 
 
 class RunFailed(Exception):
@@ -39,6 +42,7 @@ class Measured:
     peak_bytes: int = 0
     reserved_bytes: int | None = None  # by the allocator of a GPU
     by_kind: dict[str, int] = field(default_factory=dict)  # at the peak
+    over_time: Series | None = None  # bytes by kind while it does its last steps
     exchanges: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> a step's count and bytes
     checkpoint_bytes: int = 0
     save_seconds: list[float] = field(default_factory=list)
@@ -93,6 +97,7 @@ def _recorded(row: Row, result: Measured, folder: Path, steps: int) -> None:
     line = max(lines, key=lambda line: line.peak()[1])
     at, result.peak_bytes = line.peak()
     result.by_kind = line.by_kind(at)
+    result.over_time = series(line, POINTS, last_steps(line, SHOWN_STEPS))
     result.exchanges = exchanges(line)
     if line.facts["device"] == "cuda":
         result.peak_bytes = max(line.facts["allocated_bytes"] for line in lines)

@@ -52,6 +52,39 @@ def write_image(found: Sequence[Measured], path: Path) -> None:
     pyplot.close(figure)
 
 
+def write_memory_image(found: Sequence[Measured], path: Path) -> None:
+    """A rank's memory by kind over its last steps, a panel for each row, all to one scale, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    good = [row for row in found if row.failed is None and row.over_time is not None and row.over_time.times]
+    columns = min(3, max(1, len(good)))
+    lines = max(1, -(-len(good) // columns))
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(5 * columns, 3 * lines + 0.6), layout="constrained", sharey=True, squeeze=False
+    )
+    drawn: dict[str, Any] = {}
+    for panel in grid.flat[len(good) :]:
+        panel.set_visible(False)
+    for row, panel in zip(good, grid.flat, strict=False):
+        curves = row.over_time
+        assert curves is not None
+        kinds = [kind for kind in COLOURS if kind in curves.bytes]
+        times = [1000 * (when - curves.times[0]) for when in curves.times]
+        heights = [[amount / 1e6 for amount in curves.bytes[kind]] for kind in kinds]
+        areas = panel.stackplot(times, heights, step="post", colors=[COLOURS[kind] for kind in kinds])
+        drawn |= dict(zip(kinds, areas, strict=True))
+        panel.set(title=row.name, xlabel="ms, slowed by recording")
+    for panel in grid[:, 0]:
+        panel.set_ylabel("MB of a rank")
+    kinds = [kind for kind in COLOURS if kind in drawn]
+    figure.legend([drawn[kind] for kind in kinds], kinds, loc="outside lower center", ncols=5, fontsize="small")
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
 def page(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]) -> str:
     """The page, which needs no network."""
     table = "".join(

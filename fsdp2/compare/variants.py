@@ -9,12 +9,17 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options import ConfigError, unknown
 
-# The names of https://docs.ray.io/en/latest/train/examples/pytorch/pytorch-fsdp/README.html, and what they set.
+# Most names are of https://docs.ray.io/en/latest/train/examples/pytorch/pytorch-fsdp/README.html; sizes of `wrap` are
+# those of https://docs.pytorch.org/tutorials/intermediate/FSDP1_tutorial.html.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "no-reshard": {"reshard_after_forward": False},
     "reshard": {"reshard_after_forward": True},
     "root": {"shard_granularity": "root"},
+    "pairs": {"shard_granularity": 2},
+    "wrap": {"min_wrap_params": 20000},
+    "wrap-100": {"min_wrap_params": 100},
+    "fused": {"fused_optimizer": True},
     "offload": {"cpu_offload": True},
     "fp16": {"mixed_precision": "fp16"},
     "bf16": {"mixed_precision": "bf16"},

@@ -28,6 +28,15 @@ def read_timelines(files: Files, place: str) -> list[Timeline]:
     return lines
 
 
+def last_steps(line: Timeline, count: int) -> tuple[float, float]:
+    """From when to when the last whole training steps went, in seconds since recording began."""
+    ends = [phase for phase in line.phases if phase.name == "between" and phase.step > 0]
+    trained = [phase for phase in ends if any(p.name == "optimizer" and p.step == phase.step for p in line.phases)]
+    first, last = trained[-count:][0], trained[-1]
+    began = min(phase.began for phase in line.phases if phase.step == first.step)
+    return began, last.began
+
+
 def exchanges(line: Timeline) -> dict[str, tuple[int, int]]:
     """Collective -> how many a step and their bytes, of the last whole step; broadcasts at the start are left out."""
     steps = [phase.step for phase in line.phases if phase.name == "between"]

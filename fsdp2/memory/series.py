@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,16 +18,17 @@ class Series:
     bytes: dict[str, list[int]]
 
 
-def series(line: Timeline, points: int = 4000) -> Series:
-    """The curves of a timeline.
+def series(line: Timeline, points: int = 4000, within: tuple[float, float] = (-math.inf, math.inf)) -> Series:
+    """The curves of a timeline, or of a part of it: from one second to another.
 
     Of each of `points / 2` equal stretches of time the moment with the most bytes and the last one are kept, so that
     no peak gets lost, whatever is left out between.
     """
-    changes = list(line.changes())
+    changes = [change for change in line.changes() if change[0] <= within[1]]
     if not changes:
         return Series([], {})
-    began, ended = changes[0][0], max(changes[-1][0], changes[0][0] + 1e-9)
+    # What was allocated before the part counts from its beginning on.
+    began, ended = max(changes[0][0], within[0]), max(changes[-1][0], changes[0][0] + 1e-9)
     buckets = max(1, points // 2)
     width = (ended - began) / buckets
     now = dict.fromkeys(KINDS, 0)
@@ -42,7 +44,7 @@ def series(line: Timeline, points: int = 4000) -> Series:
     highest: tuple[int, float, list[int]] | None = None
     last: tuple[float, list[int]] | None = None
     for when, change, allocation in changes:
-        current = min(buckets - 1, int((when - began) / width))
+        current = min(buckets - 1, max(0, int((when - began) / width)))
         if current != bucket and highest is not None and last is not None:
             keep(*highest[1:])
             if last[0] > highest[1]:
@@ -50,8 +52,8 @@ def series(line: Timeline, points: int = 4000) -> Series:
             bucket, highest = current, None
         now[allocation.kind or "temporary"] += change
         total += change
-        last = (when, list(now.values()))
-        if highest is None or total >= highest[0]:
+        last = (max(when, began), list(now.values()))
+        if highest is None or total >= highest[0] or when < began:
             highest = (total, *last)
     assert highest is not None
     assert last is not None

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 class Microbatch(Protocol):
@@ -84,6 +83,7 @@ class Engine:
         """Accumulate gradients of `loss` (0-d); ranks exchange theirs with the last microbatch of a step."""
         self.scaler.scale(loss).backward()
 
+    @torch.no_grad()
     def clip(self, norm: float | None) -> Tensor:
         """Scale the gradients down to `norm`, or leave them for None; the norm before it, 0-d, on every rank."""
         self.scaler.unscale_(self.optimizer)
@@ -91,11 +91,14 @@ class Engine:
 
     def _clip(self, norm: float | None) -> Tensor:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        total = self._total_norm([p.grad for p in parameters])
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, norm, total, foreach=True)
-        # A sharded gradient's norm is a DTensor whose value is spread over the ranks.
-        return total.full_tensor() if isinstance(total, DTensor) else total
+        return total
+
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The 2-norm of all gradients as one vector: 0-d, the same on every rank."""
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
     def step(self) -> bool:
         """Update the parameters; False if the gradient scaler skipped it because gradients overflowed."""

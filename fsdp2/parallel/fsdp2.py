@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
 
@@ -84,6 +86,16 @@ class FSDP2Engine(Engine):
             # Also after an error: a model left like this would train on without exchanging gradients.
             self.root.set_requires_gradient_sync(True)
             self.root.set_is_last_backward(True)
+
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
+        # since each operation on them is dispatched by layout. In HSDP the last dimension is the one that shards, and
+        # all replicas have the same sum.
+        shards = cast(list[DTensor], gradients)
+        squared = super()._total_norm([shard.to_local() for shard in shards]).square()
+        mesh = shards[0].device_mesh
+        dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
+        return squared.sqrt()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

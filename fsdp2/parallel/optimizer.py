@@ -16,16 +16,21 @@ CLASSES: dict[str, Any] = {
 }
 
 
+# Adadelta has no fused form; SGD's can't take DTensors: torch has no sharding rule for aten._fused_sgd_.
+FUSED = ("adam", "adamw")
+
+
 def make_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], lr: float, *, materialised: bool = True
+    name: str, parameters: Iterable[nn.Parameter], lr: float, *, fused: bool | None = None, materialised: bool = True
 ) -> torch.optim.Optimizer:
     """An optimizer for the parameters that require a gradient, its state materialised at step 0 if asked.
 
-    Fused on a GPU where the optimizer has it; elsewhere foreach. On the CPU foreach and not fused: the fused
-    kernels round differently, and offloaded parameters shall train to the same losses as others.
+    With `fused=None`, fused on a GPU where the optimizer has it; elsewhere foreach. On the CPU foreach and not fused:
+    the fused kernels round differently, and offloaded parameters shall train to the same losses as others.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    fused = name != "adadelta" and all(parameter.device.type == "cuda" for parameter in trained)
+    if fused is None:
+        fused = name in FUSED and all(parameter.device.type == "cuda" for parameter in trained)
     options: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if name == "sgd":
         options["momentum"] = 0.9

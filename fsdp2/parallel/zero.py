@@ -32,6 +32,7 @@ def deepspeed_config(
     precision: str | None,
     reduce_dtype: str,
     cpu_offload: bool,
+    nvme_offload: str | None,
     bucket_mb: float,
     overlap_comm: bool,
     device_type: str,
@@ -49,6 +50,9 @@ def deepspeed_config(
     if cpu_offload:
         place = {"device": "cpu", "pin_memory": device_type == "cuda"}
         zero |= {"offload_optimizer": place, **({"offload_param": place} if stage == 3 else {})}
+    if nvme_offload is not None:
+        place = {"device": "nvme", "nvme_path": nvme_offload, "pin_memory": device_type == "cuda"}
+        zero |= {"offload_optimizer": place, "offload_param": place}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         # The loop says which microbatch is the last, and scales each loss: DeepSpeed must not do so again.
@@ -68,10 +72,14 @@ def deepspeed_config(
     return config
 
 
+def choose_accelerator(device_type: str) -> None:
+    """To be called before DeepSpeed is imported, which reads it then: it would take a GPU where there is one."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+
+
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device) -> Any:
     """DeepSpeed's engine around a model that has its initial values."""
-    # Read when it is imported: it would take a GPU where there is one.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    choose_accelerator(device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # asked for where the launcher isn't torchrun
     import deepspeed
 

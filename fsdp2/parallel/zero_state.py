@@ -36,7 +36,8 @@ class Shadow:
         self.model, self._engine, self._flat = model, engine, flat
         lr = flat.param_groups[0]["lr"]
         materialise(engine.optimizer, flat, name, lr)
-        self.optimizer = make_optimizer(name, model.parameters(), lr)
+        # Fused or not as the training's, since the step counters of the two kinds are on different devices.
+        self.optimizer = make_optimizer(name, model.parameters(), lr, fused=is_fused(flat))
         self._memory = [(storage, storage.nbytes()) for storage in self._storages()]
         self.empty()
 
@@ -152,6 +153,10 @@ def shards_of(zero: Any) -> list[Tensor]:
     return list(zero.single_partition_of_fp32_groups)
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer.defaults.get("fused"))
+
+
 def materialise(zero: Any, flat: torch.optim.Optimizer, name: str, lr: float) -> None:
     """Create the state of the optimizer over the flat shards, at step 0, so that a checkpoint can be loaded into it.
 
@@ -160,7 +165,7 @@ def materialise(zero: Any, flat: torch.optim.Optimizer, name: str, lr: float) ->
     """
     shards = shards_of(zero)
     gradients = [shard.grad for shard in shards]
-    made = make_optimizer(name, shards, lr)  # type: ignore[arg-type]
+    made = make_optimizer(name, shards, lr, fused=is_fused(flat))  # type: ignore[arg-type]
     flat.state.update(made.state)
     for shard, gradient in zip(shards, gradients, strict=True):
         shard.grad = gradient  # with offload DeepSpeed has given it one to keep

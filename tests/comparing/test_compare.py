@@ -12,8 +12,9 @@ from fsdp2.compare import __main__ as compare
 from fsdp2.compare import report
 from fsdp2.compare.advice import advice, efficient
 from fsdp2.compare.measure import Measured, _reason
-from fsdp2.compare.picture import page, write_image
+from fsdp2.compare.picture import page, write_image, write_memory_image
 from fsdp2.compare.variants import VARIANTS, rows
+from fsdp2.memory.series import Series
 from fsdp2.options import ConfigError
 from tests.harness import SMALL
 from tests.recording.test_runs import CHROMIUM, in_browser
@@ -95,8 +96,12 @@ def test_the_page_opens_in_a_browser_without_a_network(tmp_path: Path) -> None:
 
 
 def test_the_image_holds_any_number_of_rows(tmp_path: Path) -> None:
-    write_image([measured(str(i), 10 + i, 100 * i + 1) for i in range(30)], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    found = [measured(str(i), 10 + i, 100 * i + 1) for i in range(30)]
+    for row in found:
+        row.over_time = Series([0.0, 1.0, 2.0], {"activations": [0, 10, 0], "parameters": [5, 5, 5]})
+    for write in (write_image, write_memory_image):
+        write(found, tmp_path / "a.png")
+        assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_rows_are_each_strategy_with_each_variant() -> None:
@@ -161,3 +166,11 @@ def test_a_comparison_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "repeat 1 of 1: ddp" in printed
     assert "Fastest that fits in" in printed
     assert (tmp_path / "compare.png").is_file()
+    # Memory over two whole steps: activations come and go, and what is held stays.
+    assert fsdp2.over_time is not None
+    curves = fsdp2.over_time.bytes
+    held = curves["optimizer"][0]
+    assert curves["optimizer"].count(held) == len(fsdp2.over_time.times)
+    rises = [a == 0 < b for a, b in zip(curves["activations"], curves["activations"][1:], strict=False)]
+    assert sum(rises) >= 2
+    assert (tmp_path / "memory.png").stat().st_size > 10_000

@@ -51,7 +51,7 @@ def test_a_killed_rank_0_is_started_again_too(train: Train, tmp_path: Path) -> N
     goes_on_after_a_kill(train, tmp_path, which=0)
 
 
-def test_each_launcher_resumes_the_others_runs(train: Train, tmp_path: Path) -> None:
+def test_each_launcher_resumes_the_others_runs_until_they_are_finished(train: Train, tmp_path: Path) -> None:
     flags = ["--global-batch-size=24"]
     whole = losses(train(*flags, run="whole", steps=6))
     train(*flags, steps=2)
@@ -60,15 +60,10 @@ def test_each_launcher_resumes_the_others_runs(train: Train, tmp_path: Path) -> 
     events = train(*flags, steps=6)
     assert of_kind(events, "resume")[0]["step"] == 4
     assert losses(events) == whole[4:]
-
-
-def test_a_finished_run_says_so(tmp_path: Path) -> None:
-    through_ray(tmp_path / "run", steps=2)
-    before = losses_in(tmp_path / "run")
-    result = through_ray(tmp_path / "run", steps=2)
+    result = through_ray(tmp_path / "run", *flags, steps=6)
     assert result.return_value["reason"] == "already finished"
-    assert result.checkpoint.path.endswith("step-00000002")
-    assert losses_in(tmp_path / "run") == before
+    assert result.checkpoint.path.endswith("step-00000006")
+    assert losses_in(tmp_path / "run") == whole
 
 
 def test_beyond_the_limit_the_first_cause_is_told(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(train: Train, 
     goes_on_after_a_kill(train, tmp_path, which=1)
 
 
-def goes_on_after_a_kill(train: Train, folder: Path, which: int) -> None:
-    flags = ["--checkpoint-every=2", "--model=cnn"]
+def goes_on_after_a_kill(train: Train, folder: Path, *further: str, which: int) -> None:
+    flags = ["--checkpoint-every=2", "--model=cnn", *further]
     expected = losses(train(*flags, run="whole", steps=30))
     killer = kill_at(folder / "run", 5, which)
     result = through_ray(folder / "run", *flags, steps=30)

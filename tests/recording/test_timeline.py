@@ -78,6 +78,16 @@ def test_few_points_keep_the_peak() -> None:
     assert totals[-1] == 0
 
 
+def test_a_part_of_it_begins_with_what_was_there() -> None:
+    whole, part = series(LINE), series(LINE, within=(1.5, 2.5))
+    assert part.times
+    assert all(1.5 <= when <= 2.5 for when in part.times)
+    for when, parameters in zip(part.times, part.bytes["parameters"], strict=True):
+        index = max(i for i, time in enumerate(whole.times) if time <= when)
+        assert parameters == whole.bytes["parameters"][index] == 100
+    assert dict(zip(part.times, part.bytes["activations"], strict=True))[2.0] == 80
+
+
 def test_all_points_where_there_are_few() -> None:
     curves = series(LINE)
     assert dict(zip(curves.times, curves.bytes["activations"], strict=True))[2.0] == 80

@@ -1,0 +1,181 @@
+"""What a training step takes: our loop beside one written by hand, other strategies and other libraries.
+
+    torchrun --nproc_per_node 2 benchmarks/steps.py --quick
+
+All sides live in the same processes and take turns: in every round each does a few steps, in an order that rotates, so
+that they share the machine's good and bad moments. Each starts from the same weights and gets the same batches; one
+whose losses aren't those of the others is an error. What was measured is written as a page into docs/.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from step_page import page
+from step_sides import SIDES, Job, NotHere, Side
+
+from fsdp2 import data, models, runtime
+from fsdp2.data.loader import Batch, Batches
+from fsdp2.options import ConfigError, Parser
+from fsdp2.recording.ledger import Ledger
+
+PAGE = Path(__file__).parent.parent / "docs" / "step-benchmark.md"
+CHECKED_STEPS = 3
+# Rounding alone differs: sides compute their loss in other orders, and Adam amplifies what little that is.
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Found:
+    """Of one side. Milliseconds and bytes are those of the rank that had the most."""
+
+    name: str
+    why_not: str | None = None
+    losses: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)  # one for each round
+    peak_bytes: int = 0
+    tensors: int = 0
+
+
+def main() -> None:
+    parser = Parser(prog="benchmarks/steps.py", allow_abbrev=False)
+    parser.add_argument("--sides", default="", help="some of them, by a part of their name, separated by commas")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=6, help="of a side in a round; the first isn't counted")
+    parser.add_argument("--flags", default="", help="of the training: model, size, batch size")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--quick", action="store_true", help="two rounds, and no page")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    arguments = parser.parse_args()
+    world = runtime.world()
+    device = runtime.pick_device(arguments.device, world)
+    wanted = [part.strip() for part in arguments.sides.split(",") if part.strip()]
+    chosen = {name: make for name, make in SIDES.items() if not wanted or any(part in name for part in wanted)}
+    reference = next(iter(SIDES))
+    chosen = {reference: SIDES[reference], **chosen}
+    # Autocast, hooks and deprecations of eleven libraries warn; what matters is measured.
+    warnings.simplefilter("ignore")
+    runtime.set_threads(None, world)
+    with runtime.process_group(world, device), tempfile.TemporaryDirectory() as folder:
+        flags = [*arguments.flags.split(), f"--device={device.type}"]
+        job = Job(flags, world, device, Path(folder))
+        batches = batches_of(job)
+        found, sides = prepare(job, chosen, batches)
+        rounds = 2 if arguments.quick else arguments.rounds
+        for number in range(rounds):
+            turn(found, sides, batches, device, arguments.steps, number)
+            if world.rank == 0:
+                print(f"round {number + 1} of {rounds}", flush=True)
+        for name, side in sides.items():
+            found[name].peak_bytes = peak(side, batches, device)
+        if world.rank == 0:
+            text = page(list(found.values()), arguments.flags, world.world_size, device, rounds, arguments.steps)
+            print(text)
+            if not arguments.quick:
+                arguments.page.write_text(text)
+
+
+def batches_of(job: Job) -> list[Batch]:
+    """An epoch of the embedded data, on the device: reading data isn't what is compared."""
+    config = job.config()
+    spec = models.get(config.model)
+    dataset = data.load(
+        config.dataset, root=config.data_root, seq_len=config.seq_len, vocab_size=spec.vocab_size(config.model_size)
+    )
+    steps = Batches(
+        dataset.train,
+        global_batch=config.global_batch(job.world.world_size),
+        accumulation=1,
+        seed=config.seed,
+        rank=job.world.rank,
+        world_size=job.world.world_size,
+        device=job.device,
+    )
+    whole = config.global_batch(job.world.world_size)
+    return [batch for step in steps for batch in step if batch.samples == whole]
+
+
+def prepare(job: Job, chosen: dict, batches: Sequence[Batch]) -> tuple[dict[str, Found], dict[str, Side]]:
+    """Build each side and compare its first losses with those of the first. Raises RuntimeError if they differ."""
+    found: dict[str, Found] = {}
+    sides: dict[str, Side] = {}
+    for name, make in chosen.items():
+        found[name] = Found(name)
+        try:
+            side = make(job)
+        except (NotHere, ConfigError) as error:
+            found[name].why_not = str(error)
+            continue
+        losses = []
+        for batch in batches[:CHECKED_STEPS]:
+            loss = side.step(batch).double()
+            dist.all_reduce(loss)
+            losses.append(float(loss) / job.world.world_size)
+        found[name].losses = losses
+        expected = next(iter(found.values())).losses
+        if any(abs(a - b) > TOLERANCE * b for a, b in zip(losses, expected, strict=True)):
+            raise RuntimeError(f"{name} trains otherwise: losses {losses} instead of {expected}")
+        sides[name] = side
+    return found, sides
+
+
+def turn(
+    found: dict[str, Found],
+    sides: dict[str, Side],
+    batches: Sequence[Batch],
+    device: torch.device,
+    steps: int,
+    number: int,
+) -> None:
+    """Each side once. The order rotates, so that none always follows the same other."""
+    names = list(sides)
+    first = number % len(names)
+    gc.collect()
+    gc.disable()  # a collection falls into whichever side is under way
+    for name in names[first:] + names[:first]:
+        side = sides[name]
+        dist.barrier()
+        times = []
+        for index in range(steps):
+            began = time.perf_counter()
+            side.step(batches[(number * steps + index) % len(batches)])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        # The first finds the caches full of another side's tensors.
+        found[name].step_ms.append(1000 * max(runtime.gather(statistics.median(times[1:]))))
+    gc.enable()
+
+
+def peak(side: Side, batches: Sequence[Batch], device: torch.device) -> int:
+    """Bytes of this side's tensors when they are most, on the rank where they are most."""
+    kept = side.held()
+    ledger = Ledger()
+    ledger.watch(side.model, kept)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        others = torch.cuda.memory_allocated(device) - ledger.live_bytes
+        torch.cuda.reset_peak_memory_stats(device)
+        side.step(batches[0])
+        side.step(batches[1])
+        return int(max(runtime.gather(torch.cuda.max_memory_allocated(device) - others)))
+    with ledger:
+        side.step(batches[0])
+        side.step(batches[1])
+    return int(max(runtime.gather(ledger.peak_bytes)))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with runtime.exit_status():
+        main()
