@@ -12,6 +12,7 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.rundir import WriterLock
 
 BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
 
@@ -77,7 +78,7 @@ def check_installed(config: Config, device_type: str) -> None:
             "'fsdp2-reference[deepspeed]'"
         )
     if config.nvme_offload is not None:
-        _check_files(config.nvme_offload, device_type)
+        _check_file_io(config.nvme_offload, device_type)
     if device_type == "cpu":
         missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
         if missing:
@@ -87,20 +88,29 @@ def check_installed(config: Config, device_type: str) -> None:
             )
 
 
-def _check_files(folder: str, device_type: str) -> None:
-    """Raises ConfigError if DeepSpeed can't keep state in files of that folder."""
-    flag = f"--nvme-offload {folder}"
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag}: can't be written ({error.strerror}); choose a folder that can") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{flag}: can't be written; choose a folder that can")
+def _check_file_io(folder: str, device_type: str) -> None:
     choose_accelerator(device_type)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(
-            f"{flag}: DeepSpeed builds its file I/O with libaio, whose header or library can't be found; install "
-            "libaio-dev, or say where they are in CFLAGS and LDFLAGS"
+            f"--nvme-offload {folder}: DeepSpeed builds its file I/O with libaio, whose header or library can't be "
+            "found; install libaio-dev, or say where they are in CFLAGS and LDFLAGS"
         )
+
+
+class SwapFiles:
+    """The files in which DeepSpeed keeps a rank's state. They are one run's at a time, and removed when it ends.
+
+    After a kill they stay until the next run writes them anew: a checkpoint doesn't need them.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Raises ConfigError if the folder can't be written or another run has it."""
+        self._folder, self._rank = Path(folder), rank
+        self._lock = WriterLock(self._folder, flag="--nvme-offload", name=f".rank{rank}.lock")
+
+    def release(self) -> None:
+        for path in self._folder.glob(f"zero_stage_3/*/rank{self._rank}"):
+            shutil.rmtree(path)
+        self._lock.release()

@@ -14,9 +14,6 @@ from fsdp2.rundir import RunDir
 from fsdp2.runtime import World
 from fsdp2.units import size
 
-# Tensors of optimizer state per parameter.
-MOMENTS = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}
-
 
 def lines(
     config: Config, engine: Engine, spec: ModelSpec, world: World, device: torch.device, run: RunDir
@@ -28,14 +25,13 @@ def lines(
     if config.replicas > 1:
         ranks += f" ({config.replicas} replicas of {world.world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
-    state = inspect.state_bytes(engine.model, MOMENTS[config.optimizer])
     return [
         f"model: {config.model} {config.model_size}, {parameters:,} parameters; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
-        f"memory: {size(state)} a rank for parameters, gradients and optimizer state"
+        f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else ""),
-        f"sharding: {inspect.summary(engine.model)}",
+        f"sharding: {engine.sharding}",
         f"run directory: {short(run.path)}",
     ]
 

@@ -21,7 +21,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import check_installed, settings
+from fsdp2.deepspeed_settings import SwapFiles, check_installed, settings
 from fsdp2.options import ConfigError, require, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
@@ -56,6 +56,11 @@ class Job:
         self._newest_kept: int | None = None
         self._lock: WriterLock | None = None
         self._lease: Lease | None = None
+        self._swap_files: SwapFiles | None = None
+
+    def take_swap_files(self, folder: str, rank: int) -> None:
+        """Become the one user of a rank's files in the folder of `--nvme-offload`. Raises ConfigError."""
+        self._swap_files = SwapFiles(folder, rank)
 
     def take(self, run: RunDir) -> None:
         """Become the one writer of a run directory. Raises ConfigError if another run is."""
@@ -87,6 +92,8 @@ class Job:
 
     def release(self, *, refused: bool) -> None:
         """Give the run directory back; if nothing was run there, without the folder that was made for it."""
+        if self._swap_files is not None:
+            self._swap_files.release()
         if self._lease is not None:
             self._lease.release()
         if self._lock is not None:
@@ -152,6 +159,8 @@ def preflight(config: Config, world: World) -> Job:
         check_url(place, world)
     job = Job(place)
     job.partial = config.resume_partial
+    if config.nvme_offload is not None:
+        job.take_swap_files(config.nvme_offload, world.rank)
     if world.rank != 0:
         return job
     with ExitStack() as on_error:

@@ -108,24 +108,25 @@ def default_path(model: str) -> Path:
 
 
 class WriterLock:
-    """Holds a run directory for one writer; the operating system frees it when the process dies."""
+    """Holds a run directory for one writer; the operating system frees it when the process dies.
 
-    def __init__(self, path: Path) -> None:
+    `flag` is what the directory was given by, and `name` the file that is locked.
+    """
+
+    def __init__(self, path: Path, *, flag: str = "--run-dir", name: str = ".lock") -> None:
         """Raises ConfigError if the directory can't be written or another run has it."""
-        self._path, self._is_new = path / ".lock", not path.exists()
+        self._path, self._is_new = path / name, not path.exists()
         try:
             LocalFiles(path).mkdir("")
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"--run-dir {path}: can't be written ({error.strerror}); choose a folder that can"
-            ) from None
+            raise ConfigError(f"{flag} {path}: can't be written ({error.strerror}); choose a folder that can") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._file)
             raise ConfigError(
-                f"--run-dir {path}: in use by a run that is still going; wait for it or choose another folder"
+                f"{flag} {path}: in use by a run that is still going; wait for it or choose another folder"
             ) from None
         self.token = uuid.uuid4().hex  # of this run, for who wants to know whether they see the same folder
         os.ftruncate(self._file, 0)

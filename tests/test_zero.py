@@ -15,9 +15,9 @@ from fsdp2 import infer
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import check_installed, settings
+from fsdp2.deepspeed_settings import SwapFiles, check_installed, settings
 from fsdp2.options import ConfigError
-from fsdp2.parallel.zero import deepspeed_config
+from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
 from tests.harness import Ranks, full_files, losses, of_kind, same
 
 needs_deepspeed = pytest.mark.skipif(
@@ -176,6 +176,53 @@ def test_memory_of_each_stage_is_less_than_of_the_one_before(zero: Train, tmp_pa
     assert max(sum(sizes.values()) for sizes in held) < 60e6
     assert held[2]["parameters"] < 0.6 * held[0]["parameters"]
     assert held[0]["optimizer"] == pytest.approx(held[2]["optimizer"], rel=0.05)
+
+
+def _has_file_io() -> bool:
+    """Whether DeepSpeed can build its file I/O here."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return False
+    choose_accelerator("cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+@needs_deepspeed
+def test_state_in_files_trains_and_resumes_bit_for_bit(zero: Train, tmp_path: Path) -> None:
+    if not _has_file_io():
+        pytest.skip("needs libaio-dev, which DeepSpeed builds its file I/O with")
+    # Large enough for files: smaller tensors DeepSpeed keeps in memory.
+    flags = ["--strategy=zero3", "--model=transformer", "--model-size=seed", "--seq-len=8", "--batch-size=2"]
+    expected = losses(zero(*flags, run="memory", steps=4))
+    files = [*flags, f"--nvme-offload={tmp_path / 'files'}"]
+    assert losses(zero(*files, steps=2)) == expected[:2]
+    assert losses(zero(*files, steps=4)) == expected[2:]
+    assert same(full_files(tmp_path / "run"), full_files(tmp_path / "memory"))
+    assert [path.name for path in (tmp_path / "files").rglob("*.swp")] == []
+
+
+@needs_deepspeed
+def test_state_in_files_is_refused_without_libaio(tmp_path: Path) -> None:
+    if _has_file_io():
+        pytest.skip("libaio is here")
+    with pytest.raises(ConfigError, match=r"--nvme-offload .*: DeepSpeed builds its file I/O with libaio, .* install"):
+        check_installed(Config(strategy="zero3", nvme_offload=str(tmp_path)), "cpu")
+
+
+def test_files_of_a_rank_are_one_runs_and_go_with_it(tmp_path: Path) -> None:
+    mine = SwapFiles(str(tmp_path), 0)
+    with pytest.raises(ConfigError, match=r"--nvme-offload .*: in use by a run that is still going"):
+        SwapFiles(str(tmp_path), 0)
+    other = SwapFiles(str(tmp_path), 1)
+    for rank in (0, 1):
+        folder = tmp_path / "zero_stage_3" / "optimizer" / f"rank{rank}"
+        folder.mkdir(parents=True)
+        (folder / "a.swp").write_bytes(b"state")
+    mine.release()
+    assert [path.parent.name for path in tmp_path.rglob("*.swp")] == ["rank1"]
+    SwapFiles(str(tmp_path), 0).release()
+    other.release()
 
 
 def _config(**values: Any) -> dict[str, Any]:

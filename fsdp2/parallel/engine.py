@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdp2.parallel.inspect import local
+
 
 class Microbatch(Protocol):
     """The part of a batch that an engine looks at."""
@@ -72,6 +74,20 @@ class Engine:
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's parameters, optimizer state, and gradients as they are when all are there."""
+        held = self.held()
+        return sum(local(tensor).nbytes for tensor in held["parameters"] + held["optimizer"]) + self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        return sum(local(p).nbytes for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def sharding(self) -> str:
+        """What is sharded, for the header of a run."""
+        count = len(list(self.model.parameters()))
+        return f"{type(self.model).__name__}, {count} parameters in full on each rank"
 
     def begin_step(self) -> None:
         """Called before the data of a step is read."""

@@ -94,6 +94,11 @@ class FSDP1Engine(Engine):
 
     model: FullyShardedDataParallel
 
+    @property
+    def sharding(self) -> str:
+        units = len(FullyShardedDataParallel.fsdp_modules(self.model))
+        return f"FullyShardedDataParallel, {units} units, {self.model.sharding_strategy.name}"
+
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
         if last_microbatch:
             super().backward(loss, last_microbatch)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.inspect import summary
 
 
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
@@ -72,6 +73,10 @@ class FSDP2Engine(Engine):
         super().__init__(model, optimizer, scaler)
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
+
+    @property
+    def sharding(self) -> str:
+        return summary(self.model)
 
     def begin_step(self) -> None:
         if self.early_unshard:

@@ -25,25 +25,10 @@ def expected_placements(replicas: int) -> tuple[Placement, ...]:
     return (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
 
 
-def state_bytes(model: nn.Module, states_per_parameter: int) -> int:
-    """Bytes of this rank's parameters, gradients and optimizer state, when all of them are fp32 shards.
-
-    `states_per_parameter` is 2 for Adam's two moments.
-    """
-    total = 0
-    for parameter in model.parameters():
-        shard = local(parameter)
-        copies = 2 + states_per_parameter if parameter.requires_grad else 1
-        total += shard.numel() * shard.element_size() * copies
-    return total
-
-
 def summary(model: nn.Module) -> str:
-    """One line for the header of a run."""
+    """One line for the header of a run with FSDP2."""
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
-    if not sharded:
-        return f"{type(model).__name__}, {len(parameters)} parameters in full on each rank"
     placements = {", ".join(map(repr, p.placements)) for p in sharded}
     return (
         f"{type(model).__name__}, {len(groups_of(model))} groups, {len(sharded)} of {len(parameters)} parameters are "

@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.zero_state import Shadow, shards_of
 
+SHARDED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
 MIB_OF_FP32 = 1024 * 1024 // 4
 
 
@@ -81,10 +84,14 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[
     """DeepSpeed's engine around a model that has its initial values."""
     choose_accelerator(device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # asked for where the launcher isn't torchrun
+    if device.type == "cpu":
+        # It asks for a CUDA compiler, which torch then warns isn't of use.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it tells of each of its settings
-    deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+    with redirect_stdout(StringIO()):  # and of each part that it has built; what fails is raised
+        deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
@@ -96,7 +103,8 @@ class ZeROEngine(Engine):
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, shadow: Shadow, config: dict[str, Any]) -> None:
         super().__init__(model, optimizer, torch.amp.GradScaler(enabled=False))
-        self.strategy = f"zero{config['zero_optimization']['stage']}"
+        self.stage: int = config["zero_optimization"]["stage"]
+        self.strategy = f"zero{self.stage}"
         self.shadow, self.config = shadow, config
         self.dtype: torch.dtype | None = None
         if config.get("bf16", {}).get("enabled"):
@@ -119,6 +127,16 @@ class ZeROEngine(Engine):
         # The shards of the optimizer are copies in fp32 of its part of the parameters.
         held["optimizer"] += shards_of(self.model.optimizer)
         return held
+
+    def _gradient_bytes(self) -> int:
+        if self.stage == 1:
+            return super()._gradient_bytes()
+        width = (self.dtype or torch.float32).itemsize
+        return width * sum(shard.numel() for shard in shards_of(self.model.optimizer))
+
+    @property
+    def sharding(self) -> str:
+        return f"DeepSpeed's stage {self.stage}: {SHARDED[self.stage]} sharded"
 
     def gather_state(self) -> None:
         self.shadow.fill()

@@ -153,6 +153,21 @@ def shards_of(zero: Any) -> list[Tensor]:
     return list(zero.single_partition_of_fp32_groups)
 
 
+@contextmanager
+def in_memory(zero: Any, index: int) -> Iterator[None]:
+    """While entered, a flat shard and its optimizer's state are in memory, if they are kept in files otherwise.
+
+    DeepSpeed's functions that read and write state by parameter do this themselves; for creating it there are only
+    these, which are private.
+    """
+    in_files = hasattr(zero, "fp32_partitioned_groups_flat") and zero._swappable_optimizer_subgroup(index)
+    if in_files:
+        zero._optimizer_states_and_gradient_swap_in(index)
+    yield
+    if in_files:
+        zero._optimizer_states_and_gradient_swap_out(index)
+
+
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused"))
 
@@ -163,11 +178,10 @@ def materialise(zero: Any, flat: torch.optim.Optimizer, name: str, lr: float) ->
     DeepSpeed would do so in its first step. In stages 1 and 2 the functions that read and write state by parameter
     have to be told of it, for which there is no public name either.
     """
-    shards = shards_of(zero)
-    gradients = [shard.grad for shard in shards]
-    made = make_optimizer(name, shards, lr, fused=is_fused(flat))  # type: ignore[arg-type]
-    flat.state.update(made.state)
-    for shard, gradient in zip(shards, gradients, strict=True):
-        shard.grad = gradient  # with offload DeepSpeed has given it one to keep
+    for index, shard in enumerate(shards_of(zero)):
+        with in_memory(zero, index):
+            gradient = shard.grad
+            flat.state.update(make_optimizer(name, [shard], lr, fused=is_fused(flat)).state)  # type: ignore[list-item]
+            shard.grad = gradient  # with offload DeepSpeed has given it one to keep
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()
