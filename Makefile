@@ -148,7 +148,7 @@ train-zero-offload: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer 
 
 .PHONY: train-zero-nvme
 train-zero-nvme: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer state in files (needs libaio-dev)
-	$(ZERO) zero3 --nvme-offload runs/nvme $(ARGS)
+	$(ZERO) zero3 --nvme-offload runs/nvme --mixed-precision $(ARGS)
 
 .PHONY: train-snapshot
 train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and show it
@@ -175,6 +175,9 @@ ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers
 RAY_TRAIN = $(BIN)/python -m launchers.ray_train --num-workers $(NPROC)
 ray-train-%: $(VENV)/.installed
 	@$(MAKE) --no-print-directory train-$* TRAIN='$$(RAY_TRAIN)'
+
+.PHONY: ray-zero1 ray-zero2 ray-zero3
+ray-zero1 ray-zero2 ray-zero3: ray-%: ray-train-%  ## DeepSpeed ZeRO through Ray
 
 .PHONY: parity
 parity: $(VENV)/.installed  ## both launchers with the same flags, and every loss side by side

@@ -12,7 +12,6 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
-from fsdp2.rundir import WriterLock
 
 BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
 
@@ -72,6 +71,12 @@ def check_installed(config: Config, device_type: str) -> None:
         raise ConfigError(
             f"--mixed-precision fp16 with {flag} on the CPU: DeepSpeed has no fp16 there; use bf16, or --strategy fsdp2"
         )
+    if device_type == "cpu" and config.nvme_offload is not None and config.mixed_precision != "bf16":
+        # Seen: zero.Init takes bf16 for the dtype of its files wherever the device has no fp16, and rounds fp32 to it.
+        raise ConfigError(
+            f"--nvme-offload {config.nvme_offload} on the CPU: DeepSpeed keeps parameters in files of bf16 there, and "
+            "would round fp32 ones without a word; add --mixed-precision, or use --cpu-offload"
+        )
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"{flag}: DeepSpeed isn't installed; after torch, pip install --no-build-isolation "
@@ -97,20 +102,3 @@ def _check_file_io(folder: str, device_type: str) -> None:
             f"--nvme-offload {folder}: DeepSpeed builds its file I/O with libaio, whose header or library can't be "
             "found; install libaio-dev, or say where they are in CFLAGS and LDFLAGS"
         )
-
-
-class SwapFiles:
-    """The files in which DeepSpeed keeps a rank's state. They are one run's at a time, and removed when it ends.
-
-    After a kill they stay until the next run writes them anew: a checkpoint doesn't need them.
-    """
-
-    def __init__(self, folder: str, rank: int) -> None:
-        """Raises ConfigError if the folder can't be written or another run has it."""
-        self._folder, self._rank = Path(folder), rank
-        self._lock = WriterLock(self._folder, flag="--nvme-offload", name=f".rank{rank}.lock")
-
-    def release(self) -> None:
-        for path in self._folder.glob(f"zero_stage_3/*/rank{self._rank}"):
-            shutil.rmtree(path)
-        self._lock.release()

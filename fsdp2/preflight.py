@@ -21,10 +21,10 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import SwapFiles, check_installed, settings
+from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.options import ConfigError, require, to_flags
 from fsdp2.parallelize import freeze
-from fsdp2.rundir import RunDir, WriterLock, default_path, shapes_of
+from fsdp2.rundir import RunDir, SwapFiles, WriterLock, default_path, shapes_of
 from fsdp2.runtime import World, broadcast, gather
 from fsdp2.strategies import ZERO
 

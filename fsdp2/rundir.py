@@ -152,6 +152,23 @@ class WriterLock:
         os.close(self._file)
 
 
+class SwapFiles:
+    """The files in which DeepSpeed keeps a rank's state. They are one run's at a time, and removed when it ends.
+
+    After a kill they stay until the next run writes them anew: a checkpoint doesn't need them.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Raises ConfigError if the folder can't be written or another run has it."""
+        self._folder, self._rank = Path(folder), rank
+        self._lock = WriterLock(self._folder, flag="--nvme-offload", name=f".rank{rank}.lock")
+
+    def release(self) -> None:
+        for path in self._folder.glob(f"zero_stage_3/*/rank{self._rank}"):
+            shutil.rmtree(path)
+        self._lock.release()
+
+
 def environment(world_size: int) -> dict[str, Any]:
     """Versions and sizes that a reader of the results will ask for."""
     return {

@@ -15,9 +15,10 @@ from fsdp2 import infer
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import SwapFiles, check_installed, settings
+from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.options import ConfigError
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.rundir import SwapFiles
 from tests.harness import Ranks, full_files, losses, of_kind, same
 
 needs_deepspeed = pytest.mark.skipif(
@@ -194,6 +195,7 @@ def test_state_in_files_trains_and_resumes_bit_for_bit(zero: Train, tmp_path: Pa
         pytest.skip("needs libaio-dev, which DeepSpeed builds its file I/O with")
     # Large enough for files: smaller tensors DeepSpeed keeps in memory.
     flags = ["--strategy=zero3", "--model=transformer", "--model-size=seed", "--seq-len=8", "--batch-size=2"]
+    flags += ["--mixed-precision=bf16"]
     expected = losses(zero(*flags, run="memory", steps=4))
     files = [*flags, f"--nvme-offload={tmp_path / 'files'}"]
     assert losses(zero(*files, steps=2)) == expected[:2]
@@ -207,7 +209,12 @@ def test_state_in_files_is_refused_without_libaio(tmp_path: Path) -> None:
     if _has_file_io():
         pytest.skip("libaio is here")
     with pytest.raises(ConfigError, match=r"--nvme-offload .*: DeepSpeed builds its file I/O with libaio, .* install"):
-        check_installed(Config(strategy="zero3", nvme_offload=str(tmp_path)), "cpu")
+        check_installed(Config(strategy="zero3", nvme_offload=str(tmp_path), mixed_precision="bf16"), "cpu")
+
+
+def test_fp32_in_files_is_refused_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"--nvme-offload /x on the CPU: .* files of bf16 .* add --mixed-precision"):
+        check_installed(Config(strategy="zero3", nvme_offload="/x"), "cpu")
 
 
 def test_files_of_a_rank_are_one_runs_and_go_with_it(tmp_path: Path) -> None:
