@@ -1,0 +1,38 @@
+"""From FSDP1 to FSDP2.  python -m fsdp2.migrate options [NAME] [--markdown]
+
+Prints what FSDP1's options mean in FSDP2: all of them, or those whose name or code holds NAME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2 import runtime
+from fsdp2.migrate.options import TABLE
+from fsdp2.migrate.page import listing, page
+from fsdp2.options import ConfigError, Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises ConfigError if nothing has such a name."""
+    parser = Parser(prog="fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    options = commands.add_parser("options", help="what each option of FSDP1 means in FSDP2")
+    options.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, such as NO_SHARD or no_sync")
+    options.add_argument("--markdown", action="store_true", help="the whole table, as the page in docs/")
+    given = parser.parse_args(arguments)
+    if given.markdown:
+        if given.name is not None:
+            raise ConfigError(f"options {given.name} --markdown: the page holds all rows; drop one of them")
+        print(page(), end="")
+        return
+    wanted = (given.name or "").lower()
+    rows = [row for row in TABLE if wanted in row.name.lower() or wanted == row.code.lower()]
+    if not rows:
+        raise ConfigError(f"options {given.name}: FSDP1 has nothing of that name; without a name all of it is printed")
+    print(listing(rows))
+
+
+if __name__ == "__main__":
+    with runtime.exit_status():
+        main()
