@@ -34,10 +34,10 @@ def write_image(found: Sequence[Measured], path: Path) -> None:
             color="#cc3311" if row in best else "#4477aa",
             ecolor="#bbbbbb",
         )
-        scatter.annotate(row.name, (row.peak_bytes / 1e6, middle), xytext=(6, 5), textcoords="offset points")
     scatter.set(xlabel="peak memory of a rank, MB", ylabel="step, ms (median and quartiles)")
     scatter.set_title("red: no other is both as fast and as small")
-    scatter.margins(x=0.2, y=0.15)
+    scatter.margins(x=0.3, y=0.15)
+    _label(scatter, [(row.peak_bytes / 1e6, step_ms(row), row.name) for row in good])
     left = [0.0] * len(good)
     for kind, colour in COLOURS.items():
         widths = [row.by_kind.get(kind, 0) / 1e6 for row in good]
@@ -50,6 +50,19 @@ def write_image(found: Sequence[Measured], path: Path) -> None:
         figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Name the points; where several lie together, their names stand one above the other."""
+    axes.autoscale_view()
+    taken: list[tuple[float, float]] = []
+    for x, y, name in sorted(points, key=lambda point: point[1]):
+        across, up = axes.transData.transform((x, y))
+        height = up
+        while any(abs(across - a) < 120 and abs(height - b) < 13 for a, b in taken):
+            height += 2
+        taken.append((across, height))
+        axes.annotate(name, (x, y), xytext=(8, height - up + 4), textcoords="offset pixels", fontsize="small")
 
 
 def write_memory_image(found: Sequence[Measured], path: Path) -> None:
