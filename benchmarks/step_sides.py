@@ -86,10 +86,10 @@ def minimal(job: Job) -> Side:
     return _by_hand(job, model, torch.optim.Adam(model.parameters(), lr=1e-3, **_fused(job.device)))
 
 
-def _by_hand(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Side:
+def _by_hand(job: Job, model: nn.Module, optimizer: Any, backward: Callable[[Tensor], Any] = Tensor.backward) -> Side:
     def step(batch: Batch) -> Tensor:
         loss = job.loss(model(batch.inputs), batch)
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -145,15 +145,7 @@ def accelerate(job: Job) -> Side:
     model, optimizer = accelerator.prepare(model, optimizer)
     # With cpu=True it shards nothing and says nothing, so that its times would be those of something else.
     _must_shard(model, groups, "without a GPU it shards nothing: each rank has a whole copy, as with DDP")
-
-    def step(batch: Batch) -> Tensor:
-        loss = job.loss(model(batch.inputs), batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Side(step, model, holding(model, optimizer))
+    return _by_hand(job, model, optimizer, accelerator.backward)
 
 
 def fabric(job: Job) -> Side:
@@ -176,15 +168,7 @@ def fabric(job: Job) -> Side:
     model = fabric.setup_module(job.model())
     _must_shard(model, len(job.blocks(model.module)), "it sharded nothing")
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-3, **_fused(job.device)))
-
-    def step(batch: Batch) -> Tensor:
-        loss = job.loss(model(batch.inputs), batch)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Side(step, model, holding(model, optimizer))
+    return _by_hand(job, model, optimizer, fabric.backward)
 
 
 def megatron(job: Job) -> Side:
