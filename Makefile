@@ -177,8 +177,8 @@ ray-train-%: $(VENV)/.installed
 	@$(MAKE) --no-print-directory train-$* TRAIN='$$(RAY_TRAIN)'
 
 # Shorter names for three of them.
-ray-zero%: ray-train-zero%
-	@:
+ray-zero%:
+	@$(MAKE) --no-print-directory ray-train-zero$*
 
 .PHONY: parity
 parity: $(VENV)/.installed  ## both launchers with the same flags, and every loss side by side
