@@ -15,7 +15,7 @@ from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.fsdp1 import PREFETCH, SHARDING
 from fsdp2.train import main
-from tests.harness import Ranks, losses, make_engine, one_step
+from tests.harness import Ranks, losses, make_engine, of_kind, one_step
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -156,3 +156,17 @@ def test_ddp_reduces_in_buckets_of_the_size_that_was_asked_for(ranks: Ranks) -> 
 def test_buckets_change_no_loss(train: Train) -> None:
     expected = losses(train("--strategy=ddp", run="whole", steps=4))
     assert losses(train("--strategy=ddp", "--bucket-mb=0.02", run="small", steps=4)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharding"),
+    [
+        ("--strategy=ddp", "DistributedDataParallel, 32 parameters in full on each rank"),
+        ("--strategy=fsdp1", "FullyShardedDataParallel, 3 units, FULL_SHARD"),
+        ("--strategy=fsdp1 --fsdp1-sharding=shard-grad-op", "FullyShardedDataParallel, 3 units, SHARD_GRAD_OP"),
+        ("--strategy=fsdp2", "FSDPVisionTransformer, 3 groups, 32 of 32 parameters are DTensors"),
+    ],
+)
+def test_the_header_says_what_is_sharded(train: Train, flags: str, sharding: str) -> None:
+    header = of_kind(train(*flags.split(), steps=1), "start")[0]["header"]
+    assert any(line.startswith(f"sharding: {sharding}") for line in header), header

@@ -63,6 +63,9 @@ def test_losses_norms_and_models_are_those_of_fsdp2(train: Train, zero: Train, t
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)  # another order of summation
     # The consolidated model and optimizer, in fp32.
     assert same(full_files(tmp_path / "zero"), full_files(tmp_path / "fsdp2"))
+    header = of_kind(found, "start")[0]["header"]
+    assert any(line.startswith(f"sharding: DeepSpeed's stage {strategy[-1]}: ") for line in header)
+    assert not any(line.startswith("memory: 0 B") for line in header)
     config = json.loads((tmp_path / "zero" / "deepspeed.json").read_text())
     assert config["zero_optimization"]["stage"] == int(strategy[-1])
     assert config["gradient_clipping"] == 0.0
