@@ -222,10 +222,19 @@ def progress(metric: str) -> Any:
             self.on_trial_complete(iteration, trials, trial)
 
         def on_step_begin(self, iteration: int, trials: Any, **_: Any) -> None:
+            self.give_back()
+
+        def on_experiment_end(self, trials: Any, **_: Any) -> None:
+            # There is no further step, and a user's cluster outlives the search.
+            while self.left:
+                time.sleep(max(0.0, self.left[0][0] + SECONDS_TO_DIE - time.monotonic()))
+                self.give_back()
+
+        def give_back(self) -> None:
             # A trial is stopped by killing its processes, and then its workers keep their CPUs: Ray Train's own cleaner
             # of such leftovers asks the dashboard, which doesn't run here. Later, since a controller that still
             # lives would start new workers.
-            while self.left and time.monotonic() - self.left[0][0] > SECONDS_TO_DIE:
+            while self.left and time.monotonic() - self.left[0][0] >= SECONDS_TO_DIE:
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(self.left.pop(0)[1]))))
 
     return Lines()

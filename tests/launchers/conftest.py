@@ -12,6 +12,13 @@ from tests.launchers.through_ray import processes
 from tests.remote.s3 import environment, s3_server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The time limit of tests on the cluster is a thread's: Ray's wait for a result loses the exception of an alarm."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(600, method="thread"))
+
+
 @pytest.fixture(scope="package")
 def s3() -> Iterator[str]:
     """An S3 server that this process and the cluster's find by their environment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,18 @@ def test_a_run_on_s3(train: Train, s3: str, tmp_path: Path, monkeypatch: pytest.
     assert [record["loss"] for record in records if record["kind"] == "train"] == expected
 
 
+def all_cpus_are_free() -> bool:
+    """Whether the cluster has them all again within 10 s; processes end, and then Ray counts."""
+    import ray
+
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--epochs=2", "--max-steps=50", f"--storage-path={tmp_path}", "--name=search", "--trials=1"]
     flags += ["--metric=test_loss"]
@@ -106,6 +119,7 @@ def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     runs = {json.loads((run / "config.json").read_text())["flags"]["lr"]: run for run in tmp_path.glob("search/run-*")}
     assert set(runs) == {2e-3, 1e-6}
     assert (runs[2e-3] / "full_model" / "full-model.pt").is_file()
+    assert all_cpus_are_free(), "a trial that was stopped has kept its workers' CPUs"
     assert f"best: {runs[2e-3]}" in printed
     assert "repeat it: python -m launchers.ray_train --num-workers 2" in printed
     assert "--lr 0.002" in printed

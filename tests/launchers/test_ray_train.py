@@ -21,7 +21,7 @@ from tests.harness import full_files, losses, of_kind, same
 from tests.launchers.through_ray import kill_at, losses_in, through_ray
 from tests.test_resume import metrics_of
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.usefixtures("cluster")
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -70,6 +70,7 @@ def test_losses_reports_and_artifacts(train: Train, tmp_path: Path, capfd: pytes
         assert len(losses_in(tmp_path / f"on-{ranks}")) == 8
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_run_of_torchrun_goes_on_through_ray(train: Train, tmp_path: Path, workers: int) -> None:
     flags = ["--global-batch-size=24"]
@@ -84,6 +85,7 @@ def test_a_run_of_torchrun_goes_on_through_ray(train: Train, tmp_path: Path, wor
     assert losses_in(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.ray
 def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(train: Train, tmp_path: Path) -> None:
     goes_on_after_a_kill(train, tmp_path, which=1)
 
