@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +31,7 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
     there is no checkpoint then.
     """
     target = new_path(out)
-    named = CHECKPOINT_NAME.fullmatch(target.name)
-    if named and (named[1] or int(named[2]) != 0):
-        raise Refused(f"{out}: an imported checkpoint is of step 0; name it step-00000000, or not like a step")
+    require_name(target, 0, "an imported checkpoint is of step 0")
     with opened(place, kind) as source:
         checked = require_undamaged(source)
         names = weights(source)
@@ -40,29 +39,14 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
         paths: dict[TreePath, str] = {("app", "model", name): original for name, original in names.items()} | optimizer
         originals = {dotted(path): original for path, original in paths.items()}
         values = {name: source.read(original) for name, original in originals.items() if original in source.values}
-        places = {dotted(path): path for path in paths} | _add_initial_rates(values)
-        info = {
-            "step": 0,
-            "world_size": 1,
-            "mesh": {"replicate": 1, "shard": 1},
-            "config": {},
-            "environment": {"torch": torch.__version__},
-            "model": {name: list(source.tensors[original].shape) for name, original in names.items()},
-            "imported": True,
-            "source": source.place.rsplit("/", 1)[-1],
-            "time": time.time(),
-        }
-        files = LocalFiles(target)
-        with whole_or_absent(target):
-            files.mkdir("")
-            write_dcp(
-                files,
-                {name: source.tensors[original] for name, original in originals.items() if name not in values},
-                values,
-                places,
-                lambda name: source.read(originals[name]).contiguous(),
-                lambda written: write_marker(files, {**info, "files": dict(sorted(written.items()))}),
-            )
+        write_imported(
+            target,
+            {name: source.tensors[original] for name, original in originals.items() if name not in values},
+            values,
+            {dotted(path): path for path in paths},
+            lambda name: source.read(originals[name]),
+            source=source.place.rsplit("/", 1)[-1],
+        )
         lines = [f"wrote {target}: {len(names)} tensors of a model" + (" and its optimizer" if optimizer else "")]
         lines += [] if checked else ["the source has no hashes; it was taken as it is"]
         if others := [name for name, original in names.items() if _is_not_fp32(source.tensors[original])]:
@@ -74,6 +58,58 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
         taken = set(originals.values())
         rest = Counter(part_of(path) for name, path in source.paths.items() if name not in taken)
         return lines + [f"left out: {part}, {count} entries" for part, count in sorted(rest.items())]
+
+
+def require_name(target: Path, step: int, why: str) -> None:
+    """Raises Refused if a directory has the name of a checkpoint of another step."""
+    named = CHECKPOINT_NAME.fullmatch(target.name)
+    if named and (named[1] or int(named[2]) != step):
+        raise Refused(f"{target}: {why}; name it step-{step:08d}, or not like a step")
+
+
+def write_imported(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    values: dict[str, Any],
+    paths: Mapping[str, TreePath],
+    read: Callable[[str], Tensor],
+    *,
+    source: str,
+    step: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a committed checkpoint of tensors and plain values, one tensor at a time, or leave nothing.
+
+    Args:
+        target: the new directory.
+        tensors: name, as in a run's checkpoint, -> tensor on `meta`.
+        paths: name -> its place in the nested state dict, of tensors and values.
+        read: name -> that tensor on the CPU.
+        source: what the marker says it was made of.
+        check: called when all is written and durable; if it raises, there is no checkpoint.
+    """
+    places = {**paths, **_add_initial_rates(values)}
+    model = {path[2]: list(tensors[name].shape) for name, path in paths.items() if path[:2] == ("app", "model")}
+    info = {
+        "step": step,
+        "world_size": 1,
+        "mesh": {"replicate": 1, "shard": 1},
+        "config": {},
+        "environment": {"torch": torch.__version__},
+        "model": model,
+        "imported": True,
+        "source": source,
+        "time": time.time(),
+    }
+    files = LocalFiles(target)
+
+    def commit(written: Mapping[str, Mapping[str, Any]]) -> None:
+        check()
+        write_marker(files, {**info, "files": dict(sorted(written.items()))})
+
+    with whole_or_absent(target):
+        files.mkdir("")
+        write_dcp(files, tensors, values, places, lambda name: read(name).contiguous(), commit)
 
 
 def _is_not_fp32(tensor: Tensor) -> bool:

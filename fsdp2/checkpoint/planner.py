@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -28,19 +29,24 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     Torch's planner ignores what is in the checkpoint and not among the targets. It also unpickles plain
     values freely; here they may only be what `weights_only` allows.
 
-    Names in the checkpoint that begin with one of `ignore` need no target.
+    Names in the checkpoint that begin with one of `ignore` need no target. Targets whose names match `keep` stay as
+    they are where the checkpoint lacks them.
     """
 
-    def __init__(self, ignore: tuple[str, ...] = ()) -> None:
+    def __init__(self, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
         super().__init__()
-        self.ignore = ignore
+        self.ignore, self.keep = ignore, keep
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
-        saved, wanted = metadata.state_dict_metadata, self.state_dict
+        saved = metadata.state_dict_metadata
+        if self.keep is not None:
+            is_kept = self.keep.fullmatch
+            self.state_dict = {n: v for n, v in self.state_dict.items() if n in saved or not is_kept(n)}
+        wanted = self.state_dict
         problems = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - saved.keys())]
         problems += [
             f"{name}: in the checkpoint, and nothing to load it into"

@@ -15,20 +15,34 @@ from fsdp2.checkpoint.source import Refused, Source, TreePath, dotted, one_line
 from fsdp2.checkpoint.spool import spool
 
 
-def open_pt(place: str, path: Path) -> Source:
-    """Open a flat or nested state dict, its tensors mapped from the file. Raises Refused."""
+class NoStateDict(Refused):
+    """A file of torch.save that holds something else."""
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+
+
+def open_pt(place: str, path: Path, load: Callable[[Path], Any] = _load) -> Source:
+    """Open a flat or nested state dict, its tensors mapped from the file. Raises Refused.
+
+    Args:
+        load: another way to read the file that runs no code from it either.
+    """
     try:
-        tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        tree = load(path)
         leaves = dict(_leaves(tree))
-    except OSError:
+    except Refused:
         raise
-    except pickle.UnpicklingError:
-        raise Refused(f"{place}: holds more than tensors and plain values, so weights_only refuses it") from None
     except Exception as error:  # torch.load fails in many ways on what isn't its own
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # the file itself can't be read; else torch has read nonsense and seeks to where nothing is
+        if isinstance(error, pickle.UnpicklingError) and load is _load:
+            raise Refused(f"{place}: holds more than tensors and plain values, so weights_only refuses it") from None
         fix = "; a file in the format of before torch 1.6 has to be saved again" if "mmap" in str(error) else ""
         raise Refused(f"{place}: can't be loaded ({one_line(error)}){fix}") from None
     if not isinstance(tree, Mapping):
-        raise Refused(f"{place}: holds a {type(tree).__name__} and no state dict")
+        raise NoStateDict(f"{place}: holds a {getattr(tree, 'named', type(tree).__name__)} and no state dict")
     names = {dotted(path): path for path in leaves}
     if len(names) < len(leaves):
         raise Refused(f"{place}: has the same name twice, written in two ways")
@@ -67,12 +81,18 @@ def _unusable(tensor: Tensor) -> str | None:
     return None
 
 
-def write_pt(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+def write_pt(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    arrange: Callable[[dict[str, Tensor]], Any] = lambda state: state,
+) -> None:
     """torch.save of a flat dict, by way of a temporary file beside it that takes as much space again.
 
     Args:
         tensors: name -> tensor on `meta`.
         read: name -> that tensor on the CPU, contiguous.
+        arrange: makes what is saved of that dict, where it shall be nested.
     """
     with LocalFiles(path.parent).create(path.name) as target:
-        torch.save(spool(tensors, read, path.parent), target)
+        torch.save(arrange(spool(tensors, read, path.parent)), target)

@@ -13,6 +13,9 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Until torch 2.2 a tensor's properties were a class of sharded tensors.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("builtins", "set"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -146,9 +147,11 @@ def restore(checkpoint: Files, app: AppState) -> bool:
     reader = SafeReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
     if marker.get("imported"):
-        # Another program's: it holds the model and perhaps its optimizer, and nothing of how a run stands here.
+        # Another program's: it holds the model and perhaps its optimizer, and of how a run stands at most the step.
         has_optimizer = any(name.startswith("app.optim.") for name in saved)
-        _load(app.with_parts({}) if has_optimizer else WeightsOnly(app.model), reader)
+        known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
+        # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
+        _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
         return False
     ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
     restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
@@ -192,9 +195,12 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files) -> tuple[int, list
     return len(fitting), left_out
 
 
-def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = ()) -> None:
+_SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
+
+
+def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
     try:
-        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore))
+        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
     except CheckpointException as error:
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
         cause, _ = next(iter(error.failures.values()))
