@@ -1,0 +1,82 @@
+"""`summon_full_params`: whole parameters for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.migrate.shim.sharding import unit_of
+from fsdp2.migrate.shim.states import first_rank, reshard_all, shard_like
+
+
+@contextlib.contextmanager
+def full_params(
+    root: nn.Module,
+    owners: Iterable[nn.Module],
+    *,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    grads: bool,
+) -> Iterator[None]:
+    """Put whole parameters, plain tensors in the dtype of the shards, where the sharded ones are. Collective.
+
+    Not by `unshard()`: that gives what forward computes with, in the low precision of its policy.
+
+    Args:
+        owners: the modules whose own parameters are meant.
+        writeback: whether changes are kept, each rank's in its own shard.
+        rank0_only: other ranks keep the sharded ones.
+
+    Raises ValueError for `writeback` with `rank0_only`: the others would have nothing to write.
+    """
+    if writeback and rank0_only:
+        raise ValueError("summon_full_params: writeback=True with rank0_only=True; other ranks have nothing to write")
+    unit = unit_of(root)
+    keep = not rank0_only or unit is None or first_rank(unit)
+    reshard_all(root)
+    held: list[tuple[nn.Module, str, Any, nn.Parameter]] = []
+    whole_of: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+    for owner in owners:
+        for name, sharded in list(owner.named_parameters(recurse=False)):
+            if not isinstance(sharded, DTensor):
+                continue
+            if sharded not in whole_of:
+                whole_of[sharded] = _whole(sharded, offload_to_cpu, grads)
+            held.append((owner, name, sharded, whole_of[sharded]))
+    try:
+        for owner, name, _, whole in held if keep else ():
+            owner.register_parameter(name, whole)
+        del whole_of
+        yield
+    finally:
+        for owner, name, sharded, whole in held:
+            owner.register_parameter(name, sharded)
+            if writeback:
+                _write(sharded, whole, grads)
+
+
+@torch.no_grad()
+def _whole(sharded: DTensor, offload_to_cpu: bool, grads: bool) -> nn.Parameter:
+    def gathered(value: DTensor) -> torch.Tensor:
+        full = value.full_tensor().detach()
+        # On a mesh of one rank it is the shard itself, which a change would reach without writeback.
+        full = full.clone() if value.device_mesh.size() == 1 or value.to_local().shape == full.shape else full
+        return full.cpu() if offload_to_cpu else full
+
+    whole = nn.Parameter(gathered(sharded), requires_grad=sharded.requires_grad)
+    if grads and isinstance(sharded.grad, DTensor):
+        whole.grad = gathered(sharded.grad)
+    return whole
+
+
+@torch.no_grad()
+def _write(sharded: DTensor, whole: nn.Parameter, grads: bool) -> None:
+    sharded.to_local().copy_(shard_like(whole.detach(), sharded).to_local())
+    if grads and whole.grad is not None and isinstance(sharded.grad, DTensor):
+        sharded.grad.to_local().copy_(shard_like(whole.grad, sharded).to_local())

@@ -1,0 +1,352 @@
+"""FSDP1's API on FSDP2: what it is, gathers, logs and refuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.harness import Ranks
+from tests.migrate.fsdp1_cases import BF16, CASES, COARSE, PRECISION
+from tests.migrate.fsdp1_models import (
+    CPU,
+    Net,
+    adam,
+    batches,
+    build,
+    policy,
+    real,
+    shim,
+    train,
+)
+
+
+def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
+    from fsdp2.migrate.shim import explain
+
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    explain.log.addHandler(handler)
+    explain._said.clear()
+    arguments = CASES[case]()
+    arguments.pop("device_mesh", None)
+    torch.manual_seed(0)
+    model = build(shim(), **arguments)
+    expected = train(model, adam(model))
+    box = [texts[0] if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    code = "\n".join(line.removeprefix("    ") for line in box[0].splitlines()[1:])
+    torch.manual_seed(0)
+    by_hand = CASES[case]().get("model", Net)()
+    exec(code, {"model": by_hand})
+    return expected, train(by_hand, adam(by_hand)), code
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "lambda",
+        "always",
+        "custom with arguments",
+        "no prefetch",
+        "forward prefetch",
+        "layer norm left out",
+        "inputs cast everywhere",
+        "batch norm in bf16",
+        "ignored parameters",
+    ],
+)
+def test_the_code_that_is_logged_trains_the_same(ranks: Ranks, case: str) -> None:
+    for expected, got, code in ranks.run(logged_code_runs, case):
+        assert got == expected, code
+        assert "fully_shard(model, mesh=mesh" in code
+
+
+def logged(count: int) -> int:
+    from fsdp2.migrate.shim import explain
+
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    explain.log.addHandler(handler)
+    explain._said.clear()
+    for _ in range(count):
+        build(shim())
+    return len(texts)
+
+
+def test_a_translation_is_logged_once_on_one_rank(ranks: Ranks) -> None:
+    assert ranks.run(logged, 3) == [1, 0]
+
+
+def collectives(strategy: str) -> tuple[dict[str, int], bool]:
+    """What a step issues, by kind, and whether each rank has whole parameters."""
+    model = build(shim(), auto_wrap_policy=policy("transformer"), sharding_strategy=ShardingStrategy[strategy])
+    inputs, labels = batches(1)[0]
+    with CommDebugMode() as mode:
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+    found = {str(op).rpartition(".")[2].strip("_"): count for op, count in mode.get_comm_counts().items()}
+    return found, all(p.to_local().shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected", "whole"),
+    [
+        ("FULL_SHARD", {"allgather_base": 4 + 3, "reduce_scatter_base": 4}, False),  # the root isn't gathered again
+        ("SHARD_GRAD_OP", {"allgather_base": 4, "reduce_scatter_base": 4}, False),
+        ("NO_SHARD", {"allreduce": 4}, True),
+    ],
+)
+def test_a_strategy_shards_and_gathers_as_it_says(
+    ranks: Ranks, strategy: str, expected: dict[str, int], whole: bool
+) -> None:
+    assert ranks.run(collectives, strategy) == [(expected, whole)] * 2
+
+
+def gathered_before_backward(prefetch: BackwardPrefetch | None) -> list[int]:
+    """How many all-gathers of backward have been issued when the last block, and the one before, compute theirs."""
+    model = build(shim(), auto_wrap_policy=policy("transformer"), backward_prefetch=prefetch)
+    inputs, labels = batches(1)[0]
+    mode = CommDebugMode()
+    issued: list[int] = []
+    for block in (model.blocks[2], model.blocks[1]):
+        block.norm.register_full_backward_pre_hook(lambda *_: issued.append(mode.get_total_counts()))
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    with mode:
+        loss.backward()
+    return issued
+
+
+def test_backward_prefetch_gathers_one_unit_ahead_or_none(ranks: Ranks) -> None:
+    # A unit's own, and the next one's; before the second there is one reduce-scatter.
+    assert ranks.run(gathered_before_backward, BackwardPrefetch.BACKWARD_PRE) == [[2, 4], [2, 4]]
+    assert ranks.run(gathered_before_backward, None) == [[1, 3], [1, 3]]
+    assert ranks.run(gathered_before_backward, BackwardPrefetch.BACKWARD_POST) == [[1, 3], [1, 3]]
+
+
+def build_refused(case: str) -> str:
+    arguments, expected = REFUSED[case]
+    model = Net()
+    given = arguments()
+    dist.barrier()  # a group that was made for it is connected on both ranks before one of them ends
+    try:
+        shim().FullyShardedDataParallel(model, device_id=CPU, **given)
+    except expected as error:
+        assert type(model) is Net, "the model isn't what it was"
+        return str(error)
+    return "nothing was raised"
+
+
+def answers_three(module: nn.Module) -> Any:
+    return 3
+
+
+REFUSED: dict[str, Any] = {
+    "keep_low_precision_grads": (
+        lambda: {"mixed_precision": MixedPrecision(BF16, keep_low_precision_grads=True)},
+        ValueError,
+    ),
+    "ignored_states": (lambda: {"ignored_modules": [], "ignored_states": []}, ValueError),
+    "process_group and device_mesh": (
+        lambda: {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))},
+        ValueError,
+    ),
+    "sharding_strategy": (lambda: {"sharding_strategy": "FULL_SHARD"}, TypeError),
+    "HYBRID_SHARD": (
+        lambda: {
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            "device_mesh": init_device_mesh("cpu", (2,)),
+        },
+        ValueError,
+    ),
+    "give a pair": (
+        lambda: {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": dist.group.WORLD},
+        ValueError,
+    ),
+    "CustomPolicy": (lambda: {"auto_wrap_policy": CustomPolicy(answers_three)}, ValueError),
+    "arguments that FSDP doesn't have": (
+        lambda: {"auto_wrap_policy": CustomPolicy(lambda module: {"shard": 1})},
+        ValueError,
+    ),
+    "give parameters or modules": (lambda: {"ignored_states": ["blocks"]}, TypeError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_names_itself_and_leaves_the_model_alone(ranks: Ranks, case: str) -> None:
+    for message in ranks.run(build_refused, case):
+        assert case in message
+
+
+def other_refusals() -> list[str]:
+    messages = []
+
+    def refused(call: Any) -> None:
+        try:
+            call()
+        except (ValueError, TypeError, RuntimeError) as error:
+            messages.append(str(error))
+        else:
+            messages.append("nothing was raised")
+
+    fsdp = shim()
+    model = build(fsdp, auto_wrap_policy=policy("transformer"))
+    refused(lambda: fsdp.FullyShardedDataParallel(3))
+    refused(lambda: fsdp.FullyShardedDataParallel(model))
+    refused(
+        lambda: fsdp.FullyShardedDataParallel(nn.Sequential(model), auto_wrap_policy=policy("lambda"), device_id=CPU)
+    )
+    refused(lambda: model.register_comm_hook(None, print))
+    refused(lambda: model.blocks[0].clip_grad_norm_(1.0))
+    refused(lambda: model.set_state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT))
+    refused(lambda: model.set_state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, fsdp.ShardedStateDictConfig()))
+    refused(lambda: model.rekey_optim_state_dict({}, fsdp.OptimStateKeyType.PARAM_ID, model))
+    refused(lambda: fsdp.FullyShardedDataParallel(HasModule(), device_id=CPU))
+    with torch.device("meta"):
+        unready = nn.Sequential(NoReset())
+    refused(lambda: fsdp.FullyShardedDataParallel(unready, device_id=CPU))
+    early = Net()
+    optimizer = adam(early)
+    sharded = fsdp.FullyShardedDataParallel(early, device_id=CPU)
+    refused(lambda: train(sharded, optimizer, steps=1))
+    coarse = build(fsdp, mixed_precision=PRECISION[COARSE])
+    refused(lambda: train(coarse, adam(coarse), accumulate=2))
+    return messages
+
+
+class HasModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+def test_other_refusals(ranks: Ranks) -> None:
+    wanted = [
+        "FSDP shards modules; int given",
+        "Net is sharded already",
+        "a module in this model is sharded already",
+        "register_comm_hook(): FSDP2 has no such hook",
+        "clip_grad_norm_(): call it on the outermost",
+        "LOCAL_STATE_DICT: it holds flat shards",
+        "FULL_STATE_DICT takes a FullStateDictConfig",
+        "rekey_optim_state_dict(): the state of an optimizer has names",
+        "HasModule.module: FSDP1's wrapper has this name too",
+        "NoReset is on the meta device and has no reset_parameters()",
+        "Adam was made before FSDP",
+        "no_sync() with MixedPrecision(reduce_dtype=torch.bfloat16)",
+    ]
+    for messages in ranks.run(other_refusals):
+        assert [want for want, got in zip(wanted, messages, strict=True) if want not in got] == [], messages
+
+
+def structure() -> None:
+    fsdp = shim()
+    cls = fsdp.FullyShardedDataParallel
+    model = build(fsdp, auto_wrap_policy=policy("transformer"))
+    assert isinstance(model, cls)
+    assert type(model).__mro__.index(Net)
+    assert isinstance(model.blocks[0], cls)
+    assert not isinstance(model.first, cls)
+    assert cls.fsdp_modules(model) == [model, *model.blocks]
+    assert cls.fsdp_modules(model, root_only=True) == [model]
+    assert model.check_is_root()
+    assert not model.blocks[0].check_is_root()
+    assert model.module is model
+    assert model._fsdp_wrapped_module is model
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert (model.rank, model.world_size) == (dist.get_rank(), 2)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
+    assert not hasattr(model, "no_such_thing")
+    container = build(fsdp, lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(3, 5)))
+    assert type(container[:2]) is nn.Sequential
+
+    class Mine(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, module: nn.Module, **arguments: Any) -> None:
+            super().__init__(module, **arguments)
+            self.mine = 3
+
+    mine = Mine(Net(), device_id=CPU)
+    assert isinstance(mine, Mine)
+    assert mine.mine == 3
+    assert math.isfinite(train(mine, adam(mine), steps=1)[0])
+
+
+def test_a_sharded_model_is_of_both_classes_and_has_plain_names(ranks: Ranks) -> None:
+    ranks.run(structure)
+
+
+def dimensions() -> list[tuple[int, int]]:
+    models = [build(fsdp, use_orig_params=True) for fsdp in (real(), shim())]
+    return [(a.ndim, b.ndim) for a, b in zip(*(model.parameters() for model in models), strict=True)]
+
+
+def test_parameters_have_their_shapes_which_fsdp1_flattens(ranks: Ranks) -> None:
+    """Said in the docs: what decides by `p.ndim` decides otherwise."""
+    expected = [(1, parameter.ndim) for parameter in Net().parameters()]
+    assert ranks.run(dimensions) == [expected, expected]
+
+
+def synchronized() -> tuple[list[float], list[float]]:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    model.get_buffer("blocks.0.scale").add_(dist.get_rank())
+    sharded = shim().FullyShardedDataParallel(
+        model, device_id=CPU, sync_module_states=True, auto_wrap_policy=policy("transformer")
+    )
+    torch.manual_seed(0)
+    expected = Net().state_dict()
+    got = sharded.state_dict()
+    return [float(v.sum()) for v in expected.values()], [float(v.sum()) for v in got.values()]
+
+
+def test_sync_module_states_gives_every_rank_the_first_ones_values(ranks: Ranks) -> None:
+    for expected, got in ranks.run(synchronized):
+        assert got == expected
+
+
+def test_the_function_of_a_custom_policy_can_be_read() -> None:
+    """It is private in torch; where it moves, this fails."""
+    from fsdp2.migrate.shim.units import custom_decision
+
+    def decide(module: nn.Module) -> bool:
+        return True
+
+    assert custom_decision(CustomPolicy(decide)) is decide
+
+
+def test_names_come_from_the_package_too() -> None:
+    from fsdp2 import migrate
+
+    assert migrate.FullyShardedDataParallel is shim().FullyShardedDataParallel
+    with pytest.raises(AttributeError, match="options FlatParameter"):
+        _ = migrate.FlatParameter
+
+
+def test_offload_on_a_cpu_trains_as_without(ranks: Ranks) -> None:
+    """FSDP1 has no CPUOffload without a GPU, so it is compared with the shim's own."""
+    for plain_losses, offloaded in ranks.run(offloading):
+        assert plain_losses == offloaded
+
+
+def offloading() -> tuple[list[float], list[float]]:
+    sides = []
+    for offload in (None, CPUOffload(offload_params=True)):
+        model = build(shim(), cpu_offload=offload)
+        sides.append(train(model, adam(model)))
+    return sides[0], sides[1]
