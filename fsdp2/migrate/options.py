@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fsdp2.migrate.row import Row
 from fsdp2.migrate.rows_calls import AROUND, METHODS, STATE_DICTS
+from fsdp2.migrate.rows_code import IN_CODE, IN_CONFIGURATIONS
 from fsdp2.migrate.rows_settings import CONSTRUCTOR, OFFLOAD, POLICIES, PRECISION, PREFETCH, SHARDING
 
 SECTIONS: dict[str, tuple[Row, ...]] = {
@@ -19,6 +20,8 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "Methods": METHODS,
     "State dicts": STATE_DICTS,
     "Around it, and old names": AROUND,
+    "In code": IN_CODE,
+    "In configuration files": IN_CONFIGURATIONS,
 }
 
 TABLE = tuple(row for rows in SECTIONS.values() for row in rows)

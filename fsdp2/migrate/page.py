@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 from fsdp2.compare.report import markdown_table
@@ -29,14 +30,25 @@ def page() -> str:
         ),
     ]
     for title, rows in SECTIONS.items():
-        lines = [(row.code, f"`{row.name}`", _code(row.becomes), row.status, row.note) for row in rows]
+        lines = [(_anchored(row.code), f"`{row.name}`", _code(row.becomes), row.status, row.note) for row in rows]
         parts += [f"## {title}", markdown_table(("code", "FSDP1", "FSDP2", "", "what to check or decide"), lines)]
     return "\n\n".join(parts) + "\n"
 
 
+def _anchored(code: str) -> str:
+    """The findings of `check` point to their code's row."""
+    return f'<a id="{code.lower()}"></a>{code}'
+
+
 def _code(text: str) -> str:
-    """Code as code, and words as words."""
-    return f"`{text}`" if any(sign in text for sign in "(=.[") else text
+    """Code as code, and words as words: what Python can parse, with … for what is left out."""
+    if not any(sign in text for sign in "(=.["):
+        return text
+    try:
+        ast.parse(text.replace("=…", "=0").replace("…", "0").removesuffix("="))
+    except SyntaxError:
+        return text
+    return f"`{text}`"
 
 
 def listing(rows: Sequence[Row]) -> str:

@@ -44,7 +44,8 @@ METHODS = rows(
         "no_sync()",
         "model.set_requires_gradient_sync(False) … True for the last microbatch",
         EXACT,
-        "Set it back on every path, exceptions included. Both accumulate whole gradients on each rank.",
+        "Set it back on every path, exceptions included. Both add up whole gradients on each rank: FSDP1 in the dtype "
+        "of the computation, FSDP2 in reduce_dtype. Where the two differ, so do the sums.",
     ),
     (
         "clip_grad_norm_()",
@@ -178,7 +179,7 @@ AROUND = rows(
         REFUSED,
         "There is none: .numel() of a DTensor is the whole parameter's, to_local() the shard.",
     ),
-    ("default_auto_wrap_policy", "as size_based_auto_wrap_policy", DECIDE, "Its name before torch 1.13."),
+    ("default_auto_wrap_policy", "as size_based_auto_wrap_policy", DECIDE, "Its name before torch 1.12."),
     ("fsdp_auto_wrap_policy=", "as auto_wrap_policy", EXACT, "Its name before torch 1.12."),
     (
         "ignored_params=",

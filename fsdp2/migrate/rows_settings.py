@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp2.migrate.row import CLASS, DECIDE, EXACT, REFUSED, rows
+from fsdp2.migrate.row import CLASS, DECIDE, EXACT, rows
 
 CONSTRUCTOR = rows(
     "FA",
@@ -40,9 +40,9 @@ CONSTRUCTOR = rows(
     ),
     (
         "backward_prefetch",
-        "nothing, or set_modules_to_backward_prefetch",
+        "nothing, or set_modules_to_backward_prefetch(…)",
         DECIDE,
-        "See BackwardPrefetch. It changes when parameters are gathered, never a loss.",
+        "See BackwardPrefetch; None as BACKWARD_POST. It changes when parameters are gathered, never a loss.",
     ),
     ("mixed_precision", "mp_policy=MixedPrecisionPolicy(…)", DECIDE, "See MixedPrecision, argument by argument."),
     (
@@ -74,7 +74,7 @@ CONSTRUCTOR = rows(
     ),
     (
         "forward_prefetch",
-        "set_modules_to_forward_prefetch",
+        "unit.set_modules_to_forward_prefetch([the next unit])",
         DECIDE,
         "FSDP2 prefetches one group ahead by its own order of issue; the explicit call is for CPU-bound models.",
     ),
@@ -88,8 +88,9 @@ CONSTRUCTOR = rows(
         "use_orig_params",
         "nothing",
         DECIDE,
-        "True is how FSDP2 always is. False: the optimizer had one flat parameter a unit; parameter groups, weight "
-        "decay by name and freezing now work parameter by parameter, and the optimizer's state has other names.",
+        "True is how FSDP2 always is, but for shapes: there a parameter was a flat piece, so that p.ndim > 1 was never "
+        "true, and weight decay by dimension begins to work. False: the optimizer had one flat parameter a unit; "
+        "parameter groups and freezing now work parameter by parameter, and the optimizer's state has other names.",
     ),
     ("ignored_states", "ignored_params=", DECIDE, "As ignored_modules; parameters can be given as they are."),
     ("device_mesh", "mesh=", EXACT, "The same mesh. Of two dimensions the last one shards."),
@@ -109,7 +110,9 @@ SHARDING = rows(
         "NO_SHARD",
         "DistributedDataParallel(model)",
         DECIDE,
-        "Not reshard_after_forward=False, which shards. It is DDP: replicate() or DistributedDataParallel.",
+        "Not reshard_after_forward=False, which shards. It is DDP; or, with units and mixed precision as in FSDP1, "
+        'fully_shard over mesh=init_device_mesh(…, (ranks, 1), mesh_dim_names=("replicate", "shard")): a shard is one '
+        "rank, so that parameters are whole and gradients all-reduced.",
     ),
     (
         "HYBRID_SHARD",
@@ -188,10 +191,11 @@ PREFETCH = rows(
     ("BACKWARD_PRE", "nothing", EXACT, "FSDP2 gathers the next group before a group's backward by itself."),
     (
         "BACKWARD_POST",
-        "nothing",
-        REFUSED,
-        "FSDP2 gathers the next group before a group's backward, never after it. Drop it: it held less memory and "
-        "overlapped less; --shard-granularity or resharding of the root saves memory in other ways.",
+        "unit.set_modules_to_backward_prefetch([unit]) for each unit",
+        DECIDE,
+        "FSDP2 gathers the next unit before a unit's backward unless it is told which; its own is there already, so "
+        "that nothing is gathered ahead. That is the memory of BACKWARD_POST, with a little less overlap. None means "
+        "the same.",
     ),
 )
 

@@ -53,6 +53,19 @@ def names_in_torch() -> Iterator[str]:
             yield from (f"{name}.{field.name}" for field in dataclasses.fields(thing))
 
 
+def test_the_shim_has_every_name_of_fsdp1() -> None:
+    from fsdp2.migrate import shim
+
+    assert {*fsdp.__all__, *wrap.__all__} - FSDP2 <= set(shim.__all__)
+    ours = inspect.signature(shim.FullyShardedDataParallel).parameters
+    assert list(inspect.signature(FullyShardedDataParallel).parameters) == list(ours)[:-2]  # and two old names
+    for name, method in vars(FullyShardedDataParallel).items():
+        if not name.startswith("_") and inspect.isroutine(method := getattr(FullyShardedDataParallel, name, method)):
+            expected = inspect.signature(method).parameters
+            got = inspect.signature(getattr(shim.FullyShardedDataParallel, name)).parameters
+            assert "args" in got or set(expected) - {"args", "kwargs"} <= set(got), name
+
+
 def test_every_name_of_fsdp1_has_a_row() -> None:
     known = {row.name.removeprefix("wrap.") for row in TABLE}
     assert [name for name in names_in_torch() if name not in known] == []
@@ -60,8 +73,9 @@ def test_every_name_of_fsdp1_has_a_row() -> None:
 
 
 def test_no_row_is_of_something_that_torch_does_not_have() -> None:
-    """But for what is around FSDP1, and the old names."""
-    around = {row.name for row in SECTIONS["Around it, and old names"]}
+    """But for what is around FSDP1, the old names, and what is no option at all."""
+    beyond = ("Around it, and old names", "In code", "In configuration files")
+    around = {row.name for section in beyond for row in SECTIONS[section]}
     there = set(names_in_torch())
     assert [n for row in TABLE if (n := row.name.removeprefix("wrap.")) not in there | around] == []
     for name in PRIVATE:
@@ -124,7 +138,7 @@ def test_the_command_prints_rows_by_name(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["options", "no_such"], "options no_such: FSDP1 has nothing of that name"),
         (["options", "no_sync", "--markdown"], "drop one of them"),
-        (["rewrite"], "invalid choice: 'rewrite'"),
+        (["convert"], "invalid choice: 'convert'"),
         ([], "required: command"),
     ],
 )

@@ -1,0 +1,314 @@
+"""One call of FullyShardedDataParallel as calls of fully_shard: all of it, or Undecided and nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+
+import libcst as cst
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp2.migrate.code import precision
+from fsdp2.migrate.code.bindings import Leaf, arguments
+from fsdp2.migrate.code.helpers import HELPERS
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.placement import Placement, Plan
+from fsdp2.migrate.code.symbols import ROWS
+from fsdp2.migrate.code.translate import FSDP, SIZE, Rewriting, constant
+from fsdp2.migrate.code.values import dictionary
+from fsdp2.migrate.row import CLASS
+
+ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
+OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
+# Arguments that change when something is done and never what is computed.
+DROPPED = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+
+
+def code_of(argument: str) -> str:
+    row = ROWS.get(f"{CLASS}.{OLD.get(argument, argument)}") or ROWS.get(f"{argument}=")
+    return row.code if row else "FC07"
+
+
+class Construction(Placement):
+    """A call of FSDP1's class, with the module that holds it. `call` may be of a partial of the class."""
+
+    def __init__(self, rewriting: Rewriting, node: cst.Call, module: Module, preset: Leaf | None = None) -> None:
+        self.rewriting, self.node, self.module = rewriting, node, module
+        self.edits = rewriting.edits(module)
+        self.args = self._arguments(preset)
+        self.group = ""  # the process group, if it isn't all ranks
+        home = module.function(node) or module.tree
+        self.taken = {name.value for name in module.within(home, cst.Name)}
+        self.variable = next(name for name in ("module", "block", "submodule", "group") if not self._bound_as(name))
+
+    # --- arguments ---
+
+    def _arguments(self, preset: Leaf | None) -> dict[str, cst.BaseExpression]:
+        found: dict[str | int, cst.BaseExpression] = {}
+        if preset is not None:
+            if preset.module is not self.module or preset.spread:
+                raise self._undecided("FC07", "some of its arguments are set in another place")
+            found.update({key: value for key, value in preset.args.items() if isinstance(key, str)})
+        for arg in self.node.args:
+            if arg.star == "*":
+                raise self._undecided("FC07", f"*{self.module.code(arg.value)} can't be followed")
+            if arg.star == "**":
+                found.update(self._spread(arg.value))
+        found.update(arguments(self.node)[0])
+        named: dict[str, cst.BaseExpression] = {}
+        for key, value in found.items():
+            if isinstance(key, int) and key >= len(ORDER):
+                raise self._undecided("FC07", "it has more arguments than FSDP1 takes")
+            name = ORDER[key] if isinstance(key, int) else OLD.get(key, key)
+            if name not in ORDER:
+                raise self._undecided("FC07", f"FSDP1 has no argument {name}")
+            named[name] = value
+        if "module" not in named:
+            raise self._undecided("FC07", "it isn't said which module is sharded")
+        return named
+
+    def _spread(self, node: cst.BaseExpression) -> dict[str | int, cst.BaseExpression]:
+        shown = self.module.code(node)
+        entries = dictionary(node)
+        if entries is None and isinstance(node, (cst.Name, cst.Attribute)):
+            written = self.rewriting.values.written(node, self.module)
+            if len(written) == 1 and written[0][1] is self.module:
+                value = written[0][0]
+                home = self.module.function(value)
+                if home is None or home is self.module.function(node):
+                    entries = dictionary(value)
+            if entries is not None and isinstance(node, cst.Name) and (line := self._mutated(node)):
+                raise self._undecided("FC07", f"{shown} is changed in line {line}")
+        if entries is None or any(key is None for key, _ in entries):
+            raise self._undecided("FC07", f"**{shown} can't be followed")
+        self.rewriting.drop(node, self.module)
+        return {key: value for key, value in entries if key is not None}
+
+    def _mutated(self, node: cst.Name) -> int:
+        """The line in which a dictionary is changed after it was made; 0 if nowhere."""
+        for read in self.module.references(node):
+            above = self.module.parent(read)
+            if isinstance(above, cst.Subscript) and isinstance(self.module.parent(above), cst.AssignTarget):
+                return self.module.line(read)
+            if isinstance(above, cst.Attribute) and above.attr.value in ("update", "pop", "setdefault", "popitem"):
+                return self.module.line(read)
+        return 0
+
+    def _bound_as(self, name: str) -> bool:
+        """Whether a name is a variable or an argument of this function, which a loop would overwrite."""
+        home = self.module.function(self.node)
+        targets = (cst.Param, cst.AssignTarget, cst.AnnAssign, cst.For, cst.AsName)
+        if self.module.code(self.args["module"]).partition(".")[0] == name:
+            return True
+        return any(
+            found.value == name and isinstance(self.module.parent(found), targets)
+            for found in self.module.within(home or self.module.tree, cst.Name)
+            if self.module.function(found) is home
+        )
+
+    # --- the plan ---
+
+    def plan(self, model: str) -> Plan:
+        """`model`: the expression that the model has in the lines that are written."""
+        made = Plan()
+        self._refused()
+        strategy = self._strategy(made)
+        self._mesh(made, strategy)
+        if strategy == "NO_SHARD":
+            self._replicated(made, model)
+            return made
+        policy = self._policy(made, model)
+        self._precision(made, model, policy)
+        self._offload(made)
+        self._ignored(made)
+        self._device(made)
+        self._broadcast(made, model)
+        self._initial(made)
+        for name in DROPPED:
+            if name in self.args:
+                self._drop(name)
+        return made
+
+    def _refused(self) -> None:
+        if (node := self._given("process_group")) is not None and not self._is_world(node):
+            leaves = self.rewriting.values.leaves(node, self.module)
+            if any(isinstance(leaf.node, cst.Tuple) for leaf in leaves):
+                raise self._undecided("FA02", "a pair of groups is a mesh of two dimensions", node)
+
+    def _strategy(self, plan: Plan) -> str:
+        node = self._given("sharding_strategy")
+        if node is None:
+            return ""
+        values = self.rewriting.values
+        leaves = values.leaves(node, self.module)
+        symbols = {leaf.symbol.partition(".")[2] if leaf.kind == "symbol" else leaf.kind for leaf in leaves}
+        if len(symbols) == 1 and symbols <= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "none"}:
+            self.rewriting.drop(node, self.module)
+            (only,) = symbols
+            if only == "SHARD_GRAD_OP":
+                plan.options["reshard_after_forward"] = "False"
+            return only
+        if symbols == {"_HYBRID_SHARD_ZERO2"}:
+            self.rewriting.drop(node, self.module)
+            plan.options["reshard_after_forward"] = "False"
+            return "HYBRID_SHARD"
+        plan.options["reshard_after_forward"] = self.rewriting.in_place(
+            node, self.module, self.rewriting.strategy, "FA03"
+        )
+        return ""
+
+    def _replicated(self, plan: Plan, model: str) -> None:
+        """NO_SHARD is DDP."""
+        for name in ("mixed_precision", "cpu_offload", "ignored_modules", "ignored_states"):
+            if (node := self._given(name)) is not None:
+                raise self._undecided("FS03", f"DDP has no {name} as FSDP1 has it", node)
+        for name in ("auto_wrap_policy", *DROPPED):
+            if name in self.args:
+                self._drop(name)
+        self._device(plan, replicated=True)
+        plan.options.pop("mesh", None)
+        if (group := self._given("process_group")) is not None:
+            plan.options["process_group"] = self._text(group)
+        self.edits.need("torch.nn.parallel", "DistributedDataParallel")
+        plan.replicated = True
+
+    def _policy(self, plan: Plan, model: str) -> bool:
+        node = self._given("auto_wrap_policy")
+        if node is None:
+            return False
+        rewriting = self.rewriting
+        leaves = rewriting.values.leaves(node, self.module)
+        if all(leaf.kind == "none" for leaf in leaves) and leaves:
+            rewriting.drop(node, self.module)
+            return False
+        only = rewriting.only(node, self.module)
+        if only is not None and only.symbol in SIZE:
+            self._by_size(plan, only, model)
+            rewriting.drop(node, self.module)
+        elif only is not None and only.kind == "function":
+            rewriting.consume(node)
+            self.edits.helpers["shard_by_policy"] = HELPERS["shard_by_policy"]
+            plan.chosen_by = f"shard_by_policy({model}, {self._text(node)}"
+        elif only is not None:
+            plan.condition = rewriting.condition(only, self.variable)
+            rewriting.drop(node, self.module)
+        else:
+            text = rewriting.in_place(node, self.module, self._predicate, "FA05")
+            if any(leaf.kind == "none" for leaf in leaves):
+                plan.condition = f"{text} is not None and {text}({self.variable})"
+            else:
+                plan.condition = f"{text}({self.variable})"
+        return True
+
+    def _by_size(self, plan: Plan, leaf: Leaf, model: str) -> None:
+        if leaf.kind == "symbol":
+            least = "int(1e8)"
+        elif leaf.spread or set(leaf.args) - {"min_num_params"}:
+            raise self._undecided("FW02", "it has further arguments", leaf.node)
+        else:
+            least = self._text(leaf.args["min_num_params"]) if leaf.args else "int(1e8)"
+        self.edits.helpers["shard_by_size"] = HELPERS["shard_by_size"]
+        plan.chosen_by = f"shard_by_size({model}, {least}"
+        self.edits.need("torch")
+        self.edits.need(FSDP, "fully_shard")
+
+    def _predicate(self, leaf: Leaf) -> str:
+        if leaf.kind == "none":
+            return "None"
+        return f"lambda module: {self.rewriting.condition(leaf)}"
+
+    def _precision(self, plan: Plan, model: str, wrapped: bool) -> None:
+        node = self._given("mixed_precision")
+        if node is None:
+            return
+        normed = precision.may_have_norms(self.rewriting, self.args["module"], self.module)
+        made = precision.translate(self.rewriting, node, self.module, wrapped, normed)
+        if not made.policy:
+            self._drop("mixed_precision")
+            return
+        self.edits.need(FSDP, "MixedPrecisionPolicy")
+        policy = made.policy
+        policy = self._or_default(node, policy, "MixedPrecisionPolicy")
+        inner = wrapped and made.castless
+        later = bool(made.norms or made.buffers == "param")
+        if (inner or later) and not re.fullmatch(r"[\w.]+", policy):
+            name = self._fresh("mp_policy")
+            plan.before.append(f"{name} = {policy}")
+            policy = name
+        plan.options["mp_policy"] = policy
+        if inner:
+            # FSDP1 casts the inputs of the root alone.
+            self.edits.modules["dataclasses"] = "dataclasses"
+            plan.inner["mp_policy"] = f"dataclasses.replace({policy}, cast_forward_inputs=False)"
+        self._beside(plan, made, policy, model)
+
+    def _beside(self, plan: Plan, made: precision.Precision, policy: str, model: str) -> None:
+        """What FSDP1's mixed precision does to batch norm and to buffers."""
+        if made.norms:
+            self.edits.need("torch")
+            plan.norms = f"MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype={policy}.param_dtype)"
+        if made.buffers:
+            dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
+            guard = f" and {dtype} is not None" if made.buffers == "param" and made.maybe else ""
+            if made.norms:
+                var = self.variable
+                lines = f"""\
+                    for {var} in {model}.modules():  # FSDP1's buffer_dtype, which left batch norm alone
+                        if not isinstance({var}, {precision.NORM}):
+                            for buffer in {var}.buffers(recurse=False):
+                                if buffer.is_floating_point(){guard}:
+                                    buffer.data = buffer.to({dtype})"""
+            else:
+                lines = f"""\
+                    for buffer in {model}.buffers():  # FSDP1's buffer_dtype
+                        if buffer.is_floating_point(){guard}:
+                            buffer.data = buffer.to({dtype})"""
+            plan.after.append(textwrap.dedent(lines))
+
+    def _offload(self, plan: Plan) -> None:
+        node = self._given("cpu_offload")
+        if node is None:
+            return
+        rewriting = self.rewriting
+        only = rewriting.only(node, self.module)
+        if only is not None and only.kind == "none":
+            rewriting.drop(node, self.module)
+            return
+        if only is not None and only.kind == "call" and only.symbol == "CPUOffload":
+            flag = only.args.get(0, only.args.get("offload_params"))
+            if constant(flag, False) is False:
+                rewriting.drop(node, self.module)
+                return
+        text = rewriting.in_place(node, self.module, rewriting.offload, "FA04")
+        plan.options["offload_policy"] = self._or_default(node, text, "OffloadPolicy")
+
+    def _or_default(self, node: cst.BaseExpression, text: str, default: str) -> str:
+        """FSDP1 takes None where FSDP2 wants a policy that does nothing."""
+        leaves = self.rewriting.values.leaves(node, self.module)
+        if not any(leaf.kind == "none" for leaf in leaves):
+            return text
+        self.edits.need(FSDP, default)
+        if isinstance(node, cst.IfExp):
+            return re.sub(r"\bNone\b(?= if )|(?<= else )None\b", f"{default}()", text)
+        return f"{text} or {default}()"
+
+    def _ignored(self, plan: Plan) -> None:
+        modules, states = self._given("ignored_modules"), self._given("ignored_states")
+        if modules is not None:
+            leaves = self.rewriting.values.leaves(modules, self.module)
+            if leaves and all(leaf.kind == "none" for leaf in leaves):
+                self._drop("ignored_modules")
+                return
+            text = self._text(modules)
+            maybe = any(leaf.kind in ("none", "unknown") for leaf in leaves)
+            over = f"{text} or ()" if maybe else text
+            plan.options["ignored_params"] = f"{{p for ignored in {over} for p in ignored.parameters()}}"
+        elif states is not None:
+            leaves = self.rewriting.values.leaves(states, self.module)
+            written = [leaf for leaf in leaves if leaf.kind == "value"]
+            if len(written) != len(leaves) or "parameters()" not in " ".join(
+                leaf.module.code(leaf.node) for leaf in written
+            ):
+                raise self._undecided("FA15", "whether they are modules or parameters isn't known", states)
+            plan.options["ignored_params"] = f"set({self._text(states)})"

@@ -1,0 +1,106 @@
+"""Functions that a rewritten program may need, as they are put into it."""
+
+from __future__ import annotations
+
+SHARD_BY_SIZE = '''\
+def shard_by_size(module, min_num_params, is_root=True, **options):
+    """Shard what FSDP1's size_based_auto_wrap_policy chose; returns how many parameters are in groups."""
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if numel < min_num_params or isinstance(module, torch.nn.MultiheadAttention):
+        return 0
+    taken = sum(shard_by_size(child, min_num_params, False, **options) for child in module.children())
+    if is_root or numel - taken < min_num_params or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        return taken
+    fully_shard(module, **options)
+    return numel
+'''
+
+SHARD_BY_POLICY = '''\
+def shard_by_policy(module, policy, is_root=True, **options):
+    """Shard what an FSDP1 wrapping policy chooses, inner modules first; returns how many parameters are in groups."""
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = sum(shard_by_policy(child, policy, False, **options) for child in module.children())
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        return taken
+    fully_shard(module, **options)
+    return numel
+'''
+
+NO_SYNC = '''\
+@contextlib.contextmanager
+def no_sync(model):
+    """Gradients are summed up on each rank, and not reduced, while this is open."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+'''
+
+NO_SYNC_OR_DDP = '''\
+@contextlib.contextmanager
+def no_sync(model):
+    """Gradients are summed up on each rank, and not reduced, while this is open."""
+    if not isinstance(model, FSDPModule):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+'''
+
+FULL_PARAMS = '''\
+@contextlib.contextmanager
+def full_params(model):
+    """Whole parameters while this is open, on every rank, to be read: what is written to them is lost."""
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+'''
+
+INNER_FIRST = '''\
+def inner_first(module):
+    """All modules below one, children before their parents: the order in which FSDP1 wrapped them."""
+    found = []
+    for child in module.children():
+        found += [*inner_first(child), child]
+    return list(dict.fromkeys(found))
+'''
+
+INITIALISE = '''\
+@torch.no_grad()
+def initialise(group, device, init=None):
+    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them."""
+    modules = [group]
+    for module in modules:
+        modules += [c for c in module.children() if not isinstance(c, FSDPModule) and c not in modules]
+    tensors = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules}
+    if not any(tensor.is_meta for own in tensors.values() for tensor in own):
+        return
+    for module in modules:
+        if init is not None:
+            init(module)
+        elif tensors[module]:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+'''
+
+HELPERS = {
+    "shard_by_size": SHARD_BY_SIZE,
+    "shard_by_policy": SHARD_BY_POLICY,
+    "no_sync": NO_SYNC,
+    "no_sync or DDP": NO_SYNC_OR_DDP,
+    "full_params": FULL_PARAMS,
+    "inner_first": INNER_FIRST,
+    "initialise": INITIALISE,
+}

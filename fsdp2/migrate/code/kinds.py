@@ -1,0 +1,74 @@
+"""What kind of state dict a call of FSDP1 asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from fsdp2.migrate.code.bindings import Leaf, arguments
+from fsdp2.migrate.code.edits import Undecided
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.translate import constant
+from fsdp2.migrate.code.values import Values
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state dict: FULL or SHARDED; on the CPU; on the first rank only."""
+
+    kind: str = FULL
+    cpu: bool = False
+    first: bool = False
+    optim_cpu: bool = True
+    optim_first: bool = False
+
+    def options(self, optimizer: bool, guarded: bool) -> list[str]:
+        """Arguments of StateDictOptions that give the same. `guarded`: only the first rank reads the result."""
+        cpu, first = (self.optim_cpu, self.optim_first) if optimizer else (self.cpu, self.first)
+        if self.kind == SHARDED:
+            # The optimizer's default of FSDP1 is the CPU; sharded tensors are loaded to where they belong anyway.
+            return ["cpu_offload=True"] if self.cpu else []
+        # With both, FSDP2 gives the dict to the first rank and an empty one to the others.
+        return ["full_state_dict=True", *(["cpu_offload=True"] if cpu and (first or guarded) else [])]
+
+
+def kind_of(values: Values, module: Module, node: cst.Call) -> Kind:
+    args, spread = arguments(node)
+    chosen = args.get("state_dict_type", args.get(1))
+    if spread or chosen is None:
+        raise Undecided("FM07", "its arguments can't be followed", node, module)
+    leaves = values.leaves(chosen, module)
+    symbols = {leaf.symbol for leaf in leaves}
+    if symbols == {"StateDictType.LOCAL_STATE_DICT"}:
+        raise Undecided("FD03", "flat shards have no equivalent: SHARDED_STATE_DICT", node, module)
+    if len(symbols) != 1 or not symbols <= {f"StateDictType.{FULL}", f"StateDictType.{SHARDED}"}:
+        raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
+    kind = symbols.pop().partition(".")[2]
+    cpu, first = _config(values, module, args.get("state_dict_config", args.get(2)), (False, False))
+    optim = args.get("optim_state_dict_config", args.get(3))
+    optim_cpu, optim_first = _config(values, module, optim, (True, False))
+    return Kind(kind, cpu, first, optim_cpu, optim_first)
+
+
+def _config(
+    values: Values, module: Module, node: cst.BaseExpression | None, default: tuple[bool, bool]
+) -> tuple[bool, bool]:
+    if node is None:
+        return default
+    leaves = values.leaves(node, module)
+    if len(leaves) == 1 and leaves[0].kind == "none":
+        return default
+    if len(leaves) != 1 or leaves[0].kind != "call" or leaves[0].spread:
+        raise Undecided("FM07", "its configuration can't be followed", node, module)
+    leaf = leaves[0]
+    return _flag(leaf, "offload_to_cpu", 0, default[0]), _flag(leaf, "rank0_only", 1, False)
+
+
+def _flag(leaf: Leaf, name: str, place: int, default: bool) -> bool:
+    value = constant(leaf.args.get(name, leaf.args.get(place)), default)
+    if not isinstance(value, bool):
+        raise Undecided("FM07", f"{name} is decided at run time", leaf.node, leaf.module)
+    return value

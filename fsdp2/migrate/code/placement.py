@@ -1,0 +1,198 @@
+"""Where a model is put: its mesh, its device, and whose values it begins with."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from fsdp2.migrate.code.edits import Edits, Undecided, call
+from fsdp2.migrate.code.helpers import HELPERS
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.translate import Rewriting, constant
+
+
+@dataclass
+class Plan:
+    """What a call becomes: lines before, a condition for inner groups, options of fully_shard, lines after."""
+
+    before: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    root: dict[str, str] = field(default_factory=dict)  # where the root's options differ
+    inner: dict[str, str] = field(default_factory=dict)  # where the inner groups' options differ
+    condition: str = ""
+    chosen_by: str = ""  # a helper's call that shards inner groups
+    norms: str = ""
+    after: list[str] = field(default_factory=list)
+    replicated: bool = False
+    initial: str = ""  # the helper's arguments after the module, where groups get their initial values one by one
+
+    @property
+    def simple(self) -> bool:
+        return not (self.before or self.condition or self.chosen_by or self.norms or self.after or self.initial)
+
+
+class Placement:
+    """The part of a constructor's call that is about processes and devices."""
+
+    rewriting: Rewriting
+    node: cst.Call
+    module: Module
+    edits: Edits
+    args: dict[str, cst.BaseExpression]
+    taken: set[str]
+    group: str  # the process group, if it isn't all ranks
+
+    def _undecided(self, code: str, why: str, node: cst.CSTNode | None = None) -> Undecided:
+        return Undecided(code, why, node if node is not None else self.node, self.module)
+
+    def _given(self, name: str) -> cst.BaseExpression | None:
+        node = self.args.get(name)
+        return None if node is None or constant(node) is None else node
+
+    def _text(self, node: cst.CSTNode) -> str:
+        return self.rewriting.code(node, self.module)
+
+    def _fresh(self, name: str) -> str:
+        """A name for a variable that nothing in this function has."""
+        while name in self.taken:
+            name = f"fsdp_{name}"
+        self.taken.add(name)
+        return name
+
+    def _drop(self, name: str) -> None:
+        self.rewriting.drop(self.args[name], self.module)
+
+    def _is_world(self, node: cst.BaseExpression) -> bool:
+        leaves = self.rewriting.values.leaves(node, self.module)
+        if leaves and all(leaf.kind == "none" for leaf in leaves):
+            return True
+        return self.module.code(node).endswith(("group.WORLD", "_get_default_group()"))
+
+    def _mesh(self, plan: Plan, strategy: str) -> None:
+        mesh, group = self._given("device_mesh"), self._given("process_group")
+        if mesh is not None:
+            plan.options["mesh"] = self._text(mesh)
+        elif group is not None and not self._is_world(group):
+            if strategy == "HYBRID_SHARD":
+                raise self._undecided("FA02", "the groups of HYBRID_SHARD are a mesh of two dimensions", group)
+            self.edits.need("torch.distributed.device_mesh", "DeviceMesh")
+            self.group = self._text(group)
+            if not re.fullmatch(r"[\w.]+", self.group):
+                name = self._fresh("process_group")
+                plan.before.append(f"{name} = {self.group}")
+                self.group = name
+            plan.options["mesh"] = f"DeviceMesh.from_group({self.group}, {self._device_type()})"
+        elif strategy == "HYBRID_SHARD":
+            self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
+            world, local = f"{self._dist()}.get_world_size()", "torch.cuda.device_count()"
+            self.edits.need("torch")
+            # FSDP1 takes the devices of a node for a shard group.
+            plan.options["mesh"] = call(
+                "init_device_mesh",
+                ['"cuda"', f"({world} // {local}, {local})", 'mesh_dim_names=("replicate", "shard")'],
+            )
+
+    def _dist(self) -> str:
+        """What torch.distributed is called here."""
+        return self.edits.modules.setdefault("torch.distributed", self._alias("torch.distributed", "dist"))
+
+    def _alias(self, package: str, fallback: str) -> str:
+        for statement in self.module.all(cst.Import):
+            for alias in statement.names:
+                if alias.evaluated_name == package and self.module.function(statement) is None:
+                    return alias.evaluated_alias or package
+        for imported in self.module.all(cst.ImportFrom):
+            if isinstance(imported.names, cst.ImportStar) or self.module.function(imported) is not None:
+                continue
+            for alias in imported.names:
+                source = cst.helpers.get_full_name_for_node(imported.module) if imported.module else ""
+                if f"{source}.{alias.evaluated_name}" == package:
+                    return alias.evaluated_alias or alias.evaluated_name
+        return fallback
+
+    def _device_leaves(self) -> tuple[str, bool]:
+        """The device_id as text, and whether it may be the CPU."""
+        node = self._given("device_id")
+        if node is None:
+            return "", False
+        leaves = self.rewriting.values.leaves(node, self.module)
+        texts = [leaf.module.code(leaf.node) for leaf in leaves]
+        return self._text(node), any('"cpu"' in text or "'cpu'" in text for text in texts)
+
+    def _device_type(self) -> str:
+        text, cpu = self._device_leaves()
+        if not cpu:
+            return '"cuda"'
+        return '"cpu"' if "cpu" in text else f"torch.device({text}).type"
+
+    def _device(self, plan: Plan, replicated: bool = False) -> None:
+        text, cpu = self._device_leaves()
+        if not text:
+            return
+        if cpu and not replicated:
+            if "mesh" not in plan.options:
+                self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
+                plan.options["mesh"] = f"init_device_mesh({self._device_type()}, ({self._dist()}.get_world_size(),))"
+        elif not cpu and "current_device()" not in text and "set_device(" not in self._all_text():
+            self.edits.need("torch")
+            plan.before.append(f"torch.cuda.set_device({text})")
+
+    def _initial(self, plan: Plan) -> None:
+        """FSDP1 gave each unit on the meta device its values when it wrapped it: a helper does it before each group."""
+        node = self._given("param_init_fn")
+        if node is None and not any(map(meta_calls, self.rewriting.program.parsed)):
+            return
+        code = "FC20" if node is None else "FA09"
+        if plan.chosen_by or any("broadcast(" in line for line in plan.before):
+            raise self._undecided(code, "initial values have to come after sharding", node)
+        device, _ = self._device_leaves()
+        arguments = [device or 'torch.device("cuda", torch.cuda.current_device())']
+        arguments += [self._text(node)] if node is not None else []
+        plan.initial = ", ".join(arguments)
+        self.edits.need("torch")
+        self.edits.need("torch.distributed.fsdp", "FSDPModule")
+        for name in ("inner_first", "initialise"):
+            self.edits.helpers[name] = HELPERS[name]
+
+    def _all_text(self) -> str:
+        return "\n".join(source.text for source in self.rewriting.program.sources.values())
+
+    def _broadcast(self, plan: Plan, model: str) -> None:
+        node = self._given("sync_module_states")
+        if node is None or constant(node) is False:
+            return
+        leaves = self.rewriting.values.leaves(node, self.module)
+        if leaves and all(constant(leaf.node) is False for leaf in leaves if isinstance(leaf.node, cst.Name)) and all(
+            isinstance(leaf.node, cst.Name) and leaf.kind == "value" for leaf in leaves
+        ):  # fmt: skip
+            return
+        if self._given("device_mesh") is not None:
+            raise self._undecided("FA11", "whose values are taken depends on the mesh", node)
+        device, _ = self._device_leaves()
+        dist = self._dist()
+        source = f"src={dist}.get_global_rank({self.group}, 0), group={self.group}" if self.group else "src=0"
+        lines = []
+        if device:
+            lines.append(f"{model}.to({device})")
+        # FSDP1's sync_module_states: all ranks begin with rank 0's values.
+        lines += [
+            f"for tensor in [*{model}.parameters(), *{model}.buffers()]:  # FSDP1's sync_module_states",
+            f"    {dist}.broadcast(tensor.detach(), {source})",
+        ]
+        if constant(node) is not True:
+            lines = [f"if {self._text(node)}:", *("    " + line for line in lines)]
+        plan.before.append("\n".join(lines))
+
+
+def meta_calls(module: Module) -> list[cst.Call]:
+    """Calls that make something on the meta device, or say that it is to be made there."""
+    found: list[cst.Call] = []
+    for node in module.all(cst.Call) if "meta" in module.text else ():
+        name = module.code(node.func).rpartition(".")[2]
+        first = constant(node.args[0].value) if node.args and not node.args[0].star else None
+        said = [constant(arg.value) for arg in node.args if arg.keyword is not None and arg.keyword.value == "device"]
+        if (name in ("device", "set_default_device") and first == "meta") or "meta" in said:
+            found.append(node)
+    return found + [node for node in module.all(cst.Call) if module.code(node.func).endswith("init_empty_weights")]

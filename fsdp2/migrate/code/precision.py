@@ -1,0 +1,192 @@
+"""MixedPrecision as MixedPrecisionPolicy, and what FSDP1 did beside it: buffers, batch norm, inputs of blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import libcst as cst
+
+from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.edits import Undecided, call
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.translate import FSDP, Rewriting, constant
+
+FIELDS = (
+    "param_dtype",
+    "reduce_dtype",
+    "buffer_dtype",
+    "keep_low_precision_grads",
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "_module_classes_to_ignore",
+)
+# Words of models that have batch norm somewhere below: FSDP1 left it in full precision.
+NORMED = re.compile(
+    r"BatchNorm|batch_norm|torchvision\.models|timm|segmentation_models|resnet|hub\.load", re.IGNORECASE
+)
+LANGUAGE = re.compile(r"^\s*(from|import) (transformers|fms|flash_attn)\b", re.MULTILINE)
+NORM = "torch.nn.modules.batchnorm._BatchNorm"
+
+
+@dataclass
+class Precision:
+    """What a mixed_precision argument becomes.
+
+    Attributes:
+        policy: the expression for mp_policy.
+        castless: groups below the root don't cast their inputs, as in FSDP1.
+        buffers: the expression for the dtype of buffers; "" if they stay as they are.
+        norms: batch norm needs groups of its own.
+        maybe: the policy may be one without a dtype.
+    """
+
+    policy: str
+    castless: bool
+    buffers: str
+    norms: bool
+    maybe: bool
+
+
+def fields(leaf: Leaf) -> dict[str, cst.BaseExpression]:
+    """A MixedPrecision's arguments by name."""
+    if leaf.kind != "call" or leaf.symbol != "MixedPrecision" or leaf.spread:
+        raise Undecided("FA07", "what is passed isn't a MixedPrecision that is written out", leaf.node, leaf.module)
+    named = {FIELDS[key] if isinstance(key, int) else key: value for key, value in leaf.args.items()}
+    if unknown := set(named) - set(FIELDS):
+        raise Undecided("FA07", f"MixedPrecision has no {min(unknown)}", leaf.node, leaf.module)
+    return named
+
+
+def policy(rewriting: Rewriting, leaf: Leaf) -> str:
+    """MixedPrecisionPolicy for a leaf."""
+    edits = rewriting.edits(leaf.module)
+    if leaf.kind == "none":
+        return "None"
+    edits.need(FSDP, "MixedPrecisionPolicy")
+    given = fields(leaf)
+    if constant(given.get("keep_low_precision_grads"), False) is not False:
+        raise Undecided("FP04", "low-precision gradients", given["keep_low_precision_grads"], leaf.module)
+    if "_module_classes_to_ignore" in given:
+        node = given["_module_classes_to_ignore"]
+        if not (isinstance(node, cst.Tuple) and not node.elements):
+            raise Undecided("FP07", "module classes are left out", node, leaf.module)
+    text = {name: rewriting.code(node, leaf.module) for name, node in given.items()}
+    parts = []
+    param = text.get("param_dtype", "None")
+    # FSDP1 reduces in param_dtype where nothing is said; what FSDP2 does then depends on its version.
+    reduce = text.get("reduce_dtype", "None")
+    if reduce == "None":
+        reduce = param
+    if param != "None":
+        parts.append(f"param_dtype={param}")
+    if reduce != "None":
+        parts.append(f"reduce_dtype={reduce}")
+    root, inner = (
+        constant(given.get(name), default)
+        for name, default in (("cast_root_forward_inputs", True), ("cast_forward_inputs", False))
+    )
+    if root is False and inner is False:
+        parts.append("cast_forward_inputs=False")
+    elif root not in (True, False) or inner not in (True, False):
+        node = given["cast_forward_inputs" if inner not in (True, False) else "cast_root_forward_inputs"]
+        raise Undecided("FP05", "whether inputs are cast is decided at run time", node, leaf.module)
+    return _with_comments(leaf, parts) or call("MixedPrecisionPolicy", parts)
+
+
+def _with_comments(leaf: Leaf, parts: list[str]) -> str:
+    """The policy with an argument a line and the comments that stood above each; "" if there were none."""
+    module, node = leaf.module, leaf.node
+    comments = [
+        (module.span(comment)[0], comment.value)
+        for comment in module.within(node, cst.Comment)
+        if module.span(node)[0] < module.span(comment)[0] < module.span(node)[1]
+    ]
+    if not comments or not isinstance(node, cst.Call):
+        return ""
+    lines, done = [], module.span(node)[0]
+    kept = {part.partition("=")[0]: part for part in parts}
+    for place, arg in enumerate(node.args):
+        name = arg.keyword.value if arg.keyword is not None else FIELDS[place]
+        start, end = module.span(arg)
+        if name in kept:
+            lines += [value for at, value in comments if done <= at < start]
+            lines.append(kept.pop(name) + ",")
+        done = end
+    lines += [part + "," for part in kept.values()]
+    if not any(line.startswith("#") for line in lines):
+        return ""
+    indent = module.indent(node)
+    return "MixedPrecisionPolicy(\n" + "".join(f"{indent}    {line}\n" for line in lines) + indent + ")"
+
+
+def translate(rewriting: Rewriting, node: cst.BaseExpression, module: Module, wrapped: bool, normed: bool) -> Precision:
+    """The mixed_precision argument of a call. `wrapped`: the call has a wrapping policy. `normed`: the model may
+    have batch norm."""
+    leaves = rewriting.values.leaves(node, module)
+    made = rewriting.in_place(node, module, lambda leaf: policy(rewriting, leaf), "FA07")
+    some = [fields(leaf) for leaf in leaves if leaf.kind != "none"]
+    if not some:
+        return Precision("", False, "", False, False)
+    maybe = any(leaf.kind == "none" for leaf in leaves)
+    ignoring = not all("_module_classes_to_ignore" in given for given in some)
+    return Precision(
+        policy=made,
+        castless=any("param_dtype" in g and constant(g.get("cast_forward_inputs"), False) is False for g in some),
+        buffers=_buffers(leaves, node, module, rewriting),
+        norms=wrapped and normed and ignoring,
+        maybe=maybe or not all(_written(leaf) for leaf in leaves if leaf.kind != "none"),
+    )
+
+
+def _written(leaf: Leaf) -> bool:
+    """Whether the dtype of parameters is written out, so that it is surely one."""
+    node = fields(leaf).get("param_dtype")
+    return node is not None and leaf.module.code(node).startswith("torch.")
+
+
+def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewriting: Rewriting) -> str:
+    """ "" (none), "param" (whatever param_dtype is), or a dtype that is written out where the call sees it."""
+    said = set()
+    for leaf in leaves:
+        given = fields(leaf) if leaf.kind != "none" else {}
+        text = leaf.module.code(given["buffer_dtype"]) if "buffer_dtype" in given else "None"
+        param = leaf.module.code(given["param_dtype"]) if "param_dtype" in given else "None"
+        if leaf.kind != "none":
+            said.add("" if text == "None" else "param" if text == param else text)
+    if len(said) == 1 and (said <= {"", "param"} or rewriting.only(node, module) is not None):
+        return said.pop()
+    raise Undecided("FP03", "buffers have different dtypes on different paths", node, module)
+
+
+def may_have_norms(rewriting: Rewriting, node: cst.BaseExpression, module: Module) -> bool:
+    """Whether a model may hold batch norm: it does where the program says so, or where nothing is known of it."""
+    if any(NORMED.search(source.text) for source in rewriting.program.sources.values()):
+        return True
+    if any(LANGUAGE.search(source.text) for source in rewriting.program.sources.values()):
+        return False
+    leaves = rewriting.values.leaves(node, module)
+    return any(not _plain(rewriting, leaf) for leaf in leaves)
+
+
+def _plain(rewriting: Rewriting, leaf: Leaf) -> bool:
+    """Whether a model comes from the program's own classes, or from a library of language models."""
+    if leaf.kind in ("class", "call", "none"):
+        return True
+    node, module = leaf.node, leaf.module
+    while isinstance(node, (cst.Call, cst.Attribute)):
+        names = [name for name, _ in module.qualified(node)]
+        if any(name.startswith(("transformers.", "torch.nn.")) for name in names):
+            return True
+        if isinstance(node, cst.Call):
+            for made in rewriting.values.leaves(node.func, module) if isinstance(node.func, cst.Name) else []:
+                if made.kind == "class":
+                    return True
+            node = node.func
+        else:  # model.to(device), Model(…).cuda(): what the method is called on
+            if any(_plain(rewriting, below) for below in rewriting.values.leaves(node.value, module)):
+                return True
+            node = node.value
+    if isinstance(node, cst.Name):
+        return any(name.startswith(("transformers.", "torch.nn.")) for name, _ in module.qualified(node))
+    return False

@@ -1,0 +1,174 @@
+"""A program moved to FSDP2, as far as it can be with certainty."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import libcst as cst
+
+from fsdp2.checkpoint.tables import printable
+from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, spawn, statedicts
+from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.construct import Construction
+from fsdp2.migrate.code.edits import Edits, Undecided
+from fsdp2.migrate.code.emit import Emission
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.program import Program
+from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.source import Source
+from fsdp2.migrate.code.symbols import CLASS
+from fsdp2.migrate.code.tracked import Tracked
+from fsdp2.migrate.code.translate import Rewriting
+from fsdp2.migrate.code.values import Values
+
+
+@dataclass
+class Rewritten:
+    """What became of a file: its new bytes, and the difference for a reader."""
+
+    source: Source
+    data: bytes
+    diff: str
+
+
+@dataclass
+class Result:
+    files: list[Rewritten] = field(default_factory=list)
+    undecided: list[Undecided] = field(default_factory=list)
+
+
+def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
+    """Every call of FSDP1's class, and of a partial of it, inner ones first."""
+    found: list[tuple[cst.Call, Module, Leaf | None]] = []
+    for module in program.relevant():
+        for node in module.all(cst.Call):
+            if program.symbol(node.func, module) == CLASS:
+                found.append((node, module, None))
+            elif isinstance(node.func, (cst.Name, cst.Attribute)):
+                presets = [leaf for leaf in _called(values, node.func, module) if leaf.kind in ("partial", "symbol")]
+                ours = [leaf for leaf in presets if leaf.symbol == CLASS]
+                if ours:
+                    found.append((node, module, ours[0] if ours[0].kind == "partial" else None))
+    return sorted(found, key=lambda item: item[1].span(item[0])[1] - item[1].span(item[0])[0])
+
+
+def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> list[Leaf]:
+    """What a called name may be, where that is worth asking: functions and classes aren't FSDP1's class."""
+    if isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+        return []
+    if "FSDP" not in module.text and "FullyShardedDataParallel" not in module.text:
+        return []
+    return values.leaves(node, module)
+
+
+def rewrite(program: Program) -> Result:
+    """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
+    be decided: only comments are added then, so that no model is half of one kind and half of the other."""
+    rewriting, undecided = _attempt(program)
+    together = _together(program)
+    blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
+    undecided = [p for p in undecided if not (p.leftover and together[id(p.module)] in blocked)]
+    result = Result(undecided=undecided)
+    exported = _exported(program)
+    for module in program.parsed:
+        stays = together[id(module)] in blocked
+        edits = Edits(module) if stays else rewriting.edits(module)
+        marks.put(edits, [problem for problem in undecided if problem.module is module])
+        if stays and not edits.changed:
+            continue
+        made = _finished(edits, exported.get(module.path.resolve(), set()), tidy=not stays)
+        if made is not None:
+            result.files.append(made)
+    return result
+
+
+def _together(program: Program) -> dict[int, int]:
+    """A number for each module; those that import one another, directly or not, have the same."""
+    group = {id(module): number for number, module in enumerate(program.parsed)}
+    for module in program.parsed:
+        for statement in module.all(cst.Import, cst.ImportFrom):
+            for dotted in imports.packages(statement):
+                path = program.file_of(dotted, module)
+                other = program.known(path) if path is not None else None
+                if other is not None:
+                    old, new = group.get(id(other), -1), group[id(module)]
+                    group.update({key: new for key, number in group.items() if number == old})
+    return group
+
+
+def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
+    """All changes of a program, and what stopped some of them."""
+    rewriting = Rewriting(program)
+    calls = constructions(program, rewriting.values)
+    tracked = Tracked(program, rewriting.values, [(node, module) for node, module, _ in calls])
+    scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
+    undecided: list[Undecided] = []
+    for step in (methods.move, statedicts.move):
+        undecided += step(scene)
+    for node, module, preset in calls:
+        try:
+            entries = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
+            Emission(Construction(rewriting, node, module, preset), list(entries)).emit()
+            if preset is not None:
+                rewriting.drop(node.func, module)
+        except Undecided as problem:
+            undecided.append(problem)
+    undecided += optimizers.move(scene)
+    undecided += rewriting.unaccounted()
+    rewriting.remove_unread()
+    spawn.move(scene)
+    undecided += beyond.undecided(scene, undecided)
+    return rewriting, _unique(undecided)
+
+
+def _unique(problems: list[Undecided]) -> list[Undecided]:
+    seen: dict[tuple[int, str], Undecided] = {}
+    for problem in problems:
+        seen.setdefault((id(problem.node), problem.code), problem)
+    return list(seen.values())
+
+
+def _exported(program: Program) -> dict[Path, set[str]]:
+    """Names that files of the program import from one another."""
+    found: dict[Path, set[str]] = {}
+    for module in program.parsed:
+        for name in imports.imported(module):
+            if name.package and (path := program.file_of(name.package, module)) is not None:
+                found.setdefault(path, set()).add(name.name)
+    return found
+
+
+def _finished(edits: Edits, exported: set[str], tidy: bool) -> Rewritten | None:
+    source = edits.module.source
+    text = edits.render((0, len(source.text)))
+    if tidy:
+        text = imports.tidy(edits, text, exported)
+    if text == source.text:
+        return None
+    cells: list[str] = [f" cell {cell.index}" for cell in source.cells] or [""]
+    shown = "".join(
+        diff(source.path, old, new, where)
+        for where, old, new in zip(cells, source.pieces(source.text), source.pieces(text), strict=True)
+        if old != new
+    )
+    return Rewritten(source, source.encoded(text), shown)
+
+
+def diff(path: Path, before: str, after: str, where: str = "") -> str:
+    """A unified diff. Control characters of the file are shown as they are escaped, but for tabs."""
+    name = printable(str(path)) + where
+    lines = difflib.unified_diff(
+        before.replace("\r\n", "\n").splitlines(keepends=True),
+        after.replace("\r\n", "\n").splitlines(keepends=True),
+        f"a/{name}",
+        f"b/{name}",
+    )
+    made = []
+    for line in lines:
+        body = line.rstrip("\n")
+        made.append("".join(c if c.isprintable() or c == "\t" else printable(c) for c in body) + "\n")
+        if not line.endswith("\n"):
+            made.append("\\ No newline at end of file\n")
+    return "".join(made)

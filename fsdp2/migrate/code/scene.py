@@ -1,0 +1,145 @@
+"""What every rule needs to look at: the changes so far, who holds a sharded model, and a few questions about both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+import torch
+
+from fsdp2.migrate.code.edits import Edits
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.symbols import CLASS
+from fsdp2.migrate.code.tracked import Tracked
+from fsdp2.migrate.code.translate import Rewriting, constant
+from fsdp2.migrate.code.values import Values
+
+FIRST_RANK = re.compile(
+    r"\b\w*rank\w*(\(\))?\s*==\s*0|\b0\s*==\s*\w*rank|is_(main|master|rank_?0|first|global_zero)\w*"
+    r"|^not\s+\w*rank\w*$|\bmain_process|master_process|get_rank\(\)\s*==\s*0|get_rank\(\s*\w*\s*\)\s*==\s*0",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Scene:
+    rewriting: Rewriting
+    tracked: Tracked
+    calls: list[tuple[cst.Call, Module]]
+
+    @property
+    def values(self) -> Values:
+        return self.rewriting.values
+
+    @property
+    def modules(self) -> list[Module]:
+        return self.rewriting.program.parsed
+
+    def edits(self, module: Module) -> Edits:
+        return self.rewriting.edits(module)
+
+    def symbol(self, node: cst.CSTNode, module: Module) -> str | None:
+        return self.rewriting.program.symbol(node, module)
+
+    def is_model(self, node: cst.CSTNode, module: Module) -> bool:
+        return self.tracked.is_model(node, module)
+
+    @property
+    def ddp(self) -> bool:
+        """Whether the program also makes DDP models."""
+        return any(
+            name.endswith("DistributedDataParallel")
+            for module in self.modules
+            if "DistributedDataParallel" in module.text or "DDP(" in module.text
+            for call in module.all(cst.Call)
+            for name, _ in module.qualified(call.func)
+        )
+
+    @property
+    def lowered(self) -> bool:
+        """Whether some model computes in another dtype than its parameters have."""
+        for call, _module in self.calls:
+            for arg in call.args:
+                if arg.star or (
+                    arg.keyword is not None
+                    and arg.keyword.value == "mixed_precision"
+                    and constant(arg.value) is not None
+                ):
+                    return True
+        return False
+
+    def static_calls(self, module: Module) -> Iterator[tuple[cst.Call, str]]:
+        """Calls of FSDP1's static methods: FSDP.name(…), or on a model or subclass of it."""
+        for call in module.all(cst.Call):
+            symbol = self.symbol(call.func, module) if isinstance(call.func, cst.Attribute) else None
+            if symbol is not None and symbol.startswith(CLASS + "."):
+                yield call, symbol.partition(".")[2]
+
+    def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:
+        """Whether only the first rank gets here, as far as conditions of this function say."""
+        below: cst.CSTNode = node
+        for above in module.ancestors(node):
+            if isinstance(above, cst.FunctionDef):
+                return False
+            if isinstance(above, cst.If) and below is above.body and FIRST_RANK.search(module.code(above.test)):
+                return True
+            below = above
+        return False
+
+    def only_first_rank_reads(self, name: cst.Name, module: Module) -> bool:
+        reads = module.references(name)
+        return bool(reads) and all(self.on_first_rank(read, module) for read in reads)
+
+    def entries(self, construction: cst.Call, module: Module) -> list[tuple[str, cst.Call, Module]]:
+        """Calls of other methods than forward of the model's class, on the sharded model that a call makes."""
+        given = [
+            a.value for a in construction.args if not a.star and (a.keyword is None or a.keyword.value == "module")
+        ]
+        found = []
+        for owner, _ in self.values.classes(given[0], module) if given else ():
+            own = [name for name in computing(owner) if not hasattr(torch.nn.Module, name)]
+            for where in self.modules if own else ():
+                for made in where.all(cst.Call):
+                    called = made.func if isinstance(made.func, cst.Attribute) else None
+                    if called and called.attr.value in own and self.is_model(called.value, where):
+                        found.append((called.attr.value, made, where))
+        return found
+
+
+def computing(owner: cst.ClassDef) -> list[str]:
+    """A model's methods that compute with its parameters: those that call it or a part of it, or read a parameter.
+
+    Of others, such as one that returns a configuration, an entry point mustn't be made: it would gather parameters,
+    and whoever calls it on one rank alone would wait for the others.
+    """
+    methods = {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
+    made = m.Call(func=m.Name("Parameter") | m.Attribute(attr=m.Name("Parameter")))
+    parameters = {
+        node.targets[0].target.attr.value
+        for node in m.findall(owner, m.Assign(value=made))
+        if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Attribute)
+    }
+
+    def computes(name: str, seen: frozenset[str]) -> bool:
+        function = methods[name]
+        of_self = m.Attribute(value=m.Name("self"))
+        for call in m.findall(function, m.Call(func=m.Name("self") | of_self)):
+            assert isinstance(call, cst.Call)
+            called = call.func.attr.value if isinstance(call.func, cst.Attribute) else "forward"
+            if called in methods and called != "forward":
+                if called not in seen and computes(called, seen | {called}):
+                    return True
+            elif called == "forward" or not hasattr(torch.nn.Module, called):
+                return True
+        looped = [
+            loop.iter for loop in m.findall(function, m.For() | m.CompFor()) if isinstance(loop, (cst.For, cst.CompFor))
+        ]
+        if any(m.findall(over, of_self) for over in looped):
+            return True  # over the parts of the model, most likely
+        read = {node.attr.value for node in m.findall(function, of_self) if isinstance(node, cst.Attribute)}
+        return bool(read & parameters)
+
+    return [name for name in methods if computes(name, frozenset({name}))]

@@ -1,0 +1,189 @@
+"""Files as they are on disk: found, read, written back. A notebook is one text of all its code cells.
+
+Nothing here runs or imports what it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from fsdp2.checkpoint.tables import printable
+from fsdp2.options import ConfigError
+
+LIMIT = 4 << 20  # bytes; the longest Python file of a public training repository has 0.5 MB
+SUFFIXES = (".py", ".ipynb", ".yaml", ".yml", ".json")
+SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", "site-packages"}
+# Between a notebook's cells: a comment, so that it survives all changes and the cells can be told apart again.
+BORDER = "#~ next cell of the notebook ~#\n"
+MAGIC = re.compile(r"^[ \t]*[%!?]", re.MULTILINE)
+
+
+class Unreadable(ValueError):
+    """A file that can't be looked into; the message is one line without the file's name."""
+
+
+@dataclass
+class Cell:
+    """A code cell: where it begins in the joined text, and which of the notebook's cells it is."""
+
+    index: int
+    start: int
+    end: int
+
+
+@dataclass
+class Source:
+    """A file's text, with what is needed to write it back as it was.
+
+    Attributes:
+        path: as it was given, or found below a given folder.
+        text: decoded, with the line endings of the file.
+        encoding: what the file declares, UTF-8 otherwise.
+        bom: whether it begins with UTF-8's mark.
+        cells: of a notebook; empty for anything else.
+    """
+
+    path: Path
+    text: str
+    encoding: str = "utf-8"
+    bom: bool = False
+    cells: list[Cell] = field(default_factory=list)
+    notebook: dict[str, Any] | None = None
+    indent: int | str | None = 1
+
+    @property
+    def newline(self) -> str:
+        return "\r\n" if "\r\n" in self.text else "\n"
+
+    def place(self, offset: int) -> tuple[int | None, int, int]:
+        """Cell (or None), line and column, from 1, of a position in the text."""
+        start, cell = 0, None
+        for known in self.cells:
+            if known.start <= offset <= known.end:
+                start, cell = known.start, known.index
+        before = self.text[start:offset]
+        line = before.count("\n") + 1
+        return cell, line, offset - start - (before.rfind("\n") + 1) + 1
+
+    def parsable(self) -> str:
+        """The text for a Python parser: lines of notebook commands become comments of the same length."""
+        if self.notebook is None:
+            return self.text
+        return MAGIC.sub(lambda match: match.group(0)[:-1] + "#", self.text)
+
+    def pieces(self, text: str) -> list[str]:
+        """A changed text's cells; of a file that is no notebook, the text."""
+        return [piece.removesuffix("\n") for piece in text.split(BORDER)[:-1]] if self.notebook is not None else [text]
+
+    def encoded(self, text: str) -> bytes:
+        """The file's bytes with another text."""
+        if self.notebook is None:
+            return (b"\xef\xbb\xbf" if self.bom else b"") + text.encode(self.encoding)
+        cells = json.loads(json.dumps(self.notebook))
+        for known, piece in zip(self.cells, self.pieces(text), strict=True):
+            cell = cells["cells"][known.index - 1]
+            # nbformat allows both; what the notebook had is kept.
+            cell["source"] = piece.splitlines(keepends=True) if isinstance(cell["source"], list) else piece
+        return (json.dumps(cells, indent=self.indent, ensure_ascii=False) + "\n").encode()
+
+
+def read(path: Path) -> Source:
+    """Raises Unreadable: too large, binary, not text in its encoding, or not a notebook."""
+    try:
+        size = path.stat().st_size
+        if size > LIMIT:
+            raise Unreadable(f"has {size:,} bytes; files of more than {LIMIT:,} aren't read")
+        data = path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"can't be read: {error.strerror or error}") from None
+    if b"\0" in data:
+        raise Unreadable("is not text")
+    bom = data.startswith(b"\xef\xbb\xbf")
+    encoding = "utf-8"
+    try:
+        if path.suffix == ".py":
+            encoding = tokenize.detect_encoding(BytesIO(data).readline)[0]
+            encoding = "utf-8" if encoding == "utf-8-sig" else encoding
+        text = data[3 if bom else 0 :].decode(encoding)
+    except (SyntaxError, LookupError, UnicodeDecodeError):
+        raise Unreadable(f"is not text in its encoding, {printable(encoding)}") from None
+    if path.suffix == ".ipynb":
+        return _notebook(path, text)
+    return Source(path, text, encoding, bom)
+
+
+def _notebook(path: Path, text: str) -> Source:
+    try:
+        notebook = json.loads(text)
+        code = [(n, cell) for n, cell in enumerate(notebook["cells"], 1) if cell["cell_type"] == "code"]
+        sources = [cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"]) for _, cell in code]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Unreadable("is not a notebook of nbformat 4") from None
+    joined, cells = "", []
+    for (index, _), source in zip(code, sources, strict=True):
+        # A cell of another language, or one that is a command as a whole, holds no Python.
+        python = not source.lstrip().startswith("%%") or source.lstrip().startswith(("%%time", "%%capture"))
+        if python:
+            cells.append(Cell(index, len(joined), len(joined) + len(source)))
+            joined += source + "\n" + BORDER
+    match = re.search(r"\n([ \t]+)\"", text)
+    indent: int | str | None = len(match.group(1)) if match and "\t" not in match.group(1) else None
+    return Source(path, joined, cells=cells, notebook=notebook, indent=indent)
+
+
+def find(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that PATH… name: files as they are, folders with all that can be looked into below them.
+
+    Raises ConfigError if a path isn't there, or is a file of a kind that isn't looked into.
+    """
+    found: dict[Path, None] = {}
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            found.update(dict.fromkeys(_below(path)))
+        elif not path.exists():
+            raise ConfigError(f"{printable(str(path))}: no such file or folder")
+        elif path.suffix not in SUFFIXES:
+            raise ConfigError(f"{printable(str(path))}: neither Python, a notebook, YAML nor JSON")
+        else:
+            found[path] = None
+    return list(found)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
+        yield from (Path(place) / name for name in sorted(files) if name.endswith(SUFFIXES))
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file at once, keeping its permissions. Through a link, what it points to is replaced.
+
+    Raises ConfigError; the file is then as it was.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = ""
+    try:
+        mode = target.stat().st_mode & 0o7777
+        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        raise ConfigError(f"{printable(str(path))}: can't be written, it is as it was: {error.strerror}") from None

@@ -1,0 +1,360 @@
+"""State dicts of sharded models and their optimizers, by the functions of torch.distributed.checkpoint.state_dict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from functools import partial
+
+import libcst as cst
+
+from fsdp2.migrate.code.bindings import arguments
+from fsdp2.migrate.code.edits import Undecided, call
+from fsdp2.migrate.code.kinds import FULL, SHARDED, Kind, kind_of
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.symbols import ROWS
+from fsdp2.migrate.code.translate import constant
+from fsdp2.migrate.row import CLASS
+
+PACKAGE = "torch.distributed.checkpoint.state_dict"
+
+
+class StateDicts:
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.problems: list[Undecided] = []
+        self._settings: list[tuple[cst.Call, Module, Kind]] = []
+        self._withs: dict[int, Kind | None] = {}
+        self._grouped = any(_in_group(call) for call, _ in scene.calls)
+        self._to_load: dict[int, str] = {}  # a load_state_dict of an optimizer: what it loads with
+
+    def run(self) -> list[Undecided]:
+        for module in self.scene.modules:
+            for node, method in self.scene.static_calls(module):
+                self._guarded(partial(self._setting, module, node, method))
+        for module in self.scene.modules:
+            for node, method in self.scene.static_calls(module):
+                self._guarded(partial(self._static, module, node, method))
+            for node in module.all(cst.Call):
+                if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("state_dict", "load_state_dict"):
+                    self._guarded(partial(self._method, module, node))
+        return self.problems
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Undecided as problem:
+            problem.blocking = False
+            self.problems.append(problem)
+
+    # --- what kind is asked for ---
+
+    def _setting(self, module: Module, node: cst.Call, method: str) -> None:
+        if method not in ("state_dict_type", "set_state_dict_type"):
+            return
+        item = module.parent(node)
+        block = module.parent(item) if isinstance(item, cst.WithItem) else None
+        if method == "state_dict_type" and isinstance(block, cst.With) and isinstance(item, cst.WithItem):
+            self._withs[id(block)] = None
+            kind = kind_of(self.scene.values, module, node)
+            self._passed_on(module, block, node)
+            self._withs[id(block)] = kind
+            self._unwrap(module, block, item)
+        elif method == "set_state_dict_type" and isinstance(module.parent(node), cst.Expr):
+            kind = kind_of(self.scene.values, module, node)
+            self._settings.append((node, module, kind))
+            statement = module.statement(node)
+            if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+                self.scene.edits(module).remove(statement)
+                self._drop_configs(module, node)
+        else:
+            raise Undecided("FM07", "the kind of state dict is set in a way that isn't followed", node, module)
+
+    def _passed_on(self, module: Module, block: cst.With, setting: cst.Call) -> None:
+        """A state dict that is made in a function which is called here would have the kind that is set here."""
+        for made in module.within(block.body, cst.Call):
+            function = self.scene.values.function_in(made.func, module)
+            if function is None:
+                continue
+            text = function[1].code(function[0])
+            if "state_dict" in text and any(self.scene.is_model(arg.value, module) for arg in made.args):
+                why = f"{module.code(made.func)} makes or loads a state dict of the kind that is set here"
+                raise Undecided("FM07", why, setting, module)
+
+    def _unwrap(self, module: Module, block: cst.With, item: cst.WithItem) -> None:
+        """The with statement goes, its body stays."""
+        edits = self.scene.edits(module)
+        self._drop_configs(module, item.item)
+        if len(block.items) > 1:
+            kept = [edits.code(other.item) for other in block.items if other is not item]
+            aliases = [module.code(other) for other in block.items if other is not item]
+            start = module.span(block.items[0])[0]
+            end = module.span(block.items[-1])[1]
+            edits.replace((start, end), ", ".join(a.rstrip(", ") for a in aliases) or ", ".join(kept))
+            return
+        if not isinstance(block.body, cst.IndentedBlock):
+            raise Undecided("FM07", "its body stands on the same line", block, module)
+        outer = module.indent(block)
+        header = module.line_span(block)[0]
+        start = self._body_start(module, block)
+        end = module.line_span(block.body.body[-1])[1]
+
+        def body() -> str:
+            inner = edits.render((start, end))
+            return textwrap.indent(textwrap.dedent(inner), outer, lambda line: bool(line.strip()))
+
+        edits.replace((header, end), body)
+
+    @staticmethod
+    def _body_start(module: Module, block: cst.With) -> int:
+        """Behind the colon's line, so that comments above the first statement are kept."""
+        colon = max(module.span(item)[1] for item in block.items)
+        text = module.text
+        position = text.index(":", colon)
+        return text.index("\n", position) + 1
+
+    def _drop_configs(self, module: Module, node: cst.BaseExpression) -> None:
+        if isinstance(node, cst.Call):
+            for arg in node.args[1:]:
+                self.scene.rewriting.drop(arg.value, module)
+
+    def _kind_at(self, module: Module, node: cst.CSTNode) -> Kind | None:
+        """The kind that holds where a state dict is made; None if the code that sets it stays."""
+        for above in module.ancestors(node):
+            if isinstance(above, cst.With) and any("summon_full_params" in module.code(i.item) for i in above.items):
+                raise Undecided("FM09", "state dicts are made on every rank, outside of it", node, module)
+            if id(above) in self._withs:
+                return self._withs[id(above)]
+        here = [k for n, m, k in self._settings if m is module and module.function(n) is module.function(node)
+                and module.span(n)[0] < module.span(node)[0]]  # fmt: skip
+        if here:
+            return here[-1]
+        kinds = {kind for _, _, kind in self._settings}
+        if len(kinds) > 1:
+            raise Undecided("FM05", "it has been set to different kinds by then", node, module)
+        return kinds.pop() if kinds else Kind()
+
+    # --- making and loading them ---
+
+    def _method(self, module: Module, node: cst.Call) -> None:
+        assert isinstance(node.func, cst.Attribute)
+        receiver, method = node.func.value, node.func.attr.value
+        if id(node) in self._to_load:
+            self.scene.edits(module).replace(module.span(node), self._to_load[id(node)])
+            return
+        if not self._is_model(module, receiver, node):
+            if owner := self.scene.tracked.in_subclass(receiver, module):
+                code = "FC10" if method == "state_dict" else "FC11"
+                raise Undecided(code, f"{module.code(receiver)} is a sharded model in {owner} alone", node, module)
+            return
+        kind = self._kind_at(module, node)
+        if kind is None:
+            return
+        if self.scene.on_first_rank(node, module):
+            raise Undecided("FC12", "every rank has to get here: make the state dict before the branch", node, module)
+        args, spread = arguments(node)
+        if spread or (method == "state_dict" and args):
+            raise Undecided("FC10", "it has further arguments", node, module)
+        edits = self.scene.edits(module)
+        shown = edits.code(receiver)
+        if method == "state_dict":
+            options = kind.options(False, self._read_first(module, node))
+            if self._grouped and "cpu_offload=True" in options:
+                options.remove("cpu_offload=True")  # it would keep the dict on the first rank of all, not of each group
+            function, values = "get_model_state_dict", [shown]
+        else:
+            state = args.get(0, args.get("state_dict"))
+            if state is None or constant(args.get("assign", args.get(2)), False) is not False:
+                raise Undecided("FC11", "its arguments have no equivalent", node, module)
+            options = ["full_state_dict=True"] if kind.kind == FULL else []
+            strict = args.get("strict", args.get(1))
+            if strict is not None and constant(strict) is not True:
+                options.append(f"strict={edits.code(strict)}")
+            function, values = "set_model_state_dict", [shown, edits.code(state)]
+        text = self._made(module, node, function, values, options)
+        if method == "state_dict" and kind.kind == FULL and kind.cpu and "cpu_offload=True" not in options:
+            text = f"{{name: tensor.cpu() for name, tensor in {text}.items()}}"
+        edits.replace(module.span(node), text)
+
+    def _is_model(self, module: Module, receiver: cst.BaseExpression, node: cst.Call) -> bool:
+        if self.scene.is_model(receiver, module):
+            return True
+        shown = module.code(receiver)
+        for above in module.ancestors(node):
+            if isinstance(above, cst.With) and id(above) in self._withs:
+                for item in above.items:
+                    if isinstance(item.item, cst.Call) and item.item.args:
+                        held = module.code(item.item.args[0].value)
+                        if shown == held or shown.startswith(held + "."):
+                            return True
+        return False
+
+    def _made(self, module: Module, node: cst.CSTNode, function: str, values: list[str], options: list[str]) -> str:
+        edits = self.scene.edits(module)
+        edits.need(PACKAGE, function)
+        if options:
+            edits.need(PACKAGE, "StateDictOptions")
+            values = [*values, f"options=StateDictOptions({', '.join(options)})"]
+        made = call(function, values, module.span(node)[0] - module.line_span(node)[0])
+        # Lines of an argument each stand below the statement, whatever comes before the call on its line.
+        return made.replace("\n", module.source.newline + self._indent(module, node))
+
+    def _indent(self, module: Module, node: cst.CSTNode) -> str:
+        return module.indent(module.statement(node) or node)
+
+    def _read_first(self, module: Module, node: cst.Call) -> bool:
+        """Whether the result goes to a variable that only the first rank reads."""
+        assign = module.parent(node)
+        if isinstance(assign, cst.Assign) and isinstance(target := assign.targets[0].target, cst.Name):
+            return self.scene.only_first_rank_reads(target, module)
+        return False
+
+    def _static(self, module: Module, node: cst.Call, method: str) -> None:
+        args, spread = arguments(node)
+        makers = ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
+        loaders = (
+            "optim_state_dict_to_load",
+            "scatter_full_optim_state_dict",
+            "shard_full_optim_state_dict",
+            "flatten_sharded_optim_state_dict",
+        )
+        if method not in makers + loaders:
+            return
+        kind = self._kind_at(module, node)
+        if kind is None:
+            return
+        if spread:
+            raise Undecided(self._code(method), "its arguments can't be followed", node, module)
+        if method in makers:
+            self._make(module, node, method, args, kind)
+        else:
+            self._load(module, node, method, args, kind)
+
+    @staticmethod
+    def _code(method: str) -> str:
+        return ROWS[f"{CLASS}.{method}()"].code
+
+    def _make(
+        self, module: Module, node: cst.Call, method: str, args: dict[str | int, cst.BaseExpression], kind: Kind
+    ) -> None:
+        code = self._code(method)
+        model, optimizer = args.get(0, args.get("model")), args.get(1, args.get("optim"))
+        if model is None or optimizer is None:
+            raise Undecided(code, "its arguments can't be followed", node, module)
+        if self.scene.on_first_rank(node, module):
+            raise Undecided("FC12", "every rank has to get here: make the state dict before the branch", node, module)
+        given = args.get(2, args.get("optim_state_dict")) if method == "optim_state_dict" else None
+        if given is not None and module.code(given) not in (f"{module.code(optimizer)}.state_dict()", "None"):
+            raise Undecided(code, "it is given a state dict of its own", node, module)
+        if method == "full_optim_state_dict":
+            first = constant(args.get("rank0_only", args.get(3)), True) is True
+            kind = Kind(FULL, True, first, True, first)
+        elif method == "sharded_optim_state_dict":
+            kind = Kind(SHARDED)
+        if self._grouped and kind.kind == FULL:
+            raise Undecided(code, "the first rank of each group of ranks would need its own", node, module)
+        edits = self.scene.edits(module)
+        self._reshard(module, node, model)
+        options = kind.options(True, self._read_first(module, node))
+        text = self._made(module, node, "get_optimizer_state_dict", [edits.code(model), edits.code(optimizer)], options)
+        edits.replace(module.span(node), text)
+
+    def _reshard(self, module: Module, node: cst.Call, model: cst.BaseExpression) -> None:
+        """After a forward pass without gradients groups stay gathered, and get_optimizer_state_dict would find other
+        parameters in the model than in the optimizer. The model's state dict, made before, puts them back."""
+        home, start = module.function(node), module.span(node)[0]
+        for call_node in module.all(cst.Call):
+            called = call_node.func
+            made = isinstance(called, cst.Attribute) and called.attr.value == "state_dict"
+            if made and module.function(call_node) is home and module.span(call_node)[0] < start:
+                return
+        statement = module.statement(node)
+        if isinstance(statement, cst.SimpleStatementLine):
+            edits = self.scene.edits(module)
+            edits.need("torch.distributed.fsdp", "FSDPModule")
+            shown = edits.code(model)
+            name = "group" if shown.startswith("module") else "module"
+            edits.before(
+                statement,
+                f"for {name} in {shown}.modules():  # evaluation leaves groups gathered\n"
+                f"    if isinstance({name}, FSDPModule):\n        {name}.reshard()",
+            )
+
+    def _load(
+        self, module: Module, node: cst.Call, method: str, args: dict[str | int, cst.BaseExpression], kind: Kind
+    ) -> None:
+        code = self._code(method)
+        if method == "optim_state_dict_to_load":
+            model, optimizer, state = (args.get(k, args.get(p)) for k, p in
+                                       (("model", 0), ("optim", 1), ("optim_state_dict", 2)))  # fmt: skip
+            if model is not None and 0 in args and not self.scene.is_model(model, module):
+                if 1 in args and self.scene.is_model(args[1], module):  # its order until torch 2.1
+                    state, model, optimizer = args[0], args[1], args.get(2, args.get("optim"))
+                elif "model" not in args and "optim_state_dict" not in args and "state" in module.code(model):
+                    state, model, optimizer = args[0], args.get(1), args.get(2, args.get("optim"))
+            options = ["full_state_dict=True"] if kind.kind == FULL else []
+        else:
+            state, model = args.get(0), args.get(1, args.get("model"))
+            state = state if state is not None else next((v for k, v in args.items() if "state_dict" in str(k)), None)
+            optimizer = args.get("optim", args.get(3))
+            options = [] if method.startswith("flatten") else ["full_state_dict=True"]
+            if method.startswith("scatter"):
+                options.append("broadcast_from_rank0=True")
+        load = self._loading(module, node)
+        if load is None:
+            raise Undecided(code, "what it returns isn't loaded right here", node, module)
+        loaded, assign = load
+        assert isinstance(loaded.func, cst.Attribute)
+        optimizer = optimizer if optimizer is not None else loaded.func.value
+        if model is None or state is None:
+            raise Undecided(code, "its arguments can't be followed", node, module)
+        if constant(args.get("load_directly"), False) is not False:
+            raise Undecided(code, "it loads by itself", node, module)
+        edits = self.scene.edits(module)
+        shown = edits.code(state)
+        if method.startswith("scatter") and not isinstance(state, cst.Call):
+            shown = f"{shown} or {{}}"
+        text = self._made(
+            module, loaded, "set_optimizer_state_dict", [edits.code(model), edits.code(optimizer), shown], options
+        )
+        if assign is None:
+            edits.replace(module.span(loaded), text)
+        else:
+            self._to_load[id(loaded)] = text
+            statement = module.statement(assign)
+            assert statement is not None
+            edits.remove(statement)
+
+    def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:
+        """The optimizer's load_state_dict that takes the result, and the assignment between, if there is one."""
+        above = module.parent(node)
+        if isinstance(above, cst.Arg):
+            outer = module.parent(above)
+            if isinstance(outer, cst.Call) and self._is_load(outer):
+                return outer, None
+        if isinstance(above, cst.Assign) and len(above.targets) == 1 and isinstance(above.targets[0].target, cst.Name):
+            target = above.targets[0].target
+            reads = [read for read in module.references(target) if module.span(read)[0] > module.span(node)[0]]
+            reads = [read for read in reads if module.function(read) is module.function(node)]
+            if len(reads) == 1 and isinstance(arg := module.parent(reads[0]), cst.Arg):
+                outer = module.parent(arg)
+                if isinstance(outer, cst.Call) and self._is_load(outer):
+                    return outer, above
+        return None
+
+    @staticmethod
+    def _is_load(node: cst.Call) -> bool:
+        return isinstance(node.func, cst.Attribute) and node.func.attr.value == "load_state_dict"
+
+
+def _in_group(node: cst.Call) -> bool:
+    """Whether a constructor shards over some of the ranks."""
+    return any(
+        arg.keyword is not None and arg.keyword.value == "process_group" and constant(arg.value) is not None
+        for arg in node.args
+    )
+
+
+def move(scene: Scene) -> list[Undecided]:
+    return StateDicts(scene).run()

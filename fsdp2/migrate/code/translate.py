@@ -1,0 +1,389 @@
+"""FSDP1's values as FSDP2's, each where it is written: strategies, precision, offload and wrapping policies.
+
+A value that a name, a dictionary, an argument or another file holds is translated there, and only if everything that
+reads it is translated too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import libcst as cst
+
+from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.edits import Edits, Undecided
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.program import Program
+from fsdp2.migrate.code.symbols import row_of
+from fsdp2.migrate.code.values import Values, by_key, dictionary, is_none, string
+
+POLICY_CLASSES = {"transformer_auto_wrap_policy": "transformer_layer_cls", "_module_wrap_policy": "module_classes"}
+SIZE = ("size_based_auto_wrap_policy", "default_auto_wrap_policy")
+FSDP = "torch.distributed.fsdp"
+Translate = Callable[[Leaf], str]
+
+
+class Rewriting:
+    """The changes of a program while they are made: edits of each file, and which reads are accounted for."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.values = Values(program)
+        self._edits: dict[int, Edits] = {}
+        self.consumed: set[int] = set()
+        self._watched: list[tuple[cst.Name | cst.Attribute, Module, str]] = []
+        self._droppable: list[tuple[cst.Name, Module]] = []
+        self._dropped: set[int] = set()  # values that stand in the new calls, or need not
+
+    def edits(self, module: Module) -> Edits:
+        return self._edits.setdefault(id(module), Edits(module))
+
+    @property
+    def all(self) -> list[Edits]:
+        return list(self._edits.values())
+
+    def code(self, node: cst.CSTNode, module: Module) -> str:
+        return self.edits(module).code(node)
+
+    # --- translating in place ---
+
+    def in_place(self, node: cst.BaseExpression, module: Module, translate: Translate, code: str) -> str:
+        """Translate all that an expression may be, where it is written; the expression's own text after that.
+
+        `translate` makes a leaf's new text and raises Undecided for what it can't.
+        """
+        if isinstance(node, cst.IfExp):
+            body = self.in_place(node.body, module, translate, code)
+            orelse = self.in_place(node.orelse, module, translate, code)
+            return f"{body} if {self.code(node.test, module)} else {orelse}"
+        if isinstance(node, cst.Subscript) and (entries := dictionary(node.value)) is not None:
+            for _, value in entries:
+                self._put(value, module, translate, code)
+            return self.code(node, module)
+        leaves = self.values.leaves(node, module)
+        if not leaves:
+            raise Undecided(code, "no value of it was found", node, module)
+        for leaf in leaves:
+            if leaf.kind == "unknown":
+                raise Undecided(code, leaf.why, node, module)
+        if len(leaves) == 1 and leaves[0].node is node:
+            return translate(leaves[0])
+        if isinstance(node, cst.Subscript):
+            for value, where in self.values.written(node.value, module):
+                for _, entry in dictionary(value) or ():
+                    self._put(entry, where, translate, code)
+            self._watch(node.value, module, code)
+            return module.code(node)
+        if isinstance(node, cst.Call):
+            returned = self.values.returns(node, module)
+            if returned is None:
+                if isinstance(node.func, cst.Attribute) and node.func.attr.value == "get":
+                    for value, where in self.values.written(node.func.value, module):
+                        for _, entry in dictionary(value) or ():
+                            self._put(entry, where, translate, code)
+                    self._watch(node.func.value, module, code)
+                    return module.code(node)
+                raise Undecided(code, "it is made in a way that isn't followed", node, module)
+            for value, where in returned:
+                self._put(value, where, translate, code)
+            return module.code(node)
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            self._behind(node, module, translate, code)
+            return module.code(node)
+        raise Undecided(code, "it is made in a way that isn't followed", node, module)
+
+    def _behind(self, node: cst.Name | cst.Attribute, module: Module, translate: Translate, code: str) -> None:
+        sources, why = self.values.sources(node, module)
+        if sources is None:
+            raise Undecided(code, why, node, module)
+        self._watch(node, module, code)
+        for source, where in sources:
+            if isinstance(source, (cst.FunctionDef, cst.ClassDef)):
+                translate(Leaf("function", source, where))
+            else:
+                self._put(source, where, translate, code)
+
+    def _put(self, node: cst.BaseExpression, module: Module, translate: Translate, code: str) -> None:
+        made = self.in_place(node, module, translate, code)
+        if made != module.code(node) and not self.edits(module).has(module.span(node)):
+            self.edits(module).replace(module.span(node), made)
+
+    def _watch(self, node: cst.BaseExpression, module: Module, code: str) -> None:
+        """Remember that what this reads has changed, so that all who read it must have been translated."""
+        self.consume(node)
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            self._watched.append((node, module, code))
+
+    def consume(self, node: cst.CSTNode) -> None:
+        self.consumed.add(id(node))
+        if isinstance(node, cst.Attribute):
+            self.consumed.add(id(node.value))
+
+    def unaccounted(self) -> list[Undecided]:
+        """Reads of translated values that would now find something of FSDP2 and don't expect it."""
+        found = []
+        for node, module, code in self._watched:
+            name = node.value if isinstance(node, cst.Name) else node.attr.value
+            if isinstance(node, cst.Name):
+                readers: Iterable[tuple[cst.CSTNode, Module]] = [(n, module) for n in module.references(node)]
+            else:
+                readers = [
+                    (n, m)
+                    for m in self.program.parsed
+                    for n in m.all(cst.Attribute)
+                    if n.attr.value == name and not isinstance(m.parent(n), (cst.AssignTarget, cst.AnnAssign))
+                ]
+            for reader, where in readers:
+                if id(reader) in self.consumed or (self._is_dictionary(node, module) and by_key(reader, where)):
+                    continue
+                if not self._harmless(reader, where):
+                    why = f"{name} is also read in line {where.line(reader)} of {where.path.name}"
+                    found.append(Undecided(code, why, node, module))
+                    break
+        return found
+
+    def _is_dictionary(self, node: cst.Name | cst.Attribute, module: Module) -> bool:
+        sources = self.values.sources(node, module)[0]
+        return bool(sources) and all(
+            isinstance(source, cst.BaseExpression) and dictionary(source) is not None for source, _ in sources or ()
+        )
+
+    def _harmless(self, node: cst.CSTNode, module: Module) -> bool:
+        """A read that only shows the value, compares it with None, or stands in what is replaced."""
+        if self.edits(module).covers(node):
+            return True
+        above = module.parent(node)
+        if isinstance(above, cst.FormattedStringExpression):
+            return True
+        if isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):
+            return module.code(call.func).rpartition(".")[2] in ("print", "info", "debug", "rank0_print", "log")
+        if isinstance(above, cst.Comparison):
+            return len(above.comparisons) == 1 and is_none(above.comparisons[0].comparator)
+        return isinstance(above, (cst.If, cst.AssignTarget))
+
+    # --- values that go away ---
+
+    def only(self, node: cst.BaseExpression, module: Module) -> Leaf | None:
+        """The one value that an expression can be, if it is written where the expression sees the same names."""
+        leaves = self.values.leaves(node, module)
+        if len(leaves) != 1 or leaves[0].module is not module:
+            return None
+        leaf = leaves[0]
+        if isinstance(leaf.node, cst.FunctionDef):
+            return leaf
+        home = module.function(leaf.node)
+        return leaf if home is None or home is module.function(node) else None
+
+    def drop(self, node: cst.BaseExpression, module: Module) -> None:
+        """An expression isn't read any more; a variable that only it read is removed in the end."""
+        self.consume(node)
+        self._dropped.update(id(leaf.node) for leaf in self.values.leaves(node, module))
+        for name in module.within(node, cst.Name):
+            self.consumed.add(id(name))
+        if isinstance(node, cst.Name):
+            self._droppable.append((node, module))
+            for binding in module.assignments(node):
+                value = self._value_of(binding.node, module)
+                if isinstance(value, cst.Name):
+                    self.drop(value, module)
+
+    def passed_by(self, node: cst.CSTNode) -> bool:
+        """Whether a value was dropped because the new calls say it."""
+        return id(node) in self._dropped
+
+    @staticmethod
+    def _value_of(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
+        assign = module.parent(module.parent(target) or target)
+        return assign.value if isinstance(assign, cst.Assign) else None
+
+    def remove_unread(self) -> None:
+        """Statements that assign to a variable that nothing reads any more."""
+        for name, module in self._droppable:
+            edits = self.edits(module)
+            reads = module.references(name)
+            if any(id(read) not in self.consumed and not edits.covers(read) for read in reads):
+                continue
+            for binding in module.assignments(name):
+                above = module.parent(binding.node)
+                assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
+                line = module.parent(assign) if isinstance(assign, cst.Assign) else None
+                if (
+                    isinstance(line, cst.SimpleStatementLine)
+                    and len(line.body) == 1
+                    and isinstance(assign, cst.Assign)
+                    and len(assign.targets) == 1
+                    and self._pure(assign.value, module)
+                ):
+                    edits.remove(line)
+
+    def _pure(self, node: cst.BaseExpression, module: Module) -> bool:
+        """Whether leaving out an expression leaves out nothing but a value of FSDP1."""
+        return all(
+            self.program.symbol(call.func, module) is not None
+            or module.code(call.func) in ("dict", "set", "tuple", "getattr", "int", "torch.device")
+            or module.code(call.func).endswith(("partial", "current_device"))
+            for call in module.within(node, cst.Call)
+            if not any(isinstance(above, cst.Lambda) and above is not node for above in self._above(call, node, module))
+        )
+
+    @staticmethod
+    def _above(inner: cst.CSTNode, outer: cst.CSTNode, module: Module) -> Iterable[cst.CSTNode]:
+        for above in module.ancestors(inner):
+            if above is outer:
+                return
+            yield above
+
+    # --- wrapping policies as conditions ---
+
+    def condition(self, leaf: Leaf, name: str = "module") -> str:
+        """The condition under which a policy makes a module a group, on a variable of that name."""
+        symbol, module = leaf.symbol, leaf.module
+        if leaf.kind in ("partial", "call") and symbol in POLICY_CLASSES and not leaf.spread:
+            keyword = POLICY_CLASSES[symbol]
+            classes = leaf.args.get(keyword) or leaf.args.get("transformer_layer_cls")
+            if classes is not None and leaf.kind == "partial":
+                return f"isinstance({name}, {self._classes(classes, module)})"
+        if leaf.kind == "call" and symbol == "ModuleWrapPolicy" and not leaf.spread:
+            classes = leaf.args.get(0, leaf.args.get("module_classes"))
+            if classes is not None:
+                return f"isinstance({name}, {self._classes(classes, module)})"
+        if leaf.kind == "partial" and symbol == "lambda_auto_wrap_policy" and "lambda_fn" in leaf.args:
+            return self._applied(leaf.args["lambda_fn"], module, name)
+        if leaf.kind == "call" and symbol == "CustomPolicy":
+            function = leaf.args.get(0, leaf.args.get("lambda_fn"))
+            if function is not None and self._boolean(function, module):
+                return self._applied(function, module, name)
+            raise Undecided("FW07", "it may return arguments of FSDP1 for a module", leaf.node, module)
+        if leaf.kind == "partial" and symbol == "_or_policy" and "policies" in leaf.args:
+            policies = leaf.args["policies"]
+            if isinstance(policies, (cst.List, cst.Tuple, cst.Set)):
+                parts = []
+                for element in policies.elements:
+                    inner = self.only(element.value, module)
+                    if inner is None:
+                        raise Undecided("FA05", "one of its policies can't be followed", leaf.node, module)
+                    self.drop(element.value, module)
+                    parts.append(self.condition(inner, name))
+                return " or ".join(parts)
+        if leaf.kind == "symbol" and symbol == "always_wrap_policy":
+            return f"any(True for _ in {name}.parameters(recurse=False))"
+        row = row_of(symbol) if symbol else None
+        raise Undecided(row.code if row else "FA05", "the policy can't be turned into a condition", leaf.node, module)
+
+    def _classes(self, node: cst.BaseExpression, module: Module) -> str:
+        """What isinstance takes for a set of classes."""
+        if isinstance(node, (cst.Set, cst.Tuple, cst.List)) and not any(
+            isinstance(e, cst.StarredElement) for e in node.elements
+        ):
+            names = [self.code(element.value, module) for element in node.elements]
+            return names[0] if len(names) == 1 else f"({', '.join(names)})"
+        if isinstance(node, cst.Call) and module.code(node.func) in ("set", "tuple", "frozenset") and node.args:
+            inner = node.args[0].value
+            if isinstance(inner, (cst.Tuple, cst.List, cst.Set)):
+                return self._classes(inner, module)
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            only = self.only(node, module)
+            if only is not None and only.kind == "value" and isinstance(only.node, (cst.Set, cst.Tuple, cst.List)):
+                home = module.function(only.node)
+                if home is module.function(node) and not any(
+                    isinstance(e.value, cst.Name) and e.value.value == "self" for e in only.node.elements
+                ):
+                    self.drop(node, module)
+                    return self._classes(only.node, module)
+        return f"tuple({self.code(node, module)})"
+
+    def _applied(self, function: cst.BaseExpression, module: Module, name: str) -> str:
+        """A function's text applied to a variable; a lambda's body with its parameter renamed."""
+        if isinstance(function, cst.Name):
+            bound = self.only(function, module)
+            if bound is not None and isinstance(bound.node, cst.Lambda):
+                home = module.function(bound.node)
+                if len(module.references(function)) == 1 and home is module.function(function):
+                    self.drop(function, module)
+                    return self._applied(bound.node, module, name)
+        if isinstance(function, cst.Lambda) and len(function.params.params) == 1:
+            parameter = function.params.params[0].name.value
+            inner = module.within(function.body, cst.Lambda, cst.CompFor)
+            names = {n.value for n in module.within(function.body, cst.Name)}
+            if not inner and (name == parameter or name not in names):
+                return self._renamed(function.body, module, parameter, name)
+            return f"({self.code(function, module)})({name})"
+        if isinstance(function, (cst.Name, cst.Attribute)):
+            return f"{self.code(function, module)}({name})"
+        return f"({self.code(function, module)})({name})"
+
+    @staticmethod
+    def _renamed(node: cst.BaseExpression, module: Module, old: str, new: str) -> str:
+        (start, end), parts = module.span(node), []
+        for used in module.within(node, cst.Name):
+            above = module.parent(used)
+            if used.value == old and not (isinstance(above, cst.Attribute) and above.attr is used):
+                at = module.span(used)
+                parts += [module.text[start : at[0]], new]
+                start = at[1]
+        return "".join([*parts, module.text[start:end]])
+
+    def _boolean(self, function: cst.BaseExpression, module: Module) -> bool:
+        """Whether a function surely returns True or False."""
+        for leaf in self.values.leaves(function, module):
+            node = leaf.node
+            if isinstance(node, cst.Lambda):
+                returned: list[cst.BaseExpression] = [node.body]
+            elif isinstance(node, cst.FunctionDef):
+                returned = [r.value for r in leaf.module.within(node, cst.Return) if r.value is not None]
+            else:
+                return False
+            if not returned or not all(self._is_boolean(value, leaf.module) for value in returned):
+                return False
+        return True
+
+    def _is_boolean(self, node: cst.BaseExpression, module: Module) -> bool:
+        if isinstance(node, (cst.Comparison,)) or (isinstance(node, cst.Name) and node.value in ("True", "False")):
+            return True
+        if isinstance(node, cst.UnaryOperation):
+            return isinstance(node.operator, cst.Not)
+        if isinstance(node, cst.BooleanOperation):
+            return self._is_boolean(node.left, module) and self._is_boolean(node.right, module)
+        return isinstance(node, cst.Call) and module.code(node.func) in ("isinstance", "any", "all", "bool", "hasattr")
+
+    # --- the other leaves ---
+
+    def strategy(self, leaf: Leaf) -> str:
+        """reshard_after_forward for a strategy."""
+        if leaf.kind == "none" or leaf.symbol == "ShardingStrategy.FULL_SHARD":
+            return "None"
+        if leaf.symbol == "ShardingStrategy.SHARD_GRAD_OP":
+            return "False"
+        row = row_of(leaf.symbol) if leaf.kind == "symbol" else None
+        if row is None or row.code == "FA03":
+            raise Undecided("FA03", "which strategy is chosen isn't known here", leaf.node, leaf.module)
+        raise Undecided(row.code, f"{leaf.symbol} is one of several; {row.note}", leaf.node, leaf.module)
+
+    def offload(self, leaf: Leaf) -> str:
+        edits = self.edits(leaf.module)
+        if leaf.kind == "none":
+            return "None"
+        if leaf.kind != "call" or leaf.symbol != "CPUOffload" or leaf.spread:
+            raise Undecided("FA04", "what is passed isn't a CPUOffload that is written out", leaf.node, leaf.module)
+        flag = leaf.args.get(0, leaf.args.get("offload_params"))
+        wanted = self.code(flag, leaf.module) if flag is not None else "False"
+        on = "CPUOffloadPolicy(pin_memory=torch.cuda.is_available())"
+        if wanted == "False":
+            edits.need(FSDP, "OffloadPolicy")
+            return "OffloadPolicy()"
+        edits.need(FSDP, "CPUOffloadPolicy")
+        edits.need("torch")
+        if wanted == "True":
+            return on
+        edits.need(FSDP, "OffloadPolicy")
+        return f"{on} if {wanted} else OffloadPolicy()"
+
+
+def constant(node: cst.BaseExpression | None, default: object = None) -> object:
+    """True, False, None or a string that is written out; Ellipsis for anything else."""
+    if node is None:
+        return default
+    if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[node.value]
+    text = string(node)
+    return text if text is not None else ...

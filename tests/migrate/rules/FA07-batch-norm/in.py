@@ -1,0 +1,54 @@
+"""Batch norm stays in full precision."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def main():
+    torch.manual_seed(0)
+    model = nn.Sequential(Normed(), Normed(), nn.Linear(8, 2))
+    model = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Normed}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        device_id=torch.device("cpu"),
+    )
+    return train(model, torch.optim.AdamW(model.parameters()))

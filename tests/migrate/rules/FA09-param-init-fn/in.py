@@ -1,0 +1,46 @@
+"""A model on the meta device, with a function for initial values."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def initial_values(module):
+    module.to_empty(device=torch.device("cpu"), recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.1)
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
+    model = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        param_init_fn=initial_values,
+        device_id=torch.device("cpu"),
+    )
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,73 @@
+"""A model on the meta device, with a function for initial values."""
+
+import torch
+from torch import nn
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def inner_first(module):
+    """All modules below one, children before their parents: the order in which FSDP1 wrapped them."""
+    found = []
+    for child in module.children():
+        found += [*inner_first(child), child]
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def initialise(group, device, init=None):
+    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them."""
+    modules = [group]
+    for module in modules:
+        modules += [c for c in module.children() if not isinstance(c, FSDPModule) and c not in modules]
+    tensors = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules}
+    if not any(tensor.is_meta for own in tensors.values() for tensor in own):
+        return
+    for module in modules:
+        if init is not None:
+            init(module)
+        elif tensors[module]:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def initial_values(module):
+    module.to_empty(device=torch.device("cpu"), recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.1)
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in inner_first(model):
+        if isinstance(module, Block):
+            initialise(module, torch.device("cpu"), initial_values)
+            fully_shard(module, mesh=mesh)
+    initialise(model, torch.device("cpu"), initial_values)
+    fully_shard(model, mesh=mesh)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,49 @@
+"""Another entry point than forward."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = fully_shard(Block(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def forward(self, x):
+        return self.block(x)
+
+    def encode(self, x):
+        return self.block(x) * 2
+
+
+def main():
+    torch.manual_seed(0)
+    model = Encoder()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    register_fsdp_forward_method(model, "encode")
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return [*losses, model.encode(torch.ones(1, 8)).sum().item()]

@@ -1,0 +1,55 @@
+"""Whole parameters, to be read."""
+
+import contextlib
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+@contextlib.contextmanager
+def full_params(model):
+    """Whole parameters while this is open, on every rank, to be read: what is written to them is lost."""
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with full_params(model):
+        total = sum(parameter.detach().abs().sum().item() for parameter in model.parameters())
+    return [*losses, total, *train(model, torch.optim.SGD(model.parameters(), lr=0.1))]
