@@ -1,26 +1,26 @@
-"""From FSDP1 to FSDP2.  python -m fsdp2.migrate options [NAME] [--markdown]
+"""From FSDP1 to FSDP2.  python -m fsdp2.migrate {options,check,rewrite,checkpoint}
 
-Prints what FSDP1's options mean in FSDP2: all of them, or those whose name or code holds NAME.
+`options` prints what FSDP1's options mean in FSDP2: all of them, or those whose name or code holds NAME.
+`check` lists every use of FSDP1 in code and configurations, `rewrite` moves it.
+`checkpoint` converts a checkpoint of FSDP1, and proves that nothing changed.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 
 from fsdp2 import runtime
+from fsdp2.migrate.checkpoints import cli as checkpoints
+from fsdp2.migrate.code import cli as code
 from fsdp2.migrate.options import TABLE
 from fsdp2.migrate.page import listing, page
 from fsdp2.options import ConfigError, Parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run_options(given: argparse.Namespace) -> None:
     """Raises ConfigError if nothing has such a name."""
-    parser = Parser(prog="fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    options = commands.add_parser("options", help="what each option of FSDP1 means in FSDP2")
-    options.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, such as NO_SHARD or no_sync")
-    options.add_argument("--markdown", action="store_true", help="the whole table, as the page in docs/")
-    given = parser.parse_args(arguments)
     if given.markdown:
         if given.name is not None:
             raise ConfigError(f"options {given.name} --markdown: the page holds all rows; drop one of them")
@@ -31,6 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rows:
         raise ConfigError(f"options {given.name}: FSDP1 has nothing of that name; without a name all of it is printed")
     print(listing(rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises ConfigError for what is refused; exits with 1 for what is left to do, or differs."""
+    parser = Parser(prog="fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    options = commands.add_parser("options", help="what each option of FSDP1 means in FSDP2")
+    options.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, such as NO_SHARD or no_sync")
+    options.add_argument("--markdown", action="store_true", help="the whole table, as the page in docs/")
+    options.set_defaults(run=run_options)
+    code.add(commands)
+    checkpoints.add_command(commands)
+    given = parser.parse_args(arguments)
+    if status := given.run(given):
+        sys.exit(status)
 
 
 if __name__ == "__main__":
