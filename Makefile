@@ -35,18 +35,18 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 $(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
-	$(UV) -e '.[tensorboard,ray,plots]'
+	$(UV) -e '.[tensorboard,ray,plots,migrate]'
 	@touch $@
 
 # DeepSpeed builds itself with the torch that is there: after that, and without an environment of its own.
 $(VENV)/.deepspeed: $(VENV)/.installed
 	$(UV) setuptools wheel
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,deepspeed]'
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,deepspeed]'
 	@touch $@
 
 # What benchmarks/steps.py compares with.
 $(VENV)/.bench: $(VENV)/.deepspeed
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,deepspeed,bench]'
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,deepspeed,bench]'
 	@touch $@
 
 $(VENV)/.tools: $(BIN)/uv constraints.txt
@@ -162,6 +162,10 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 .PHONY: compare
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
+
+.PHONY: migrate-demo
+migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSDP2: both losses side by side
+	PATH="$(abspath $(BIN)):$$PATH" ARGS="$(ARGS)" bash docs/migration/demo.sh
 
 .PHONY: bench
 bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/step-benchmark.md)
