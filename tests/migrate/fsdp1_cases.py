@@ -62,6 +62,11 @@ CASES: dict[str, Any] = {
         ),
         "mixed_precision": PRECISION["bf16"],
     },
+    "custom, one not sharded": lambda: {
+        "auto_wrap_policy": CustomPolicy(
+            lambda module: isinstance(module, Block) and {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        ),
+    },
     "hybrid": lambda: {
         "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
         "device_mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")),
@@ -122,12 +127,31 @@ CASES: dict[str, Any] = {
         "mixed_precision": MixedPrecision(param_dtype=BF16),
     },
     "on meta": lambda: {"model": on_meta, "auto_wrap_policy": policy("transformer")},
+    "values of the first rank": lambda: {
+        "model": other_values,
+        "auto_wrap_policy": policy("transformer"),
+        "sync_module_states": True,
+    },
+    "weights on the first rank": lambda: {
+        "model": Net if dist.get_rank() == 0 else on_meta,
+        "auto_wrap_policy": policy("transformer"),
+        "param_init_fn": None if dist.get_rank() == 0 else lambda m: m.to_empty(device=CPU, recurse=False),
+        "sync_module_states": True,
+    },
     "on meta, by a function": lambda: {
         "model": on_meta,
         "auto_wrap_policy": policy("transformer"),
         "param_init_fn": initialise,
     },
 }
+
+
+def other_values() -> nn.Module:
+    model = Net()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(dist.get_rank())
+    return model
 
 
 def on_meta() -> nn.Module:

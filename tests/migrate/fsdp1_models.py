@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +38,18 @@ def shim() -> ModuleType:
     import fsdp2.migrate.shim
 
     return fsdp2.migrate.shim
+
+
+# With offload_to_cpu or rank0_only, and in summon_full_params, FSDP1 on a CPU crashes in torch 2.11.
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+needs_fsdp1_to_gather = pytest.mark.skipif(OLD, reason="FSDP1 gathers to a CPU from torch 2.15 on")
+
+
+@contextlib.contextmanager
+def fsdp1_broadcasts_on_a_cpu() -> Iterator[None]:
+    """FSDP1 refuses sync_module_states on a CPU. Without the check it does what it does on a GPU, by gloo."""
+    with mock.patch("torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"):
+        yield
 
 
 class Block(nn.Module):

@@ -13,15 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fsdp2.migrate.code.check import load
 from fsdp2.migrate.code.rewrite import rewrite
 from tests.harness import Ranks, python_environment
+from tests.migrate.fsdp1_models import OLD, needs_fsdp1_to_gather
 
-# Full state dicts of FSDP1 on the CPU end in an error before torch 2.15, in 2.11 in a crash.
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
@@ -109,7 +107,7 @@ def lines_of(command: list[str], folder: Path, **environment: str) -> list[str]:
 
 
 @pytest.mark.slow  # starts of torchrun
-@pytest.mark.skipif(OLD, reason="full state dicts of FSDP1 on the CPU need torch 2.15")
+@needs_fsdp1_to_gather
 def test_the_tutorials_script_under_torchrun(tmp_path: Path) -> None:
     """It starts its ranks by itself; what becomes of it also runs under torchrun."""
     script = next(script for script in SCRIPTS if script.name == "mnist.py")
@@ -119,7 +117,7 @@ def test_the_tutorials_script_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLD, reason="full state dicts of FSDP1 on the CPU need torch 2.15")
+@needs_fsdp1_to_gather
 def test_the_tutorials_script_still_starts_its_ranks(tmp_path: Path) -> None:
     script = next(script for script in SCRIPTS if script.name == "mnist.py")
     assert lines_of([str(moved(script, tmp_path))], tmp_path) == lines_of([str(script)], tmp_path)

@@ -30,7 +30,7 @@ from tests.migrate.fsdp1_models import (
 )
 
 
-def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
+def logged_code(case: str) -> str:
     from fsdp2.migrate.shim import explain
 
     texts: list[str] = []
@@ -41,11 +41,20 @@ def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
     arguments = CASES[case]()
     arguments.pop("device_mesh", None)
     torch.manual_seed(0)
-    model = build(shim(), **arguments)
-    expected = train(model, adam(model))
+    build(shim(), **arguments)
+    explain.log.removeHandler(handler)
     box = [texts[0] if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
-    code = "\n".join(line.removeprefix("    ") for line in box[0].splitlines()[1:])
+    return "\n".join(line.removeprefix("    ") for line in box[0].splitlines()[1:])
+
+
+def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
+    code = logged_code(case)
+    arguments = CASES[case]()
+    arguments.pop("device_mesh", None)
+    torch.manual_seed(0)
+    model = build(shim(), **arguments)
+    expected = train(model, adam(model))
     torch.manual_seed(0)
     by_hand = CASES[case]().get("model", Net)()
     exec(code, {"model": by_hand})
@@ -58,6 +67,7 @@ def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
         "lambda",
         "always",
         "custom with arguments",
+        "custom, one not sharded",
         "no prefetch",
         "forward prefetch",
         "layer norm left out",
@@ -70,6 +80,16 @@ def test_the_code_that_is_logged_trains_the_same(ranks: Ranks, case: str) -> Non
     for expected, got, code in ranks.run(logged_code_runs, case):
         assert got == expected, code
         assert "fully_shard(model, mesh=mesh" in code
+
+
+def test_the_code_that_is_logged_says_what_is_not_in_it(ranks: Ranks) -> None:
+    code = ranks.run(logged_code, "on meta")[0]
+    assert "# First what is on the meta device gets memory and values" in code
+
+
+def test_a_grad_scaler_is_made_before_the_process_group_too() -> None:
+    assert not dist.is_initialized()
+    assert shim().ShardedGradScaler("cpu", init_scale=8.0).get_scale() == 8.0
 
 
 def logged(count: int) -> int:

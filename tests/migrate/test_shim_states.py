@@ -22,7 +22,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from tests.harness import Ranks, same
-from tests.migrate.fsdp1_models import Net, adam, build, policy, real, recompute, shim, train
+from tests.migrate.fsdp1_models import (
+    Net,
+    adam,
+    build,
+    needs_fsdp1_to_gather,
+    policy,
+    real,
+    recompute,
+    shim,
+    train,
+)
 
 FULL = StateDictType.FULL_STATE_DICT
 # On a CPU and with use_orig_params, FSDP1's full state of an optimizer is wrong with offload_to_cpu, its default:
@@ -38,13 +48,6 @@ KINDS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
 }
-
-# FSDP1 gathers full state dicts on the CPU by a way that fails in some older versions, with a segmentation fault in
-# one of them.
-needs_a_working_fsdp1 = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
-    reason="FSDP1's FULL_STATE_DICT on a CPU works from torch 2.15 on",
-)
 
 
 def trained(fsdp: Any, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -93,8 +96,7 @@ def difference(kind: str, arguments: dict[str, Any]) -> str:
     return ""
 
 
-@needs_a_working_fsdp1
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=needs_fsdp1_to_gather if "on" in k else ()) for k in KINDS])
 def test_state_dicts_are_equal_to_those_of_fsdp1(ranks: Ranks, kind: str) -> None:
     assert ranks.run(difference, kind, {}) == ["", ""]
 
@@ -102,7 +104,7 @@ def test_state_dicts_are_equal_to_those_of_fsdp1(ranks: Ranks, kind: str) -> Non
 BUFFERS = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)}
 
 
-@needs_a_working_fsdp1
+@needs_fsdp1_to_gather
 @pytest.mark.parametrize(
     "arguments",
     [BUFFERS, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"use_orig_params": False}],
@@ -150,7 +152,6 @@ def different() -> nn.Module:
     return model
 
 
-@needs_a_working_fsdp1
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("source", ["FSDP1", "FSDP1, flat", "shim"])
 def test_each_goes_on_from_the_others_state_dicts(ranks: Ranks, source: str, kind: str) -> None:
@@ -202,6 +203,24 @@ def optimizer_of_another_model() -> list[str]:
     except RuntimeError as error:
         messages.append(str(error))
     return messages
+
+
+def asked_of_another_group() -> list[str]:
+    cls = shim().FullyShardedDataParallel
+    model, optimizer = trained(shim())
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    messages = []
+    for method in ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict"):
+        with pytest.raises(ValueError, match="the model is sharded over") as caught:
+            getattr(cls, method)(model, optimizer, group=alone)
+        messages.append(str(caught.value))
+    assert cls.optim_state_dict(model, optimizer, group=dist.new_group([0, 1]))["state"]
+    return messages
+
+
+def test_a_group_that_does_not_shard_the_model_is_refused(ranks: Ranks) -> None:
+    for rank, messages in enumerate(ranks.run(asked_of_another_group)):
+        assert all(f"group of the ranks [{rank}]: the model is sharded over [0, 1]" in text for text in messages)
 
 
 def test_state_of_another_model_is_refused(ranks: Ranks) -> None:
@@ -285,7 +304,7 @@ def both_summoned() -> tuple[Any, Any]:
     return summoned(real()), summoned(shim())
 
 
-@needs_a_working_fsdp1
+@needs_fsdp1_to_gather
 def test_summon_full_params_reads_and_writes_as_fsdp1(ranks: Ranks) -> None:
     for expected, got in ranks.run(both_summoned):
         assert same(expected, got)

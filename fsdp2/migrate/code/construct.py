@@ -123,8 +123,7 @@ class Construction(Placement):
         self._offload(made)
         self._ignored(made)
         self._device(made)
-        self._broadcast(made, model)
-        self._initial(made)
+        self._begin(made, model)
         for name in DROPPED:
             if name in self.args:
                 self._drop(name)

@@ -139,37 +139,73 @@ class Placement:
             self.edits.need("torch")
             plan.before.append(f"torch.cuda.set_device({text})")
 
-    def _initial(self, plan: Plan) -> None:
-        """FSDP1 gave each unit on the meta device its values when it wrapped it: a helper does it before each group."""
+    def _begin(self, plan: Plan, model: str) -> None:
+        """What parameters are before they are sharded: made on the meta device, rank 0's for all, or as they are."""
+        sync = self._sync()
         node = self._given("param_init_fn")
         if node is None and not any(map(meta_calls, self.rewriting.program.parsed)):
-            return
+            if sync:
+                self._broadcast(plan, model, sync)
+        else:
+            self._initial(plan, node, sync)
+
+    def _initial(self, plan: Plan, node: cst.BaseExpression | None, sync: str) -> None:
+        """FSDP1 gave each unit on the meta device its values when it wrapped it: a helper does it before each group."""
         code = "FC20" if node is None else "FA09"
-        if plan.chosen_by or any("broadcast(" in line for line in plan.before):
+        if plan.chosen_by:
             raise self._undecided(code, "initial values have to come after sharding", node)
+        if "ignored_params" in plan.options:
+            raise self._undecided(code, "what is ignored gets no initial values, and has to have them before", node)
+        if sync and self.group:
+            raise self._undecided(code, "values of the first rank of a process group go to its others by hand", node)
         device, _ = self._device_leaves()
         arguments = [device or 'torch.device("cuda", torch.cuda.current_device())']
-        arguments += [self._text(node)] if node is not None else []
+        if node is not None:
+            init = self._text(node)
+            if not re.fullmatch(r"[\w.]+", init):
+                name = self._fresh("init")
+                lines = [line.strip() for line in init.splitlines()]
+                plan.before.append(
+                    f"{name} = {init}" if len(lines) == 1 else "\n    ".join([f"{name} = (", *lines]) + "\n)"
+                )
+                init = name
+            arguments.append(init)
+        arguments += [f"sync={sync}"] if sync else []
         plan.initial = ", ".join(arguments)
         self.edits.need("torch")
         self.edits.need("torch.distributed.fsdp", "FSDPModule")
-        for name in ("inner_first", "initialise"):
-            self.edits.helpers[name] = HELPERS[name]
+        self.edits.helpers["inner_first"] = HELPERS["inner_first"]
+        if sync or "initialise" not in self.edits.helpers:  # what two calls share can do what either needs
+            self.edits.helpers["initialise"] = HELPERS["initialise alike" if sync else "initialise"]
 
     def _all_text(self) -> str:
         return "\n".join(source.text for source in self.rewriting.program.sources.values())
 
-    def _broadcast(self, plan: Plan, model: str) -> None:
+    def _sync(self) -> str:
+        """The condition under which all ranks begin with the first one's values; empty if none do."""
         node = self._given("sync_module_states")
         if node is None or constant(node) is False:
-            return
+            return ""
         leaves = self.rewriting.values.leaves(node, self.module)
         if leaves and all(constant(leaf.node) is False for leaf in leaves if isinstance(leaf.node, cst.Name)) and all(
             isinstance(leaf.node, cst.Name) and leaf.kind == "value" for leaf in leaves
         ):  # fmt: skip
-            return
-        if self._given("device_mesh") is not None:
+            return ""
+        mesh = self._given("device_mesh")
+        if mesh is not None and not self._of_all_ranks(mesh):
             raise self._undecided("FA11", "whose values are taken depends on the mesh", node)
+        return self._text(node)
+
+    def _of_all_ranks(self, mesh: cst.BaseExpression) -> bool:
+        """Whether the first rank of a mesh, or of no mesh, is rank 0, and every rank is in it: so init_device_mesh."""
+        leaves = self.rewriting.values.leaves(mesh, self.module)
+        return bool(leaves) and all(
+            leaf.kind == "none"
+            or (isinstance(leaf.node, cst.Call) and leaf.module.code(leaf.node.func).endswith("init_device_mesh"))
+            for leaf in leaves
+        )
+
+    def _broadcast(self, plan: Plan, model: str, sync: str) -> None:
         device, _ = self._device_leaves()
         dist = self._dist()
         source = f"src={dist}.get_global_rank({self.group}, 0), group={self.group}" if self.group else "src=0"
@@ -181,8 +217,8 @@ class Placement:
             f"for tensor in [*{model}.parameters(), *{model}.buffers()]:  # FSDP1's sync_module_states",
             f"    {dist}.broadcast(tensor.detach(), {source})",
         ]
-        if constant(node) is not True:
-            lines = [f"if {self._text(node)}:", *("    " + line for line in lines)]
+        if sync != "True":
+            lines = [f"if {sync}:", *("    " + line for line in lines)]
         plan.before.append("\n".join(lines))
 
 

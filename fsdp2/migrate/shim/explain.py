@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2.migrate.shim.arguments import Arguments
@@ -21,7 +22,7 @@ _said: set[str] = set()
 def say(what: str, code: str) -> None:
     """Log once in a process, on rank 0 alone. At the level of a warning, since that is what is seen by default."""
     text = f"{what} is, in FSDP2:\n" + "\n".join(f"    {line}" for line in code.splitlines())
-    if text not in _said and dist.get_rank() == 0:
+    if text not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         _said.add(text)
         log.warning(text)
 
@@ -33,14 +34,18 @@ def constructor_code(
     arguments: Arguments,
     ignored: Ignored,
     buffers_cast: list[str],
+    on_meta: bool,
 ) -> str:
-    """Complete code: where `model` is what FSDP was called with, it can be run as it is.
+    """Where `model` is what FSDP was called with, code that can be run as it is. Only how a model on the meta device
+    gets its values isn't in it, and it says so.
 
     Args:
         names: of the modules, from before they were sharded.
         plan: `fully_shard`'s arguments for each module, in the order of the calls; the model is the last.
     """
     body: list[str] = []
+    if on_meta:
+        body.append("# First what is on the meta device gets memory and values: to_empty() and reset_parameters()")
     if arguments.sync_module_states:
         body += ["for tensor in (*model.parameters(), *model.buffers()):", "    dist.broadcast(tensor.detach(), 0)"]
     if buffers_cast:
@@ -52,15 +57,19 @@ def constructor_code(
     if ignored.parameters:
         left_out = sorted(name for name, p in model.named_parameters() if p in ignored.parameters)
         body.append(f"ignored = {{model.get_parameter(name) for name in {tuple(left_out)}}}")
+    meshes = {plan[model]["mesh"]: "mesh"}
+    for keywords in plan.values():  # a CustomPolicy may give a unit another strategy, and so another mesh
+        meshes.setdefault(keywords["mesh"], f"mesh_{len(meshes) + 1}")
     groups: dict[str, list[nn.Module]] = {}
     for module, keywords in plan.items():
         if module is not model:
-            groups.setdefault(_keywords(keywords), []).append(module)
+            groups.setdefault(_keywords(keywords, meshes), []).append(module)
     for text, modules in groups.items():
         body += _loop(model, modules, names, text)
-    body.append(f"fully_shard(model, {_keywords(plan[model])})")
+    body.append(f"fully_shard(model, {_keywords(plan[model], meshes)})")
     body += _prefetch(arguments)
-    return "\n".join([*_imports(body, groups), *_mesh(arguments), *body])
+    others = [_mesh_line(name, mesh) for mesh, name in meshes.items() if name != "mesh"]
+    return "\n".join([*_imports(body, groups), *_mesh(arguments), *others, *body])
 
 
 def _loop(model: nn.Module, modules: list[nn.Module], names: Mapping[nn.Module, str], keywords: str) -> list[str]:
@@ -84,8 +93,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if made is None else made.__dict__["_fsdp1_original"]
 
 
-def _keywords(given: Mapping[str, Any]) -> str:
-    parts = ["mesh=mesh"]
+def _keywords(given: Mapping[str, Any], meshes: Mapping[DeviceMesh, str]) -> str:
+    parts = [f"mesh={meshes[given['mesh']]}"]
     if given["reshard_after_forward"] is not None:
         parts.append(f"reshard_after_forward={given['reshard_after_forward']}")
     if given["mp_policy"] != MixedPrecisionPolicy():
@@ -111,10 +120,14 @@ def _mesh(arguments: Arguments) -> list[str]:
         return ["# mesh: the one that was given"]
     if arguments.process_group is not None:
         return ["# mesh: DeviceMesh.from_group of the groups that were given"]
+    return [_mesh_line("mesh", mesh)]
+
+
+def _mesh_line(name: str, mesh: DeviceMesh) -> str:
     names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.ndim == 2 else ""
-    line = f'mesh = init_device_mesh("{mesh.device_type}", {tuple(mesh.shape)}{names})'
+    line = f'{name} = init_device_mesh("{mesh.device_type}", {tuple(mesh.shape)}{names})'
     whole = mesh.ndim == 2 and mesh.shape[1] == 1
-    return [line + "  # a shard is one rank: whole parameters, all-reduced gradients, as DDP" * whole]
+    return line + "  # a shard is one rank: whole parameters, all-reduced gradients, as DDP" * whole
 
 
 def _prefetch(arguments: Arguments) -> list[str]:

@@ -29,8 +29,11 @@ def optim_state_dict(
     Args:
         optim_state_dict: `optim.state_dict()`, if it was taken already.
 
-    With `rank0_only` other ranks get {}.
+        group: the ranks that shard the model; None means them as well.
+
+    With `rank0_only` other ranks get {}. Raises Unsupported for another group.
     """
+    _require_own(model, group)
     settings = settings_of(model)
     _say(settings.state_dict_type, "optim_state_dict()", "state = get_optimizer_state_dict(model, optim")
     return _named(model, optim, optim_state_dict, settings.state_dict_type, settings.optim_state_dict_config)
@@ -48,10 +51,11 @@ def optim_state_dict_to_load(
 
     Raises:
         ValueError: it has no state for a parameter, or state for one that the model doesn't have.
-        Unsupported: `is_named_optimizer`.
+        Unsupported: `is_named_optimizer`, or a `group` other than the ranks that shard the model.
     """
     if is_named_optimizer:
         raise Unsupported("optim_state_dict_to_load(is_named_optimizer=True): torch.optim's optimizers have numbers")
+    _require_own(model, group)
     _say(None, "optim_state_dict_to_load()", "set_optimizer_state_dict(model, optim, state")
     reshard_all(model)
     names = _names(model)
@@ -84,12 +88,14 @@ def full_optim_state_dict(
     model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
 ) -> State:
     """Deprecated in FSDP1 too: `optim_state_dict` under FULL_STATE_DICT, on the CPU."""
+    _require_own(model, group)
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
     return _named(model, optim, None, StateDictType.FULL_STATE_DICT, config)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> State:
     """Deprecated in FSDP1 too: `optim_state_dict` under SHARDED_STATE_DICT, on the device."""
+    _require_own(model, group)
     config = ShardedOptimStateDictConfig(offload_to_cpu=False)
     return _named(model, optim, None, StateDictType.SHARDED_STATE_DICT, config)
 
@@ -159,6 +165,19 @@ def _shard(value: Any, parameter: nn.Parameter) -> Any:
     if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.dim():
         value = shard_like(value, parameter)
     return value.detach().clone()
+
+
+def _require_own(model: nn.Module, group: Any) -> None:
+    """A tensor is gathered over the mesh that it is sharded over, so another group can't be asked."""
+    unit = unit_of(model)
+    if group is None or unit is None:
+        return
+    own, given = (dist.get_process_group_ranks(one) for one in (unit.process_group, group))
+    if own != given:
+        raise Unsupported(
+            f"group of the ranks {given}: the model is sharded over {own}, which alone can gather its state; leave "
+            "group out"
+        )
 
 
 def _given(optim: Optimizer | None, method: str) -> Optimizer:

@@ -59,10 +59,11 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
     plan: dict[nn.Module, dict[str, Any]] = {}
     synchronized: set[Tensor] = set()
     buffers_cast: list[str] = []
+    on_meta = False
     for module in (*changes, model):
         own = _changed(arguments, changes.get(module, {}), module)
         in_fp32 = module is not model and isinstance(module, alone(arguments))
-        materialize(module, own, ignored)
+        on_meta |= materialize(module, own, ignored)
         buffer_dtypes = {} if in_fp32 else _cast_buffers(module, own, ignored)
         buffers_cast += [f"{names[module]}.{name}".lstrip(".") for name in buffer_dtypes]
         if own.sync_module_states:
@@ -76,7 +77,7 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
             plan[model]["mp_policy"] = replace(plan[model]["mp_policy"], cast_forward_inputs=True)
     _schedule(model, arguments)
     what = f"FSDP({original_class(model).__name__}, …)"
-    say(what, constructor_code(model, names, plan, arguments, ignored, buffers_cast))
+    say(what, constructor_code(model, names, plan, arguments, ignored, buffers_cast, on_meta))
 
 
 def _changed(arguments: Arguments, changes: Mapping[str, Any], module: nn.Module) -> Arguments:

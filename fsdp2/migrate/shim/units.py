@@ -145,8 +145,9 @@ def own_modules(unit: nn.Module, ignored: Ignored) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> None:
-    """Give a unit on the meta device memory and values, by `param_init_fn` or each module's `reset_parameters()`.
+def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> bool:
+    """Give a unit on the meta device memory and values, by `param_init_fn` or each module's `reset_parameters()`;
+    whether there was anything to do.
 
     Raises ValueError if a module has no such method, or if anything is left on meta.
     """
@@ -161,7 +162,7 @@ def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> None
         ]
 
     if not on_meta():
-        return
+        return False
     for module in modules:
         if arguments.param_init_fn is not None:
             arguments.param_init_fn(module)
@@ -176,6 +177,7 @@ def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> None
             reset()
     if left := on_meta():
         raise ValueError(f"still on the meta device after initialisation: {', '.join(left)}")
+    return True
 
 
 @torch.no_grad()
