@@ -20,6 +20,7 @@ class Leaf:
 
     Attributes:
         kind: "none", "symbol" (FSDP1's name in `symbol`), "call" (of FSDP1's `symbol`), "partial" (of it),
+            "member" (one of the enumeration `symbol`, whose name the expression args[0] gives at run time),
             "function" (a def or lambda of the program), "class", "value" (anything else that is written out),
             "unknown".
         args: of a call or partial: its arguments as they are written, keyword or position to expression.
@@ -78,8 +79,8 @@ class Bindings(ABC):
                 if values is None:
                     return None, why
                 found += values
-            elif isinstance(bound, cst.Name):
-                values = self._bound(bound, module)
+            elif isinstance(bound, (cst.Name, cst.Param)):
+                values = self._bound(bound, module) if isinstance(bound, cst.Name) else self._argument(bound, module)
                 if values is None:
                     return None, f"{node.value} gets its value in a way that isn't followed"
                 found += values
@@ -134,8 +135,6 @@ class Bindings(ABC):
             assign = module.parent(module.parent(pair) or pair)
             if isinstance(assign, cst.Assign):
                 return self._item(assign.value, module, index)
-        if isinstance(above, cst.Param):
-            return self._argument(above, module)
         return None
 
     def _item(self, node: cst.BaseExpression, module: Module, index: int) -> list[tuple[Bound, Module]] | None:

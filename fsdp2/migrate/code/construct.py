@@ -9,7 +9,7 @@ import textwrap
 import libcst as cst
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp2.migrate.code import precision
+from fsdp2.migrate.code import precision, strategies
 from fsdp2.migrate.code.bindings import Leaf, arguments
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
@@ -142,6 +142,8 @@ class Construction(Placement):
         values = self.rewriting.values
         leaves = values.leaves(node, self.module)
         symbols = {leaf.symbol.partition(".")[2] if leaf.kind == "symbol" else leaf.kind for leaf in leaves}
+        if self.rewriting.by_name and not (len(leaves) == 1 and leaves[0].node is node and leaves[0].kind == "symbol"):
+            return self._strategy_by_name(plan, node)
         if len(symbols) == 1 and symbols <= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "none"}:
             self.rewriting.drop(node, self.module)
             (only,) = symbols
@@ -155,6 +157,20 @@ class Construction(Placement):
         plan.options["reshard_after_forward"] = self.rewriting.in_place(
             node, self.module, self.rewriting.strategy, "FA03"
         )
+        return ""
+
+    def _strategy_by_name(self, plan: Plan, node: cst.BaseExpression) -> str:
+        for name in ("device_mesh", "process_group"):
+            given = self._given(name)
+            if given is not None and not (name == "process_group" and self._is_world(given)):
+                raise self._undecided("FA03", "the strategy is chosen at run time, and the mesh apart from it", given)
+        text = self.rewriting.in_place(node, self.module, strategies.name_of, "FA03")
+        self.edits.need("torch")
+        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
+        self.edits.helpers["sharding_options"] = HELPERS["sharding_options"]
+        name = self._fresh("sharding")
+        plan.before.append(f"{name} = sharding_options({text}, {self._device_type()})")
+        plan.options["**"] = name
         return ""
 
     def _replicated(self, plan: Plan, model: str) -> None:

@@ -15,6 +15,10 @@ from fsdp2.migrate.code.translate import FSDP
 DOTTED = re.compile(r"[A-Za-z_][\w.]*")
 
 
+def keyword(name: str, text: str) -> str:
+    return f"**{text}" if name == "**" else f"{name}={text}"
+
+
 class Emission:
     def __init__(self, construction: Construction, entries: list[str]) -> None:
         self.entries = entries
@@ -118,8 +122,8 @@ class Emission:
         if plan.replicated:
             return call("DistributedDataParallel", [model, *(f"{k}={v}" for k, v in options.items())])
         self.edits.need(FSDP, "fully_shard")
-        order = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
-        return call("fully_shard", [model, *(f"{name}={options[name]}" for name in order if name in options)])
+        order = ("**", "mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
+        return call("fully_shard", [model, *(keyword(name, options[name]) for name in order if name in options)])
 
     def _lines(self, plan: Plan, model: str) -> list[str]:
         lines = list(plan.before)
@@ -139,7 +143,7 @@ class Emission:
             )
         inner = {**plan.options, **plan.inner}
         if plan.chosen_by:
-            parts = ", ".join([plan.chosen_by, *(f"{name}={text}" for name, text in inner.items())])
+            parts = ", ".join([plan.chosen_by, *(keyword(name, text) for name, text in inner.items())])
             lines.append(parts + ")")
         elif plan.condition:
             # Which is initialised first decides which random numbers it gets.

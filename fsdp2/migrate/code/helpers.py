@@ -117,6 +117,21 @@ def initialise(group, device, init=None, sync=False):
             torch.distributed.broadcast(tensor, src=0)
 '''
 
+SHARDING_OPTIONS = '''\
+def sharding_options(strategy, device_type):
+    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
+    shards = ranks = torch.distributed.get_world_size()
+    if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
+        shards = 1
+    elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # over the devices of a node, with a replica on each
+        shards = torch.get_device_module(device_type).device_count()
+    shape, names = ((ranks,), None) if shards == ranks else ((ranks // shards, shards), ("replicate", "shard"))
+    return {
+        "mesh": init_device_mesh(device_type, shape, mesh_dim_names=names),
+        "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
+    }
+'''
+
 HELPERS = {
     "shard_by_size": SHARD_BY_SIZE,
     "shard_by_policy": SHARD_BY_POLICY,
@@ -126,4 +141,5 @@ HELPERS = {
     "inner_first": INNER_FIRST,
     "initialise": INITIALISE,
     "initialise alike": INITIALISE_ALIKE,
+    "sharding_options": SHARDING_OPTIONS,
 }

@@ -18,7 +18,7 @@ class Plan:
     """What a call becomes: lines before, a condition for inner groups, options of fully_shard, lines after."""
 
     before: list[str] = field(default_factory=list)
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)  # "**": a dictionary of some
     root: dict[str, str] = field(default_factory=dict)  # where the root's options differ
     inner: dict[str, str] = field(default_factory=dict)  # where the inner groups' options differ
     condition: str = ""
@@ -132,7 +132,7 @@ class Placement:
         if not text:
             return
         if cpu and not replicated:
-            if "mesh" not in plan.options:
+            if not {"mesh", "**"} & set(plan.options):
                 self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
                 plan.options["mesh"] = f"init_device_mesh({self._device_type()}, ({self._dist()}.get_world_size(),))"
         elif not cpu and "current_device()" not in text and "set_device(" not in self._all_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import libcst as cst
 
 from fsdp2.checkpoint.tables import printable
-from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, spawn, statedicts
+from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, spawn, statedicts, strategies
 from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.construct import Construction
 from fsdp2.migrate.code.edits import Edits, Undecided
@@ -105,6 +106,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     tracked = Tracked(program, rewriting.values, [(node, module) for node, module, _ in calls])
     scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
     undecided: list[Undecided] = []
+    rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
     for node, module, preset in calls:
@@ -116,11 +118,24 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
         except Undecided as problem:
             undecided.append(problem)
     undecided += optimizers.move(scene)
+    strategies.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
     spawn.move(scene)
     undecided += beyond.undecided(scene, undecided)
     return rewriting, _unique(undecided)
+
+
+def _strategies(
+    rewriting: Rewriting, calls: list[tuple[cst.Call, Module, Leaf | None]]
+) -> list[tuple[cst.BaseExpression, Module]]:
+    """The sharding_strategy of each call that has one, as far as its arguments are known."""
+    found = []
+    for node, module, preset in calls:
+        with contextlib.suppress(Undecided):  # which the call itself raises again
+            given = Construction(rewriting, node, module, preset).args.get("sharding_strategy")
+            found += [] if given is None else [(given, module)]
+    return found
 
 
 def _unique(problems: list[Undecided]) -> list[Undecided]:

@@ -34,6 +34,7 @@ class Rewriting:
         self._watched: list[tuple[cst.Name | cst.Attribute, Module, str]] = []
         self._droppable: list[tuple[cst.Name, Module]] = []
         self._dropped: set[int] = set()  # values that stand in the new calls, or need not
+        self.by_name = False  # a sharding strategy is chosen at run time, so that all of them become their names
 
     def edits(self, module: Module) -> Edits:
         return self._edits.setdefault(id(module), Edits(module))
@@ -157,8 +158,10 @@ class Rewriting:
             return True
         if isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):
             return module.code(call.func).rpartition(".")[2] in ("print", "info", "debug", "rank0_print", "log")
-        if isinstance(above, cst.Comparison):
-            return len(above.comparisons) == 1 and is_none(above.comparisons[0].comparator)
+        if isinstance(above, cst.Comparison) and len(above.comparisons) == 1:
+            other = above.comparisons[0].comparator
+            strategy = (self.program.symbol(other, module) or "").startswith("ShardingStrategy.")
+            return is_none(other) or (self.by_name and strategy)
         return isinstance(above, (cst.If, cst.AssignTarget))
 
     # --- values that go away ---

@@ -13,6 +13,7 @@ import libcst as cst
 from fsdp2.migrate.code.bindings import Bindings, Leaf, arguments
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
+from fsdp2.migrate.code.symbols import ENUMS
 
 DEPTH = 14
 
@@ -106,8 +107,8 @@ class Values(Bindings):
             return
         if isinstance(node.func, cst.Name) and node.func.value == "getattr" and len(node.args) >= 2:
             base, name = self.program.symbol(node.args[0].value, module), string(node.args[1].value)
-            if base is not None and name is not None:
-                yield Leaf("symbol", node, module, f"{base}.{name}")
+            if base in ENUMS:
+                yield from self._member(node, module, base, node.args[1].value, name)
                 return
         if isinstance(node.func, cst.Attribute) and node.func.attr.value == "get" and node.args:
             held = self._entries(node.func.value, module, node.args[0].value)
@@ -125,14 +126,23 @@ class Values(Bindings):
         index = node.slice[0].slice
         key = index.value if isinstance(index, cst.Index) else None
         base = self.program.symbol(node.value, module)
-        if base is not None and key is not None and (name := string(key)) is not None:
-            yield Leaf("symbol", node, module, f"{base}.{name}")
+        if base in ENUMS and key is not None:
+            yield from self._member(node, module, base, key, string(key))
             return
         held = self._entries(node.value, module, key) if key is not None else None
         if held is None:
             yield Leaf("unknown", node, module, why="chosen at run time")
         else:
             yield from self._all(held, depth)
+
+    @staticmethod
+    def _member(
+        node: cst.BaseExpression, module: Module, enum: str, key: cst.BaseExpression, name: str | None
+    ) -> Iterator[Leaf]:
+        if name is not None:
+            yield Leaf("symbol", node, module, f"{enum}.{name}")
+        else:
+            yield Leaf("member", node, module, enum, {0: key})
 
     def _entries(
         self, base: cst.BaseExpression, module: Module, key: cst.BaseExpression

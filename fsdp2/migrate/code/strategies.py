@@ -1,0 +1,88 @@
+"""A ShardingStrategy that is chosen at run time: it becomes its own name, a string, from which the program makes
+fully_shard's mesh and resharding. Only one that is written out where FSDP is called needs no such name."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from fsdp2.migrate.code.beyond import uses
+from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.edits import Undecided
+from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.translate import Rewriting
+
+ENUM = "ShardingStrategy"
+# One of these, or one of the two, is an argument of fully_shard by itself.
+RESHARDING = {f"{ENUM}.FULL_SHARD", f"{ENUM}.SHARD_GRAD_OP", ""}
+
+
+def at_run_time(rewriting: Rewriting, given: list[tuple[cst.BaseExpression, Module]]) -> bool:
+    """Whether one of the `sharding_strategy` arguments may be several, and not only with resharding or without."""
+    for node, module in given:
+        leaves = rewriting.values.leaves(node, module)
+        known = {leaf.symbol for leaf in leaves if leaf.symbol.startswith(ENUM) or leaf.kind == "none"}
+        if not known or len(known) < len({leaf.symbol or leaf.kind for leaf in leaves}):
+            continue  # one of them isn't known
+        if any(leaf.kind == "member" for leaf in leaves) or (len(known) > 1 and not known <= RESHARDING):
+            return True
+    return False
+
+
+def name_of(leaf: Leaf) -> str:
+    """The text of a strategy's name."""
+    if leaf.kind == "none":
+        return "None"
+    if leaf.kind == "member" and leaf.symbol == ENUM:
+        return leaf.module.code(leaf.args[0])
+    head, _, member = leaf.symbol.partition(".")
+    if leaf.kind != "symbol" or head != ENUM:
+        raise Undecided("FA03", "which strategy is chosen isn't known here", leaf.node, leaf.module)
+    return f'"{member}"'
+
+
+def move(scene: Scene) -> None:
+    """What else the program does with strategies: comparisons, annotations, names of them."""
+    for module in scene.modules if scene.rewriting.by_name else ():
+        edits = scene.edits(module)
+        for attribute in module.all(cst.Attribute):
+            if attribute.attr.value == "name" and _is_strategy(attribute.value, module, scene):
+                scene.rewriting.consume(attribute.value)
+                edits.replace(module.span(attribute), edits.code(attribute.value))
+        for node, symbol in uses(module, scene.symbol):
+            head, _, member = symbol.partition(".")
+            if head == ENUM and not edits.covers(node):
+                _use(scene, module, node, member.removesuffix(".name"))
+
+
+def _is_strategy(node: cst.BaseExpression, module: Module, scene: Scene) -> bool:
+    if not isinstance(node, (cst.Name, cst.Attribute)) or ENUM in module.code(node):
+        return False
+    leaves = scene.values.leaves(node, module)
+    return bool(leaves) and all(leaf.symbol.partition(".")[0] == ENUM for leaf in leaves)
+
+
+def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, member: str) -> None:
+    edits, above = scene.edits(module), module.parent(node)
+    if not member:
+        dynamic = next((leaf for leaf in _chosen(node, module, scene) if leaf.kind == "member"), None)
+        if dynamic is not None:
+            edits.replace(module.span(dynamic.node), name_of(dynamic))
+        elif module.enclosing(node, cst.Annotation) is not None:
+            edits.replace(module.span(node), "str")
+    elif "." not in member:
+        compared = module.parent(above) if isinstance(above, cst.ComparisonTarget) else None
+        operator = above.operator if isinstance(above, cst.ComparisonTarget) else None
+        if isinstance(compared, cst.Comparison) and isinstance(operator, (cst.Is, cst.IsNot)):
+            # A string is equal and need not be the same.
+            sign = "==" if isinstance(operator, cst.Is) else "!="
+            edits.replace(module.span(compared), f'{edits.code(compared.left)} {sign} "{member}"')
+        else:
+            edits.replace(module.span(node), f'"{member}"')
+
+
+def _chosen(node: cst.CSTNode, module: Module, scene: Scene) -> list[Leaf]:
+    """ShardingStrategy[name] and getattr(ShardingStrategy, name), found from the enumeration in them."""
+    above = module.parent(node)
+    whole = module.parent(above) if isinstance(above, cst.Arg) else above
+    return scene.values.leaves(whole, module) if isinstance(whole, (cst.Subscript, cst.Call)) else []

@@ -1,0 +1,67 @@
+"""A strategy that is chosen at run time, NO_SHARD among them: it becomes its own name."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def sharding_options(strategy, device_type):
+    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
+    shards = ranks = torch.distributed.get_world_size()
+    if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
+        shards = 1
+    elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # over the devices of a node, with a replica on each
+        shards = torch.get_device_module(device_type).device_count()
+    shape, names = ((ranks,), None) if shards == ranks else ((ranks // shards, shards), ("replicate", "shard"))
+    return {
+        "mesh": init_device_mesh(device_type, shape, mesh_dim_names=names),
+        "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
+    }
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def chosen(name: str) -> str:
+    if name == "ddp":
+        return "NO_SHARD"
+    elif name == "zero2":
+        return "SHARD_GRAD_OP"
+    return name.upper()
+
+
+def shard(model: nn.Module, strategy: str):
+    print("sharding by", strategy)
+    if strategy != "NO_SHARD":
+        print("parameters are sharded")
+    sharding = sharding_options(strategy, "cpu")
+    for module in reversed(list(model.modules())[1:]):
+        if isinstance(module, Block):
+            fully_shard(module, **sharding)
+    return fully_shard(model, **sharding)
+
+
+def train(name):
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(Block(), Block(), nn.Linear(8, 2)), chosen(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    return [loss for name in ("ddp", "zero2", "full_shard") for loss in train(name)]
