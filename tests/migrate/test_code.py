@@ -134,7 +134,8 @@ def test_what_is_not_certain_stays_and_is_marked_once(tmp_path: Path) -> None:
     path.write_text(BLOCKED)
     assert run("rewrite", "--write", path) == 1
     made = path.read_text()
-    mark = "    # fsdp2: FA09 what is ignored gets no initial values, and has to have them before (docs/migration-options.md#fa09)\n"
+    why = "what is ignored gets no initial values, and has to have them before"
+    mark = f"    # fsdp2: FA09 {why} (docs/migration-options.md#fa09)\n"
     assert made == BLOCKED.replace("    model = FSDP(", mark + "    model = FSDP(")
     assert run("rewrite", "--write", path) == 1
     assert path.read_text() == made

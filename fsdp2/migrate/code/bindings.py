@@ -305,8 +305,12 @@ class Bindings(ABC):
 
 
 def class_attributes(owner: cst.ClassDef) -> list[tuple[str, cst.BaseExpression]]:
-    found = []
-    for line in owner.body.body:
+    found, lines = [], list(owner.body.body)
+    for line in lines:
+        if isinstance(line, cst.If):  # which decides while the class is made
+            lines += line.body.body
+            other = line.orelse
+            lines += [other] if isinstance(other, cst.If) else other.body.body if other is not None else []
         for statement in line.body if isinstance(line, cst.SimpleStatementLine) else []:
             if isinstance(statement, cst.AnnAssign) and isinstance(statement.target, cst.Name) and statement.value:
                 found.append((statement.target.value, statement.value))

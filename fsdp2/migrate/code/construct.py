@@ -9,8 +9,9 @@ import textwrap
 import libcst as cst
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp2.migrate.code import precision, strategies
+from fsdp2.migrate.code import policies, precision, strategies
 from fsdp2.migrate.code.bindings import Leaf, arguments
+from fsdp2.migrate.code.edits import call
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.placement import Placement, Plan
@@ -115,9 +116,12 @@ class Construction(Placement):
         self._refused()
         strategy = self._strategy(made)
         self._mesh(made, strategy)
-        if strategy == "NO_SHARD":
-            self._replicated(made, model)
+        beyond_ddp = ("mixed_precision", "cpu_offload", "ignored_modules", "ignored_states")
+        if strategy == "NO_SHARD" and not any(self._given(name) is not None for name in beyond_ddp):
+            self._replicated(made)
             return made
+        if strategy == "NO_SHARD":
+            self._whole(made)
         policy = self._policy(made, model)
         self._precision(made, model, policy)
         self._offload(made)
@@ -173,11 +177,20 @@ class Construction(Placement):
         plan.options["**"] = name
         return ""
 
-    def _replicated(self, plan: Plan, model: str) -> None:
+    def _whole(self, plan: Plan) -> None:
+        """NO_SHARD with what DDP doesn't have: a mesh whose shards are of one rank."""
+        for name in ("device_mesh", "process_group"):
+            if (given := self._given(name)) is not None:
+                raise self._undecided("FS03", "with a group its mesh has two dimensions, the second of one rank", given)
+        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
+        ranks = f"({self._dist()}.get_world_size(), 1)"
+        plan.options["mesh"] = call(
+            "init_device_mesh", [self._device_type(), ranks, 'mesh_dim_names=("replicate", "shard")']
+        )
+        plan.options["reshard_after_forward"] = "False"
+
+    def _replicated(self, plan: Plan) -> None:
         """NO_SHARD is DDP."""
-        for name in ("mixed_precision", "cpu_offload", "ignored_modules", "ignored_states"):
-            if (node := self._given(name)) is not None:
-                raise self._undecided("FS03", f"DDP has no {name} as FSDP1 has it", node)
         for name in ("auto_wrap_policy", *DROPPED):
             if name in self.args:
                 self._drop(name)
@@ -197,14 +210,16 @@ class Construction(Placement):
         if all(leaf.kind == "none" for leaf in leaves) and leaves:
             rewriting.drop(node, self.module)
             return False
+        if not policies.are_conditions(rewriting, leaves, node, self.module):
+            policies.require_same(rewriting, leaves, node, self.module)
+            self._by_function(plan, model, node, optional=any(leaf.kind == "none" for leaf in leaves))
+            return True
         only = rewriting.only(node, self.module)
         if only is not None and only.symbol in SIZE:
             self._by_size(plan, only, model)
             rewriting.drop(node, self.module)
         elif only is not None and only.kind == "function":
-            rewriting.consume(node)
-            self.edits.helpers["shard_by_policy"] = HELPERS["shard_by_policy"]
-            plan.chosen_by = f"shard_by_policy({model}, {self._text(node)}"
+            self._by_function(plan, model, node, optional=False)
         elif only is not None:
             plan.condition = rewriting.condition(only, self.variable)
             rewriting.drop(node, self.module)
@@ -216,6 +231,20 @@ class Construction(Placement):
                 plan.condition = f"{text}({self.variable})"
         return True
 
+    def _by_function(self, plan: Plan, model: str, node: cst.BaseExpression, optional: bool) -> None:
+        """By a function that answers as FSDP1's policies do: a helper asks it about each module."""
+        self.rewriting.consume(node)
+        plan.chosen_by = "shard_by_policy"
+        self.edits.helpers[plan.chosen_by] = HELPERS[plan.chosen_by]
+        self.edits.need(FSDP, "fully_shard")
+        policy = self._text(node)
+        if not re.fullmatch(r"[\w.]+", policy):
+            name = self._fresh("policy")
+            plan.before.append(f"{name} = {policy}")
+            policy = name
+        plan.choose = [model, policy]
+        plan.optional = policy if optional else ""
+
     def _by_size(self, plan: Plan, leaf: Leaf, model: str) -> None:
         if leaf.kind == "symbol":
             least = "int(1e8)"
@@ -223,8 +252,8 @@ class Construction(Placement):
             raise self._undecided("FW02", "it has further arguments", leaf.node)
         else:
             least = self._text(leaf.args["min_num_params"]) if leaf.args else "int(1e8)"
-        self.edits.helpers["shard_by_size"] = HELPERS["shard_by_size"]
-        plan.chosen_by = f"shard_by_size({model}, {least}"
+        plan.chosen_by, plan.choose = "shard_by_size", [model, least]
+        self.edits.helpers[plan.chosen_by] = HELPERS[plan.chosen_by]
         self.edits.need("torch")
         self.edits.need(FSDP, "fully_shard")
 
@@ -235,7 +264,7 @@ class Construction(Placement):
 
     def _precision(self, plan: Plan, model: str, wrapped: bool) -> None:
         node = self._given("mixed_precision")
-        if node is None:
+        if node is None or constant(node) is False:  # which FSDP1 took for None
             return
         normed = precision.may_have_norms(self.rewriting, self.args["module"], self.module)
         made = precision.translate(self.rewriting, node, self.module, wrapped, normed)
@@ -246,7 +275,7 @@ class Construction(Placement):
         policy = made.policy
         policy = self._or_default(node, policy, "MixedPrecisionPolicy")
         inner = wrapped and made.castless
-        later = bool(made.norms or made.buffers == "param")
+        later = bool(made.norms or made.buffers)
         if (inner or later) and not re.fullmatch(r"[\w.]+", policy):
             name = self._fresh("mp_policy")
             plan.before.append(f"{name} = {policy}")
@@ -265,7 +294,8 @@ class Construction(Placement):
             plan.norms = f"MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype={policy}.param_dtype)"
         if made.buffers:
             dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
-            guard = f" and {dtype} is not None" if made.buffers == "param" and made.maybe else ""
+            guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
+            self.edits.need("torch")
             if made.norms:
                 var = self.variable
                 lines = f"""\

@@ -143,8 +143,9 @@ class Emission:
             )
         inner = {**plan.options, **plan.inner}
         if plan.chosen_by:
-            parts = ", ".join([plan.chosen_by, *(keyword(name, text) for name, text in inner.items())])
-            lines.append(parts + ")")
+            shard = call(plan.chosen_by, [*plan.choose, *(keyword(name, text) for name, text in inner.items())])
+            guard = f"if {plan.optional} is not None:\n" if plan.optional else ""
+            lines.append(guard + textwrap.indent(shard, "    " * bool(guard)))
         elif plan.condition:
             # Which is initialised first decides which random numbers it gets.
             order = f"inner_first({model})" if plan.initial else f"reversed(list({model}.modules())[1:])"

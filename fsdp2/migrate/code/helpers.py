@@ -28,6 +28,31 @@ def shard_by_policy(module, policy, is_root=True, **options):
     return numel
 '''
 
+WRAP_BY_SIZE = '''\
+def wrap_by_size(module, recurse, nonwrapped_numel, min_num_params=int(1e8)):
+    """FSDP1's size_based_auto_wrap_policy: a group for so many parameters that are in no inner group."""
+    never = torch.nn.MultiheadAttention if recurse else (torch.nn.ModuleList, torch.nn.ModuleDict)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, never)
+'''
+
+WRAP_BY_CLASS = '''\
+def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
+    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+'''
+
+WRAP_BY_FUNCTION = '''\
+def wrap_by_function(module, recurse, nonwrapped_numel, lambda_fn):
+    """FSDP1's lambda_auto_wrap_policy: a group for each module for which the function returns True."""
+    return recurse or lambda_fn(module)
+'''
+
+WRAP_BY_ANY = '''\
+def wrap_by_any(module, recurse, nonwrapped_numel, policies):
+    """FSDP1's _or_policy: a group for each module that one of the policies chooses."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+'''
+
 NO_SYNC = '''\
 @contextlib.contextmanager
 def no_sync(model):
@@ -132,9 +157,22 @@ def sharding_options(strategy, device_type):
     }
 '''
 
+
+def _with_first(helper: str) -> str:
+    """A helper that shards, with one more argument: what is done with each module before it is sharded."""
+    named = helper.replace(", is_root=True", ", first, is_root=True").replace(", False, **", ", first, False, **")
+    return named.replace("    fully_shard(module", "    first(module)\n    fully_shard(module")
+
+
 HELPERS = {
     "shard_by_size": SHARD_BY_SIZE,
     "shard_by_policy": SHARD_BY_POLICY,
+    "shard_by_size first": _with_first(SHARD_BY_SIZE),
+    "shard_by_policy first": _with_first(SHARD_BY_POLICY),
+    "wrap_by_size": WRAP_BY_SIZE,
+    "wrap_by_class": WRAP_BY_CLASS,
+    "wrap_by_function": WRAP_BY_FUNCTION,
+    "wrap_by_any": WRAP_BY_ANY,
     "no_sync": NO_SYNC,
     "no_sync or DDP": NO_SYNC_OR_DDP,
     "full_params": FULL_PARAMS,

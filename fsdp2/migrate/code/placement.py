@@ -22,7 +22,9 @@ class Plan:
     root: dict[str, str] = field(default_factory=dict)  # where the root's options differ
     inner: dict[str, str] = field(default_factory=dict)  # where the inner groups' options differ
     condition: str = ""
-    chosen_by: str = ""  # a helper's call that shards inner groups
+    chosen_by: str = ""  # the helper that shards inner groups,
+    choose: list[str] = field(default_factory=list)  # and its arguments before fully_shard's
+    optional: str = ""  # the policy, if it may be None
     norms: str = ""
     after: list[str] = field(default_factory=list)
     replicated: bool = False
@@ -152,8 +154,6 @@ class Placement:
     def _initial(self, plan: Plan, node: cst.BaseExpression | None, sync: str) -> None:
         """FSDP1 gave each unit on the meta device its values when it wrapped it: a helper does it before each group."""
         code = "FC20" if node is None else "FA09"
-        if plan.chosen_by:
-            raise self._undecided(code, "initial values have to come after sharding", node)
         if "ignored_params" in plan.options:
             raise self._undecided(code, "what is ignored gets no initial values, and has to have them before", node)
         if sync and self.group:
@@ -174,7 +174,11 @@ class Placement:
         plan.initial = ", ".join(arguments)
         self.edits.need("torch")
         self.edits.need("torch.distributed.fsdp", "FSDPModule")
-        self.edits.helpers["inner_first"] = HELPERS["inner_first"]
+        if plan.chosen_by:
+            self.edits.helpers[plan.chosen_by] = HELPERS[f"{plan.chosen_by} first"]
+            plan.choose.append(f"lambda module: initialise(module, {plan.initial})")
+        else:
+            self.edits.helpers["inner_first"] = HELPERS["inner_first"]
         if sync or "initialise" not in self.edits.helpers:  # what two calls share can do what either needs
             self.edits.helpers["initialise"] = HELPERS["initialise alike" if sync else "initialise"]
 

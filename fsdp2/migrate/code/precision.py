@@ -147,15 +147,21 @@ def _written(leaf: Leaf) -> bool:
 
 def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewriting: Rewriting) -> str:
     """ "" (none), "param" (whatever param_dtype is), or a dtype that is written out where the call sees it."""
-    said = set()
+    said, written = set(), set()
     for leaf in leaves:
         given = fields(leaf) if leaf.kind != "none" else {}
         text = leaf.module.code(given["buffer_dtype"]) if "buffer_dtype" in given else "None"
         param = leaf.module.code(given["param_dtype"]) if "param_dtype" in given else "None"
         if leaf.kind != "none":
             said.add("" if text == "None" else "param" if text == param else text)
+            written.add(text)
     if len(said) == 1 and (said <= {"", "param"} or rewriting.only(node, module) is not None):
         return said.pop()
+    # The same dtype wherever there is one, and the policy tells whether there is: the call can say it.
+    if len(written) == 1 and all(leaf.kind == "none" or _written(leaf) for leaf in leaves):
+        (text,) = written
+        if re.fullmatch(r"torch\.\w+", text):
+            return text
     raise Undecided("FP03", "buffers have different dtypes on different paths", node, module)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import libcst as cst
 
 from fsdp2.checkpoint.tables import printable
-from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, spawn, statedicts, strategies
+from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, policies, spawn, statedicts, strategies
 from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.construct import Construction
 from fsdp2.migrate.code.edits import Edits, Undecided
@@ -121,6 +121,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     strategies.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
+    policies.move(scene)
     spawn.move(scene)
     undecided += beyond.undecided(scene, undecided)
     return rewriting, _unique(undecided)

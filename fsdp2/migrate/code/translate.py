@@ -196,8 +196,8 @@ class Rewriting:
 
     @staticmethod
     def _value_of(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
-        assign = module.parent(module.parent(target) or target)
-        return assign.value if isinstance(assign, cst.Assign) else None
+        assign = _assignment(target, module)
+        return None if assign is None else assign.value
 
     def remove_unread(self) -> None:
         """Statements that assign to a variable that nothing reads any more."""
@@ -207,19 +207,18 @@ class Rewriting:
             if any(id(read) not in self.consumed and not edits.covers(read) for read in reads):
                 continue
             for binding in module.assignments(name):
-                above = module.parent(binding.node)
-                assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
-                line = module.parent(assign) if isinstance(assign, cst.Assign) else None
+                assign = _assignment(binding.node, module)
+                line = None if assign is None else module.parent(assign)
                 if (
                     isinstance(line, cst.SimpleStatementLine)
                     and len(line.body) == 1
-                    and isinstance(assign, cst.Assign)
-                    and len(assign.targets) == 1
-                    and self._pure(assign.value, module)
+                    and assign is not None
+                    and assign.value is not None
+                    and self.pure(assign.value, module)
                 ):
                     edits.remove(line)
 
-    def _pure(self, node: cst.BaseExpression, module: Module) -> bool:
+    def pure(self, node: cst.BaseExpression, module: Module) -> bool:
         """Whether leaving out an expression leaves out nothing but a value of FSDP1."""
         return all(
             self.program.symbol(call.func, module) is not None
@@ -380,6 +379,15 @@ class Rewriting:
             return on
         edits.need(FSDP, "OffloadPolicy")
         return f"{on} if {wanted} else OffloadPolicy()"
+
+
+def _assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssign | None:
+    """The statement that gives one name its value."""
+    above = module.parent(target)
+    if isinstance(above, cst.AnnAssign):
+        return above
+    assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
+    return assign if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
 
 
 def constant(node: cst.BaseExpression | None, default: object = None) -> object:

@@ -97,6 +97,8 @@ class Values(Bindings):
                     yield Leaf("partial", node, module, callee.symbol, args, spread)
                 elif callee.kind == "partial":
                     yield Leaf("partial", node, module, callee.symbol, {**callee.args, **args}, spread or callee.spread)
+                elif callee.kind == "function":
+                    yield Leaf("function", node, module)
                 else:
                     yield Leaf("unknown", node, module, why="a partial of something that isn't FSDP1's")
             return
