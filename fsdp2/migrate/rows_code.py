@@ -127,8 +127,8 @@ IN_CODE = rows(
         "model on the meta device",
         "initial values for each group before its fully_shard; or to_empty(device=…) after the last, and then values",
         DECIDE,
-        "FSDP1 initialised each unit as it was wrapped; so does what is rewritten, where nothing is broadcast and the "
-        "policy isn't by size. fully_shard itself gives no values, and to_empty leaves garbage in what gets none.",
+        "FSDP1 initialised each unit as it was wrapped, and broadcast rank 0's values if it was told to; so does what "
+        "is rewritten. fully_shard itself gives no values, and to_empty leaves garbage in what gets none.",
     ),
     (
         "FSDP of accelerate, Lightning or Composer",

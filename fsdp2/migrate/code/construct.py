@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
 
 import libcst as cst
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp2.migrate.code import policies, precision, strategies
-from fsdp2.migrate.code.bindings import Leaf, arguments
-from fsdp2.migrate.code.edits import call
+from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.edits import Undecided, call
+from fsdp2.migrate.code.given import OLD, Given
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.placement import Placement, Plan
 from fsdp2.migrate.code.symbols import ROWS
 from fsdp2.migrate.code.translate import FSDP, SIZE, Rewriting, constant
-from fsdp2.migrate.code.values import dictionary
 from fsdp2.migrate.row import CLASS
 
-ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
-OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments that change when something is done and never what is computed.
 DROPPED = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 
@@ -37,64 +33,12 @@ class Construction(Placement):
     def __init__(self, rewriting: Rewriting, node: cst.Call, module: Module, preset: Leaf | None = None) -> None:
         self.rewriting, self.node, self.module = rewriting, node, module
         self.edits = rewriting.edits(module)
-        self.args = self._arguments(preset)
+        given = Given(rewriting, node, module, preset)
+        self.args, self.made = given.args, given.made
         self.group = ""  # the process group, if it isn't all ranks
         home = module.function(node) or module.tree
         self.taken = {name.value for name in module.within(home, cst.Name)}
         self.variable = next(name for name in ("module", "block", "submodule", "group") if not self._bound_as(name))
-
-    # --- arguments ---
-
-    def _arguments(self, preset: Leaf | None) -> dict[str, cst.BaseExpression]:
-        found: dict[str | int, cst.BaseExpression] = {}
-        if preset is not None:
-            if preset.module is not self.module or preset.spread:
-                raise self._undecided("FC07", "some of its arguments are set in another place")
-            found.update({key: value for key, value in preset.args.items() if isinstance(key, str)})
-        for arg in self.node.args:
-            if arg.star == "*":
-                raise self._undecided("FC07", f"*{self.module.code(arg.value)} can't be followed")
-            if arg.star == "**":
-                found.update(self._spread(arg.value))
-        found.update(arguments(self.node)[0])
-        named: dict[str, cst.BaseExpression] = {}
-        for key, value in found.items():
-            if isinstance(key, int) and key >= len(ORDER):
-                raise self._undecided("FC07", "it has more arguments than FSDP1 takes")
-            name = ORDER[key] if isinstance(key, int) else OLD.get(key, key)
-            if name not in ORDER:
-                raise self._undecided("FC07", f"FSDP1 has no argument {name}")
-            named[name] = value
-        if "module" not in named:
-            raise self._undecided("FC07", "it isn't said which module is sharded")
-        return named
-
-    def _spread(self, node: cst.BaseExpression) -> dict[str | int, cst.BaseExpression]:
-        shown = self.module.code(node)
-        entries = dictionary(node)
-        if entries is None and isinstance(node, (cst.Name, cst.Attribute)):
-            written = self.rewriting.values.written(node, self.module)
-            if len(written) == 1 and written[0][1] is self.module:
-                value = written[0][0]
-                home = self.module.function(value)
-                if home is None or home is self.module.function(node):
-                    entries = dictionary(value)
-            if entries is not None and isinstance(node, cst.Name) and (line := self._mutated(node)):
-                raise self._undecided("FC07", f"{shown} is changed in line {line}")
-        if entries is None or any(key is None for key, _ in entries):
-            raise self._undecided("FC07", f"**{shown} can't be followed")
-        self.rewriting.drop(node, self.module)
-        return {key: value for key, value in entries if key is not None}
-
-    def _mutated(self, node: cst.Name) -> int:
-        """The line in which a dictionary is changed after it was made; 0 if nowhere."""
-        for read in self.module.references(node):
-            above = self.module.parent(read)
-            if isinstance(above, cst.Subscript) and isinstance(self.module.parent(above), cst.AssignTarget):
-                return self.module.line(read)
-            if isinstance(above, cst.Attribute) and above.attr.value in ("update", "pop", "setdefault", "popitem"):
-                return self.module.line(read)
-        return 0
 
     def _bound_as(self, name: str) -> bool:
         """Whether a name is a variable or an argument of this function, which a loop would overwrite."""
@@ -112,6 +56,14 @@ class Construction(Placement):
 
     def plan(self, model: str) -> Plan:
         """`model`: the expression that the model has in the lines that are written."""
+        try:
+            return self._plan(model)
+        except Undecided as problem:
+            if id(problem.node) in self.made:
+                problem.node = self.node  # what was made up stands nowhere that a mark could be put
+            raise
+
+    def _plan(self, model: str) -> Plan:
         made = Plan()
         self._refused()
         strategy = self._strategy(made)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from fsdp2.migrate.code import beyond, imports, spawn
-from fsdp2.migrate.code.construct import OLD, ORDER, code_of
+from fsdp2.migrate.code.construct import OLD, code_of
 from fsdp2.migrate.code.finding import Finding, make
+from fsdp2.migrate.code.given import ORDER, added
 from fsdp2.migrate.code.methods import PREFIX, asked_for
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.optimizers import made_before
@@ -117,6 +118,9 @@ class Survey:
                     for name, node in entries or ():
                         if name is not None and OLD.get(name, name) in ORDER:
                             self._add(where, node, code_of(name))
+                for _, key, node in added(arg.value, module) if isinstance(arg.value, cst.Name) else ():
+                    if key is not None and node is not None and OLD.get(key, key) in ORDER:
+                        self._add(module, node, code_of(key))
                 if entries is None:
                     self._add(module, arg, "FC07")
             elif arg.star == "*":

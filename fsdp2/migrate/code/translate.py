@@ -106,7 +106,8 @@ class Rewriting:
 
     def _put(self, node: cst.BaseExpression, module: Module, translate: Translate, code: str) -> None:
         made = self.in_place(node, module, translate, code)
-        if made != module.code(node) and not self.edits(module).has(module.span(node)):
+        # Where only parts of it have changed, they have been put into it, each in its own place.
+        if made not in (module.code(node), self.code(node, module)) and not self.edits(module).has(module.span(node)):
             self.edits(module).replace(module.span(node), made)
 
     def _watch(self, node: cst.BaseExpression, module: Module, code: str) -> None:
