@@ -118,9 +118,9 @@ class Survey:
                     for name, node in entries or ():
                         if name is not None and OLD.get(name, name) in ORDER:
                             self._add(where, node, code_of(name))
-                for _, key, node in added(arg.value, module) if isinstance(arg.value, cst.Name) else ():
-                    if key is not None and node is not None and OLD.get(key, key) in ORDER:
-                        self._add(module, node, code_of(key))
+                for _, key, given in added(arg.value, module) if isinstance(arg.value, cst.Name) else ():
+                    if key is not None and given is not None and OLD.get(key, key) in ORDER:
+                        self._add(module, given, code_of(key))
                 if entries is None:
                     self._add(module, arg, "FC07")
             elif arg.star == "*":
