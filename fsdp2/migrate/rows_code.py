@@ -182,6 +182,12 @@ IN_CODE = rows(
         "With FSDP1 each was a flat piece of one dimension, so that p.ndim > 1 was never true: an optimizer that "
         "decays by dimension decayed nothing, and now does. Losses differ from before.",
     ),
+    (
+        "load_sharded_optimizer_state_dict",
+        "{key: get_optimizer_state_dict(model, optimizer)}, filled by torch.distributed.checkpoint.load",
+        EXACT,
+        "It makes ShardedTensors. set_optimizer_state_dict takes them without an error, and the next step fails.",
+    ),
 )
 
 IN_CONFIGURATIONS = rows(

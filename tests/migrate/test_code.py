@@ -151,6 +151,21 @@ def test_a_program_that_cannot_be_decided_keeps_no_other_from_being_moved(tmp_pa
     assert "model.clip_grad_norm_(1.0)" in (tmp_path / "blocked.py").read_text()
 
 
+def test_a_model_that_a_library_shards_is_left_to_the_library(tmp_path: Path) -> None:
+    """Its configuration says by which FSDP: whatever is done with the model here would be wrong for the other."""
+    path = tmp_path / "script.py"
+    text = (
+        "from accelerate import Accelerator\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\n"
+        "def norm(model):\n    model = Accelerator().prepare(model)\n    with FSDP.summon_full_params(model):\n"
+        "        return sum(p.norm() for p in model.parameters())\n"
+    )
+    path.write_text(text)
+    assert run("rewrite", "--write", path) == 1
+    made = path.read_text()
+    assert "# fsdp2: FC21 a library shards the model" in made
+    assert [line for line in made.splitlines() if "# fsdp2:" not in line] == text.splitlines()
+
+
 def test_values_are_followed_through_files(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()
     (tmp_path / "policies" / "__init__.py").write_text("from .precision import *\nfrom .wrapping import get_wrapper\n")

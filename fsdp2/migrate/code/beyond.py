@@ -153,6 +153,8 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         return [Undecided(code, BY_CODE[code].note, node, module, blocking=False)]
 
     names = [name for name, _ in module.qualified(node.func)]
+    if scene.calls and any(name.endswith(".load_sharded_optimizer_state_dict") for name in names):
+        return [] if scene.edits(module).covers(node) else left("FC29")
     if by_library(module, node):
         return left("FC21")
     first = node.args[0].value if node.args and not node.args[0].star else None

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import libcst as cst
 
 from fsdp2.checkpoint.tables import printable
-from fsdp2.migrate.code import beyond, imports, marks, methods, optimizers, policies, spawn, statedicts, strategies
+from fsdp2.migrate.code import (
+    beyond,
+    imports,
+    marks,
+    methods,
+    optimizers,
+    policies,
+    sharded_reads,
+    spawn,
+    statedicts,
+    strategies,
+)
 from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.construct import Construction
 from fsdp2.migrate.code.edits import Edits, Undecided
@@ -23,6 +35,8 @@ from fsdp2.migrate.code.symbols import CLASS
 from fsdp2.migrate.code.tracked import Tracked
 from fsdp2.migrate.code.translate import Rewriting
 from fsdp2.migrate.code.values import Values
+
+LIBRARY = re.compile(r"^\s*(from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
 
 @dataclass
@@ -103,6 +117,8 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     """All changes of a program, and what stopped some of them."""
     rewriting = Rewriting(program)
     calls = constructions(program, rewriting.values)
+    if not calls and (library := _by_library(program)):
+        return rewriting, library
     tracked = Tracked(program, rewriting.values, [(node, module) for node, module, _ in calls])
     scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
     undecided: list[Undecided] = []
@@ -119,6 +135,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
             undecided.append(problem)
     undecided += optimizers.move(scene)
     strategies.move(scene)
+    sharded_reads.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
     policies.move(scene)
@@ -137,6 +154,15 @@ def _strategies(
             given = Construction(rewriting, node, module, preset).args.get("sharding_strategy")
             found += [] if given is None else [(given, module)]
     return found
+
+
+def _by_library(program: Program) -> list[Undecided]:
+    """One for each file with a name of FSDP1, where no call makes a sharded model and a library may."""
+    if not any(LIBRARY.search(module.text) for module in program.parsed):
+        return []
+    why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
+    found = [(module, beyond.uses(module, program.symbol)) for module in program.parsed]
+    return [Undecided("FC21", why, known[0][0], module) for module, known in found if known]
 
 
 def _unique(problems: list[Undecided]) -> list[Undecided]:

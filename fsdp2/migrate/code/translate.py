@@ -15,7 +15,7 @@ from fsdp2.migrate.code.edits import Edits, Undecided
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
 from fsdp2.migrate.code.symbols import row_of
-from fsdp2.migrate.code.values import Values, by_key, dictionary, is_none, string
+from fsdp2.migrate.code.values import Values, assignment, by_key, dictionary, is_none, string
 
 POLICY_CLASSES = {"transformer_auto_wrap_policy": "transformer_layer_cls", "_module_wrap_policy": "module_classes"}
 SIZE = ("size_based_auto_wrap_policy", "default_auto_wrap_policy")
@@ -197,7 +197,7 @@ class Rewriting:
 
     @staticmethod
     def _value_of(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
-        assign = _assignment(target, module)
+        assign = assignment(target, module)
         return None if assign is None else assign.value
 
     def remove_unread(self) -> None:
@@ -208,7 +208,7 @@ class Rewriting:
             if any(id(read) not in self.consumed and not edits.covers(read) for read in reads):
                 continue
             for binding in module.assignments(name):
-                assign = _assignment(binding.node, module)
+                assign = assignment(binding.node, module)
                 line = None if assign is None else module.parent(assign)
                 if (
                     isinstance(line, cst.SimpleStatementLine)
@@ -380,15 +380,6 @@ class Rewriting:
             return on
         edits.need(FSDP, "OffloadPolicy")
         return f"{on} if {wanted} else OffloadPolicy()"
-
-
-def _assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssign | None:
-    """The statement that gives one name its value."""
-    above = module.parent(target)
-    if isinstance(above, cst.AnnAssign):
-        return above
-    assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
-    return assign if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
 
 
 def constant(node: cst.BaseExpression | None, default: object = None) -> object:

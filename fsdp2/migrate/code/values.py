@@ -33,6 +33,15 @@ def string(node: cst.CSTNode) -> str | None:
     return None
 
 
+def assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssign | None:
+    """The statement that gives one name its value."""
+    above = module.parent(target)
+    if isinstance(above, cst.AnnAssign):
+        return above
+    assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
+    return assign if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
+
+
 class Values(Bindings):
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 def sharding_options(strategy, device_type):
     """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
+    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
     shards = ranks = torch.distributed.get_world_size()
     if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
         shards = 1
