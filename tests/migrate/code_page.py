@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp2.migrate.code.symbols import BY_CODE
 
 RULES = Path(__file__).parent / "rules"
+DECIDED = Path(__file__).parent / "decided"
 
 HEAD = """\
 # Moving code from FSDP1
@@ -43,15 +44,25 @@ What it wrote for public repositories: [trials](migration-trials.md).
 """
 
 
+ASKED = """\
+# What is asked
+
+`rewrite` marks these, and what is shown was decided by hand. These pairs are run as well (`tests/migrate/decided/`), and their losses are
+bit-equal too, but for clipping and for decay by dimension: there FSDP1 did something else than the code says, by
+mistake, and FSDP2 does what it says.
+"""
+
+
 def page() -> str:
-    parts = [HEAD]
-    for rule in sorted(RULES.iterdir()):
-        before, after = ((rule / name).read_text() for name in ("in.py", "out.py"))
-        codes = re.findall(r"F[A-Z]\d\d", rule.name)
-        linked = ", ".join(f"[{code}](migration-options.md#{code.lower()}) {_name(code)}" for code in codes)
-        title = (ast.get_docstring(ast.parse(before)) or rule.name).rstrip(".")
-        parts.append(f"## {title}\n\n{linked}\n\n```diff\n{changes(before, after)}```\n")
-    return "\n".join(parts)
+    return "\n".join([HEAD, *map(_pair, sorted(RULES.iterdir())), ASKED, *map(_pair, sorted(DECIDED.iterdir()))])
+
+
+def _pair(rule: Path) -> str:
+    before, after = ((rule / name).read_text() for name in ("in.py", "out.py"))
+    codes = re.findall(r"F[A-Z]\d\d", rule.name)
+    linked = ", ".join(f"[{code}](migration-options.md#{code.lower()}) {_name(code)}" for code in codes)
+    title = (ast.get_docstring(ast.parse(before)) or rule.name).rstrip(".")
+    return f"## {title}\n\n{linked}\n\n```diff\n{changes(before, after)}```\n"
 
 
 def _name(code: str) -> str:
