@@ -47,8 +47,8 @@ What it wrote for public repositories: [trials](migration-trials.md).
 ASKED = """\
 # What is asked
 
-`rewrite` marks these, and what is shown was decided by hand. These pairs (`tests/migrate/decided/`) are run as well, and
-their losses are bit-equal too, but for clipping and for decay by dimension: there FSDP1 did something else than the
+`rewrite` marks these, and what is shown was decided by hand. These pairs (`tests/migrate/decided/`) are run too, and
+their losses are bit-equal, but for clipping and for decay by dimension: there FSDP1 did something else than the
 code says, by mistake, and FSDP2 does what it says.
 """
 
