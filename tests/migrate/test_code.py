@@ -151,6 +151,26 @@ def test_a_program_that_cannot_be_decided_keeps_no_other_from_being_moved(tmp_pa
     assert "model.clip_grad_norm_(1.0)" in (tmp_path / "blocked.py").read_text()
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("    other(options)", "options is changed, and read in line 8 too"),
+        ("    options.update(extra)", "options is changed in line 8"),
+        ("    del options['device_id']", "options is changed in line 8"),
+        ("    if low:\n        low = False", "options is changed in line 7"),
+    ],
+)
+def test_a_dictionary_that_is_changed_otherwise_is_asked(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP\n\n\n"
+        "def shard(model, low, other, extra):\n    options = {'device_id': 0}\n    if low:\n"
+        f"        options['cpu_offload'] = CPUOffload(True)\n{line}\n    return FSDP(model, **options)\n"
+    )
+    assert run("rewrite", "--write", path) == 1
+    assert f"# fsdp2: FC07 {why}" in path.read_text()
+
+
 def test_a_model_that_a_library_shards_is_left_to_the_library(tmp_path: Path) -> None:
     """Its configuration says by which FSDP: whatever is done with the model here would be wrong for the other."""
     path = tmp_path / "script.py"

@@ -12,13 +12,13 @@ from fsdp2.migrate.code.edits import Undecided
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.translate import Rewriting
 from fsdp2.migrate.code.values import dictionary, string
+from fsdp2.migrate.row import CLASS
 
 ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments of which a call may have one of two expressions, as a condition says.
 CONDITIONAL = ("mixed_precision", "cpu_offload", "auto_wrap_policy", "sharding_strategy", "backward_prefetch",
                "forward_prefetch", "limit_all_gathers", "use_orig_params")  # fmt: skip
-
 CHANGING = ("update", "pop", "popitem", "setdefault", "clear")
 
 
@@ -84,7 +84,10 @@ class Given:
             above = module.parent(read)
             if isinstance(above, cst.Attribute) and above.attr.value in CHANGING:
                 raise self._undecided(f"{node.value} is changed in line {module.line(read)}")
-        for read, key, value in added(node, module):
+        entries = added(node, module)
+        if entries and (elsewhere := self._passed_on(node)):
+            raise self._undecided(f"{node.value} is changed, and read in line {elsewhere} too")
+        for read, key, value in entries:
             line = module.statement(read)
             if line is None or key is None or value is None or module.span(read)[0] > module.span(self.node)[0]:
                 raise self._undecided(f"{node.value} is changed in line {module.line(read)}")
@@ -96,6 +99,20 @@ class Given:
             else:
                 found[key] = self._either(condition, value, found.get(key))
                 self._remove(line, condition)
+
+    def _passed_on(self, node: cst.Name) -> int:
+        """The line in which something else than calls of FSDP1's class gets the dictionary; 0 if nothing does."""
+        for read in self.module.references(node):
+            above = self.module.parent(read)
+            if isinstance(above, cst.Arg) and above.star == "**":
+                call = self.module.parent(above)
+                if isinstance(call, cst.Call) and (
+                    call is self.node or self.rewriting.program.symbol(call.func, self.module) == CLASS
+                ):
+                    continue
+            if not isinstance(above, cst.Subscript):
+                return self.module.line(read)
+        return 0
 
     def _either(self, condition: cst.If, value: cst.BaseExpression, before: cst.BaseExpression | None) -> cst.IfExp:
         made = cst.IfExp(test=condition.test, body=value, orelse=cst.Name("None") if before is None else before)
