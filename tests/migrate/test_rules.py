@@ -60,6 +60,13 @@ def test_both_give_the_same_losses(ranks: Ranks) -> None:
             assert after == ([before] if name not in NOT_BEFORE else []), name
 
 
+def test_a_name_that_is_no_strategys_is_refused() -> None:
+    """ShardingStrategy[name] refused it; the string that takes its place mustn't pass for another strategy."""
+    program = runpy.run_path(str(Path(__file__).parent / "rules" / "FA03-FS03-strategy-by-name" / "out.py"))
+    with pytest.raises(ValueError, match="'FULL_SHRAD' isn't one of FSDP1's strategies"):
+        program["sharding_options"]("FULL_SHRAD", "cpu")
+
+
 def test_the_page_is_made_from_the_rules() -> None:
     path = Path(__file__).parent.parent.parent / "docs" / "migration-code.md"
     assert path.read_text() == page(), "python -m tests.migrate.code_page > docs/migration-code.md"

@@ -31,8 +31,8 @@ class Given:
         self.made: dict[int, cst.IfExp] = {}
         self.args = self._named(preset)
 
-    def _undecided(self, why: str, code: str = "FC07") -> Undecided:
-        return Undecided(code, why, self.node, self.module)
+    def _undecided(self, why: str) -> Undecided:
+        return Undecided("FC07", why, self.node, self.module)
 
     def _named(self, preset: Leaf | None) -> dict[str, cst.BaseExpression]:
         found: dict[str | int, cst.BaseExpression] = {}

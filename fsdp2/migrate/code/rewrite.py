@@ -27,6 +27,7 @@ from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.construct import Construction
 from fsdp2.migrate.code.edits import Edits, Undecided
 from fsdp2.migrate.code.emit import Emission
+from fsdp2.migrate.code.given import Given
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
 from fsdp2.migrate.code.scene import Scene
@@ -151,7 +152,7 @@ def _strategies(
     found = []
     for node, module, preset in calls:
         with contextlib.suppress(Undecided):  # which the call itself raises again
-            given = Construction(rewriting, node, module, preset).args.get("sharding_strategy")
+            given = Given(rewriting, node, module, preset).args.get("sharding_strategy")
             found += [] if given is None else [(given, module)]
     return found
 
