@@ -14,12 +14,15 @@ each operation shards.) They are forked from a server that has the imports behin
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -49,6 +52,7 @@ def _serve(pipe: Connection, output: str) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     faulthandler.enable()  # a rank that dies of a signal says where
+    gc.freeze()  # what was forked stays; collecting looks at a run's own objects
     while True:
         try:
             work = pipe.recv()
@@ -66,9 +70,23 @@ def _serve(pipe: Connection, output: str) -> None:
             )
             result = function(*arguments)
             dist.destroy_process_group()
+            # A group in a cycle would be taken down at any allocation of a later run, in the midst of a collective.
+            gc.collect()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _end_of(output: str) -> str:
+    """The last lines, and all that faulthandler wrote: the signal is named before the stacks of all threads."""
+    fatal = output.rfind("Fatal Python error")
+    return output[-3000:] if fatal < 0 else output[max(0, fatal - 1000) :]
+
+
+def _death_of(process: Any) -> str:
+    process.join(10)
+    code = process.exitcode or 0
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended by itself, exit code {code}"
 
 
 class Ranks:
@@ -106,16 +124,18 @@ class Ranks:
                     try:
                         good, result = workers[rank][1].recv()
                     except EOFError:
-                        self._fail(f"rank {rank} died")
+                        self._fail(f"rank {rank} {_death_of(workers[rank][0])}")
                     if not good:
                         self._fail(f"rank {rank}:\n{result}")
                     results[rank] = result
             return [results[rank] for rank in range(ranks)]
 
     def _fail(self, reason: str) -> None:
-        outputs = [(path.name, path.read_text(errors="replace")[-3000:]) for _, _, path in self._workers]
+        outputs = [(path.name, _end_of(path.read_text(errors="replace"))) for _, _, path in self._workers]
         self.close()
         printed = "\n".join(f"--- {name} ---\n{text}" for name, text in outputs if text.strip())
+        if "died of" in reason:  # its test is run again, so this is the only place that tells where it stood
+            warnings.warn(f"{reason}\n{printed}", stacklevel=3)
         pytest.fail(f"{reason}\n{printed}", pytrace=False)
 
     def close(self) -> None:
