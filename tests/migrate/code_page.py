@@ -53,8 +53,27 @@ code says, by mistake, and FSDP2 does what it says.
 """
 
 
+# Codes that no two programs show, and why.
+WITHOUT = {
+    "FM01": "`model.module` is FC08; of the class nobody asks it",
+    "FC12": "FSDP1 waits for ever: a state dict needs all ranks",
+    "FC15": "FSDP1 can't copy a sharded model on a CPU",
+    "FC21": "the library shards the model, and on a CPU it doesn't",
+    "FC22": "fairscale has no release for a torch with FSDP2",
+    "FC24": "what can't be parsed doesn't run",
+    "FD09": "FSDP1 refuses the base class",
+    "FD15": "FSDP1 refuses the base class",
+    "FX06": "no torch that has FSDP2 takes the argument",
+    **{
+        f"FY0{n}": "a configuration: `tests/migrate/test_configs.py` has its text before and after" for n in range(1, 8)
+    },
+}
+
+
 def page() -> str:
-    return "\n".join([HEAD, *map(_pair, sorted(RULES.iterdir())), ASKED, *map(_pair, sorted(DECIDED.iterdir()))])
+    without = "\n".join(f"- [{code}](migration-options.md#{code.lower()}): {why}" for code, why in WITHOUT.items())
+    rules, decided = (map(_pair, sorted(folder.iterdir())) for folder in (RULES, DECIDED))
+    return "\n".join([HEAD, *rules, ASKED, *decided, f"# Codes without a pair\n\n{without}\n"])
 
 
 def _pair(rule: Path) -> str:

@@ -12,15 +12,20 @@ import pytest
 from fsdp2.migrate.code.check import load
 from fsdp2.migrate.code.rewrite import rewrite
 from fsdp2.migrate.code.survey import survey
+from fsdp2.migrate.code.symbols import BY_CODE
 from tests.harness import Ranks
-from tests.migrate.code_page import page
+from tests.migrate.code_page import WITHOUT, page
 from tests.migrate.fsdp1_models import OLD, fsdp1_broadcasts_on_a_cpu
 
-RULES = sorted((Path(__file__).parent / "rules").iterdir())
+RULES_FOLDER = Path(__file__).parent / "rules"
+RULES = sorted(RULES_FOLDER.iterdir())
+DECIDED = sorted((RULES_FOLDER.parent / "decided").iterdir())
 # FSDP1 no longer takes names of torch 1.11.
 NOT_BEFORE = {"FX04-FX05-old-names"}
 if OLD:
-    NOT_BEFORE |= {rule.name for rule in RULES if re.search(r"F[DM]\d\d|FC1[01]", rule.name) if "state" in rule.name}
+    NOT_BEFORE |= {
+        rule.name for rule in (*RULES, *DECIDED) if re.search(r"F[DM]\d\d|FC1[01]", rule.name) if "state" in rule.name
+    }
     NOT_BEFORE |= {"FM20-after-evaluation", "FM09-summon-full-params"}
 
 
@@ -62,9 +67,17 @@ def test_both_give_the_same_losses(ranks: Ranks) -> None:
 
 def test_a_name_that_is_no_strategys_is_refused() -> None:
     """ShardingStrategy[name] refused it; the string that takes its place mustn't pass for another strategy."""
-    program = runpy.run_path(str(Path(__file__).parent / "rules" / "FA03-FS03-strategy-by-name" / "out.py"))
+    program = runpy.run_path(str(RULES_FOLDER / "FA03-FS03-strategy-by-name" / "out.py"))
     with pytest.raises(ValueError, match="'FULL_SHRAD' isn't one of FSDP1's strategies"):
         program["sharding_options"]("FULL_SHRAD", "cpu")
+
+
+def test_every_code_has_a_pair_or_a_reason() -> None:
+    """test_scripts.py runs whole scripts before and after."""
+    pairs = [pair / "in.py" for pair in (*RULES, *DECIDED)] + [*(RULES_FOLDER.parent / "scripts").glob("*.py")]
+    found = {finding.code for path in pairs for finding in survey(load([str(path)])[0])}
+    assert found | set(WITHOUT) == set(BY_CODE)
+    assert found & set(WITHOUT) == set()
 
 
 def test_the_page_is_made_from_the_rules() -> None:

@@ -120,6 +120,9 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
             end = module.end(receiver)
             edits.replace((end, module.span(node)[1]), "")
         return
+    if calls_forward(scene, module, node.func):
+        scene.edits(module).replace((module.end(receiver), module.span(node.func)[1]), "")
+        return
     if symbol is not None or method not in ("clip_grad_norm_", "no_sync", "register_comm_hook"):
         return
     if not scene.is_model(receiver, module):
@@ -130,6 +133,23 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         _no_sync(scene, module, node, receiver)
     elif scene.calls:
         raise Undecided("FM22", "a communication hook has no equivalent", node, module, blocking=False)
+
+
+def calls_forward(scene: Scene, module: Module, called: cst.Attribute) -> bool:
+    """Whether forward is called past __call__, where FSDP2's hooks gather: on a model, or on a part of one.
+
+    FSDP1's wrapper gathers in its own forward, so with it that was the same.
+    """
+    if called.attr.value != "forward" or not scene.calls or scene.symbol(called, module) is not None:
+        return False
+    if scene.is_model(called.value, module):
+        return True
+    base = called.value
+    while isinstance(base, (cst.Attribute, cst.Subscript)):
+        base = base.value
+    part = base is not called.value and isinstance(base, cst.Name) and base.value == "self"
+    owner = module.enclosing(called, cst.ClassDef)
+    return part and owner is not None and any(module.code(b.value).endswith("Module") for b in owner.bases)
 
 
 def _scaler(scene: Scene, module: Module, node: cst.Call) -> None:
@@ -185,6 +205,10 @@ def _static(scene: Scene, module: Module, node: cst.Call, method: str) -> None:
         else:
             edits.need(FSDP, "FSDPModule")
             edits.replace(module.span(node), f"[m for m in {text}.modules() if isinstance(m, FSDPModule)]")
+    elif method in ("forward", "named_parameters", "named_buffers") and node.args and not spread:
+        rest = [edits.code(arg).rstrip(", ") for arg in node.args[1:]]
+        called = "" if method == "forward" else f".{method}"
+        edits.replace(module.span(node), call(f"{edits.code(node.args[0].value)}{called}", rest))
     elif method == "summon_full_params" and model is not None:
         _summon(scene, module, node, model, args, spread)
     elif method == "clip_grad_norm_" and model is not None:

@@ -13,10 +13,12 @@ import torch
 from fsdp2.migrate.code.edits import Edits
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.symbols import CLASS
-from fsdp2.migrate.code.tracked import Tracked
+from fsdp2.migrate.code.tracked import STATIC, Tracked
 from fsdp2.migrate.code.translate import Rewriting, constant
 from fsdp2.migrate.code.values import Values
 
+# Names that a model has from FSDP1's class alone, but for those that methods.py moves by themselves.
+ON_MODELS = {*STATIC, "check_is_root"}
 FIRST_RANK = re.compile(
     r"\b\w*rank\w*(\(\))?\s*==\s*0|\b0\s*==\s*\w*rank|is_(main|master|rank_?0|first|global_zero)\w*"
     r"|^not\s+\w*rank\w*$|\bmain_process|master_process|get_rank\(\)\s*==\s*0|get_rank\(\s*\w*\s*\)\s*==\s*0",
@@ -42,7 +44,11 @@ class Scene:
         return self.rewriting.edits(module)
 
     def symbol(self, node: cst.CSTNode, module: Module) -> str | None:
-        return self.rewriting.program.symbol(node, module)
+        """FSDP1's name for an expression; its static methods may be called on a model too."""
+        known = self.rewriting.program.symbol(node, module)
+        if known is None and isinstance(node, cst.Attribute) and node.attr.value in ON_MODELS:
+            return f"{CLASS}.{node.attr.value}" if self.is_model(node.value, module) else None
+        return known
 
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
         return self.tracked.is_model(node, module)
@@ -72,10 +78,14 @@ class Scene:
         return False
 
     def static_calls(self, module: Module) -> Iterator[tuple[cst.Call, str]]:
-        """Calls of FSDP1's static methods: FSDP.name(…), or on a model or subclass of it."""
+        """Calls of FSDP1's static methods: FSDP.name(model, …), or model.name(model, …)."""
         for call in module.all(cst.Call):
             symbol = self.symbol(call.func, module) if isinstance(call.func, cst.Attribute) else None
-            if symbol is not None and symbol.startswith(CLASS + "."):
+            if symbol is None or not symbol.startswith(CLASS + "."):
+                continue
+            # Until torch 1.12 some were methods, model.name(…): another order of arguments.
+            of_class = self.rewriting.program.symbol(call.func, module) is not None
+            if of_class or any(self.is_model(arg.value, module) for arg in call.args):
                 yield call, symbol.partition(".")[2]
 
     def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:

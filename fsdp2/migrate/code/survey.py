@@ -8,7 +8,7 @@ from fsdp2.migrate.code import beyond, imports, spawn
 from fsdp2.migrate.code.construct import OLD, code_of
 from fsdp2.migrate.code.finding import Finding, make
 from fsdp2.migrate.code.given import ORDER, added
-from fsdp2.migrate.code.methods import PREFIX, asked_for
+from fsdp2.migrate.code.methods import PREFIX, asked_for, calls_forward
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.optimizers import made_before
 from fsdp2.migrate.code.placement import meta_calls
@@ -22,11 +22,12 @@ from fsdp2.migrate.code.translate import Rewriting
 from fsdp2.migrate.code.values import dictionary, string
 from fsdp2.migrate.row import CLASS
 
-METHODS = {"clip_grad_norm_", "no_sync", "register_comm_hook", "apply", "check_is_root"}
+METHODS = {"clip_grad_norm_", "no_sync", "register_comm_hook"}
 FIELDS_OF: dict[str, tuple[str, ...]] = {
     "MixedPrecision": FIELDS,
     "CPUOffload": ("offload_params",),
     **dict.fromkeys(CONFIGS, ("offload_to_cpu", "rank0_only")),
+    "StateDictSettings": ("state_dict_type", "state_dict_config", "optim_state_dict_config"),
 }
 
 
@@ -50,7 +51,7 @@ class Survey:
                 self._add(module, optimizer, "FC14")
         for module in self.program.parsed:
             self._imports(module)
-            for use, symbol in beyond.uses(module, self.program.symbol):
+            for use, symbol in beyond.uses(module, self.scene.symbol):
                 self._use(module, use, symbol)
             self._models(module)
             for text in module.all(cst.SimpleString):
@@ -86,6 +87,8 @@ class Survey:
             code = {"private": "FC06", "library": "FC21", "fairscale": "FC22"}.get(known.partition(":")[0], "FC01")
             if name.name == "default_auto_wrap_policy":
                 code = "FX04"
+            elif code == "FC01" and "fully_sharded_data_parallel" in qualified:
+                code = "FX07"
             self._add(module, name.alias, code)
         for statement in module.all(cst.ImportFrom):
             if isinstance(statement.names, cst.ImportStar) and module_name(statement).startswith(
@@ -164,9 +167,11 @@ class Survey:
 
     def _method(self, module: Module, call: cst.Call, called: cst.Attribute) -> None:
         method = called.attr.value
-        if self.program.symbol(called, module) is not None or not self.scene.is_model(called.value, module):
+        if calls_forward(self.scene, module, called):
+            self._add(module, call, "FM08")
+        if self.scene.symbol(called, module) is not None or not self.scene.is_model(called.value, module):
             return
-        if method in METHODS and method != "apply":
+        if method in METHODS:
             self._add(module, call, ROWS[f"{CLASS}.{method}()"].code)
         elif method == "state_dict":
             self._add(module, call, "FC12" if self.scene.on_first_rank(call, module) else "FC10")

@@ -1,0 +1,57 @@
+"""The optimizer's state by number, for a program that doesn't shard."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = train(model, optimizer)
+    for module in model.modules():  # evaluation leaves groups gathered
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    full = get_optimizer_state_dict(
+        model,
+        optimizer,
+        options=StateDictOptions(full_state_dict=True),
+    )
+    plain = build()
+    names = [name for name, _ in plain.named_parameters()]
+    by_number = {
+        "state": {number: full["state"][name] for number, name in enumerate(names)},
+        "param_groups": [{**full["param_groups"][0], "params": list(range(len(names)))}],
+    }
+    other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(by_number)
+    return [*losses, *train(plain, other)]
