@@ -116,16 +116,16 @@ class Construction(Placement):
         return ""
 
     def _strategy_by_name(self, plan: Plan, node: cst.BaseExpression) -> str:
-        for name in ("device_mesh", "process_group"):
-            given = self._given(name)
-            if given is not None and not (name == "process_group" and self._is_world(given)):
-                raise self._undecided("FA03", "the strategy is chosen at run time, and the mesh apart from it", given)
+        mesh, group = self._given("device_mesh"), self._given("process_group")
+        if group is not None and not self._is_world(group):
+            raise self._undecided("FA03", "the strategy is chosen at run time, and the group apart from it", group)
         text = self.rewriting.in_place(node, self.module, strategies.name_of, "FA03")
         self.edits.need("torch")
         self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-        self.edits.helpers["sharding_options"] = HELPERS["sharding_options"]
+        self.edits.helpers["sharding_options"] = HELPERS["sharding_options" + ", mesh" * (mesh is not None)]
         name = self._fresh("sharding")
-        plan.before.append(f"{name} = sharding_options({text}, {self._device_type()})")
+        given = [text, self._device_type(), *([self._text(mesh)] if mesh is not None else [])]
+        plan.before.append(f"{name} = {call('sharding_options', given)}")
         plan.options["**"] = name
         return ""
 
@@ -177,6 +177,10 @@ class Construction(Placement):
             rewriting.drop(node, self.module)
         else:
             text = rewriting.in_place(node, self.module, self._predicate, "FA05")
+            if isinstance(node, (cst.IfExp, cst.BooleanOperation)):
+                name = self._fresh("policy")
+                plan.before.append(f"{name} = {text}")
+                text = name
             if any(leaf.kind == "none" for leaf in leaves):
                 plan.condition = f"{text} is not None and {text}({self.variable})"
             else:
@@ -228,11 +232,15 @@ class Construction(Placement):
         policy = self._or_default(node, policy, "MixedPrecisionPolicy")
         inner = wrapped and made.castless
         later = bool(made.norms or made.buffers)
-        if (inner or later) and not re.fullmatch(r"[\w.]+", policy):
+        if (inner or later or made.by_policy) and not re.fullmatch(r"[\w.]+", policy):
             name = self._fresh("mp_policy")
             plan.before.append(f"{name} = {policy}")
             policy = name
         plan.options["mp_policy"] = policy
+        if made.by_policy:
+            self.edits.modules["dataclasses"] = "dataclasses"
+            plan.inner["mp_policy"] = policy
+            plan.options["mp_policy"] = f"dataclasses.replace({policy}, cast_forward_inputs=True)"
         if inner:
             # FSDP1 casts the inputs of the root alone.
             self.edits.modules["dataclasses"] = "dataclasses"
@@ -248,11 +256,15 @@ class Construction(Placement):
             dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
             guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
             self.edits.need("torch")
-            if made.norms:
+            ignored = self._left_alone()
+            if made.norms or ignored:
                 var = self.variable
+                kept = [f"not isinstance({var}, {precision.NORM})"] * made.norms
+                kept += [f"{var} not in {ignored}"] * bool(ignored)
+                why = "which left batch norm alone" if made.norms else "which left ignored modules alone"
                 lines = f"""\
-                    for {var} in {model}.modules():  # FSDP1's buffer_dtype, which left batch norm alone
-                        if not isinstance({var}, {precision.NORM}):
+                    for {var} in {model}.modules():  # FSDP1's buffer_dtype, {why}
+                        if {" and ".join(kept)}:
                             for buffer in {var}.buffers(recurse=False):
                                 if buffer.is_floating_point(){guard}:
                                     buffer.data = buffer.to({dtype})"""
@@ -286,20 +298,41 @@ class Construction(Placement):
         if not any(leaf.kind == "none" for leaf in leaves):
             return text
         self.edits.need(FSDP, default)
-        if isinstance(node, cst.IfExp):
+        chosen = (node.body, node.orelse) if isinstance(node, cst.IfExp) else ()
+        if any(self._maybe_none(branch) for branch in chosen):
+            return f"({text}) or {default}()"
+        if chosen:
             return re.sub(r"\bNone\b(?= if )|(?<= else )None\b", f"{default}()", text)
         return f"{text} or {default}()"
+
+    def _maybe_none(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression that isn't None as it stands may have that value."""
+        leaves = self.rewriting.values.leaves(node, self.module)
+        return constant(node) is not None and any(leaf.kind == "none" for leaf in leaves)
+
+    def _left_alone(self) -> str:
+        """The variable for modules that FSDP1 ignored and all below them; "" if there are none."""
+        node = self._given("ignored_modules")
+        leaves = [] if node is None else self.rewriting.values.leaves(node, self.module)
+        if node is None or (leaves and all(leaf.kind == "none" for leaf in leaves)):
+            return ""
+        self.ignored_name = self.ignored_name or self._fresh("ignored_modules")
+        return self.ignored_name
 
     def _ignored(self, plan: Plan) -> None:
         modules, states = self._given("ignored_modules"), self._given("ignored_states")
         if modules is not None:
-            leaves = self.rewriting.values.leaves(modules, self.module)
-            if leaves and all(leaf.kind == "none" for leaf in leaves):
+            if not self._left_alone():
                 self._drop("ignored_modules")
                 return
+            leaves = self.rewriting.values.leaves(modules, self.module)
             text = self._text(modules)
             maybe = any(leaf.kind in ("none", "unknown") for leaf in leaves)
             over = f"{text} or ()" if maybe else text
+            if plan.condition or plan.norms or plan.after:
+                plan.ignored = self._left_alone()
+                plan.before.append(f"{plan.ignored} = {{m for ignored in {over} for m in ignored.modules()}}")
+                over = plan.ignored
             plan.options["ignored_params"] = f"{{p for ignored in {over} for p in ignored.parameters()}}"
         elif states is not None:
             leaves = self.rewriting.values.leaves(states, self.module)

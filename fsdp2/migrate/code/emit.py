@@ -134,11 +134,14 @@ class Emission:
                 lines.append(f"{fresh} = {text}")
                 plan.options[name] = fresh
         var = self.made.variable
+        beside = f"{var} not in {plan.ignored} and " if plan.ignored else ""
+        if beside and " or " in plan.condition:
+            plan.condition = f"({plan.condition})"
         if plan.norms:
             options = {k: v for k, v in plan.options.items() if k not in ("mp_policy",)} | {"mp_policy": plan.norms}
             lines.append(
                 f"for {var} in list({model}.modules()):  # FSDP1 left batch norm in full precision\n"
-                f"    if isinstance({var}, torch.nn.modules.batchnorm._BatchNorm):\n"
+                f"    if {beside}isinstance({var}, torch.nn.modules.batchnorm._BatchNorm):\n"
                 + textwrap.indent(self._initialised(plan, var, options), "        ")
             )
         inner = {**plan.options, **plan.inner}
@@ -151,7 +154,7 @@ class Emission:
             order = f"inner_first({model})" if plan.initial else f"reversed(list({model}.modules())[1:])"
             lines.append(
                 f"for {var} in {order}:\n"
-                f"    if {plan.condition}:\n" + textwrap.indent(self._initialised(plan, var, inner), "        ")
+                f"    if {beside}{plan.condition}:\n" + textwrap.indent(self._initialised(plan, var, inner), "        ")
             )
         return lines
 

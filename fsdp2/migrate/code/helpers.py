@@ -93,6 +93,25 @@ def full_params(model):
             group.reshard()
 '''
 
+FULL_PARAMS_IN_THEIR_DTYPE = '''\
+@contextlib.contextmanager
+def full_params(model):
+    """Whole parameters in their own dtype while this is open, on every rank, to be read: what is written is lost."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # evaluation leaves groups gathered, in the dtype of mixed precision
+    sharded = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
+    parameters = {id(p): p for _, _, p in sharded if hasattr(p, "full_tensor")}
+    whole = {key: torch.nn.Parameter(p.full_tensor(), p.requires_grad) for key, p in parameters.items()}
+    for module, name, parameter in sharded:
+        setattr(module, name, whole.get(id(parameter), parameter))
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            setattr(module, name, parameter)
+'''
+
 INNER_FIRST = '''\
 def inner_first(module):
     """All modules below one, children before their parents: the order in which FSDP1 wrapped them."""
@@ -160,6 +179,20 @@ def sharding_options(strategy, device_type):
 '''
 
 
+def _with_mesh(helper: str) -> str:
+    """sharding_options for a mesh that the program may make itself."""
+    start, end = helper.index("    shards = ranks"), helper.index("    return {")
+    made = helper[start:end].replace("\n    ", "\n        ").replace("    shards", "        shards", 1).rstrip(" ")
+    made += "        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)\n"
+    own = """\
+    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != (strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")):
+        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
+"""
+    text = helper[:start] + "    if mesh is None:\n" + made + own + helper[end:]
+    text = text.replace("(strategy, device_type)", "(strategy, device_type, mesh)")
+    return text.replace("init_device_mesh(device_type, shape, mesh_dim_names=names),", "mesh,")
+
+
 def _with_first(helper: str) -> str:
     """A helper that shards, with one more argument: what is done with each module before it is sharded."""
     named = helper.replace(", is_root=True", ", first, is_root=True").replace(", False, **", ", first, False, **")
@@ -178,8 +211,10 @@ HELPERS = {
     "no_sync": NO_SYNC,
     "no_sync or DDP": NO_SYNC_OR_DDP,
     "full_params": FULL_PARAMS,
+    "full_params, own dtype": FULL_PARAMS_IN_THEIR_DTYPE,
     "inner_first": INNER_FIRST,
     "initialise": INITIALISE,
     "initialise alike": INITIALISE_ALIKE,
     "sharding_options": SHARDING_OPTIONS,
+    "sharding_options, mesh": _with_mesh(SHARDING_OPTIONS),
 }

@@ -20,9 +20,9 @@ class Kind:
     """A kind of state dict: FULL or SHARDED; on the CPU; on the first rank only."""
 
     kind: str = FULL
-    cpu: bool = False
+    cpu: bool | str = False  # or the expression that decides
     first: bool = False
-    optim_cpu: bool = True
+    optim_cpu: bool | str = True
     optim_first: bool = False
 
     def options(self, optimizer: bool, guarded: bool) -> list[str]:
@@ -30,12 +30,25 @@ class Kind:
         cpu, first = (self.optim_cpu, self.optim_first) if optimizer else (self.cpu, self.first)
         if self.kind == SHARDED:
             # The optimizer's default of FSDP1 is the CPU; sharded tensors are loaded to where they belong anyway.
-            return ["cpu_offload=True"] if self.cpu else []
+            return [f"cpu_offload={self.cpu}"] if self.cpu else []
         # With both, FSDP2 gives the dict to the first rank and an empty one to the others.
-        return ["full_state_dict=True", *(["cpu_offload=True"] if cpu and (first or guarded) else [])]
+        return ["full_state_dict=True", *([f"cpu_offload={cpu}"] if cpu and (first or guarded) else [])]
 
 
-def kind_of(values: Values, module: Module, node: cst.Call) -> Kind:
+Passed = dict[str, cst.BaseExpression]
+
+
+def passed(function: cst.FunctionDef, call: cst.Call) -> Passed:
+    """What a call gives for a function's parameters, by name; defaults where it gives nothing."""
+    names = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
+    names = names[1:] if names[:1] == ["self"] else names
+    given = {p.name.value: p.default for p in (*function.params.params, *function.params.kwonly_params) if p.default}
+    args, _ = arguments(call)
+    return {**given, **{names[k] if isinstance(k, int) and k < len(names) else str(k): v for k, v in args.items()}}
+
+
+def kind_of(values: Values, module: Module, node: cst.Call, given: Passed | None = None) -> Kind:
+    """`given`: values of parameters of the function that it stands in, where that is called."""
     args, spread = arguments(node)
     chosen = args.get("state_dict_type", args.get(1))
     if spread or chosen is None:
@@ -47,15 +60,15 @@ def kind_of(values: Values, module: Module, node: cst.Call) -> Kind:
     if len(symbols) != 1 or not symbols <= {f"StateDictType.{FULL}", f"StateDictType.{SHARDED}"}:
         raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
     kind = symbols.pop().partition(".")[2]
-    cpu, first = _config(values, module, args.get("state_dict_config", args.get(2)), (False, False))
+    cpu, first = _config(values, module, args.get("state_dict_config", args.get(2)), (False, False), given or {})
     optim = args.get("optim_state_dict_config", args.get(3))
-    optim_cpu, optim_first = _config(values, module, optim, (True, False))
+    optim_cpu, optim_first = _config(values, module, optim, (True, False), given or {})
     return Kind(kind, cpu, first, optim_cpu, optim_first)
 
 
 def _config(
-    values: Values, module: Module, node: cst.BaseExpression | None, default: tuple[bool, bool]
-) -> tuple[bool, bool]:
+    values: Values, module: Module, node: cst.BaseExpression | None, default: tuple[bool, bool], given: Passed
+) -> tuple[bool | str, bool]:
     if node is None:
         return default
     leaves = values.leaves(node, module)
@@ -64,11 +77,23 @@ def _config(
     if len(leaves) != 1 or leaves[0].kind != "call" or leaves[0].spread:
         raise Undecided("FM07", "its configuration can't be followed", node, module)
     leaf = leaves[0]
-    return _flag(leaf, "offload_to_cpu", 0, default[0]), _flag(leaf, "rank0_only", 1, False)
+    first = _flag(leaf, "rank0_only", 1, False, given)
+    offload = leaf.args.get("offload_to_cpu", leaf.args.get(0))
+    # An expression can be said again elsewhere where everything in it is a name of the module.
+    if first and offload is not None and leaf.module is module and _of_the_module(offload, module):
+        return module.code(offload), first
+    return _flag(leaf, "offload_to_cpu", 0, default[0], given), first
 
 
-def _flag(leaf: Leaf, name: str, place: int, default: bool) -> bool:
-    value = constant(leaf.args.get(name, leaf.args.get(place)), default)
+def _of_the_module(node: cst.BaseExpression, module: Module) -> bool:
+    names = module.within(node, cst.Name)
+    bound = [binding for name in names for binding in module.assignments(name)]
+    return isinstance(node, cst.Comparison) and bool(bound) and all(module.function(b.node) is None for b in bound)
+
+
+def _flag(leaf: Leaf, name: str, place: int, default: bool, given: Passed) -> bool:
+    node = leaf.args.get(name, leaf.args.get(place))
+    value = constant(given.get(node.value, node) if isinstance(node, cst.Name) else node, default)
     if not isinstance(value, bool):
         raise Undecided("FM07", f"{name} is decided at run time", leaf.node, leaf.module)
     return value

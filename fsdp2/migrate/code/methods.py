@@ -49,9 +49,12 @@ def move(scene: Scene) -> list[Undecided]:
 
 
 def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None:
-    """FSDP1's class in isinstance and in annotations."""
+    """FSDP1's class, and that of its precision, in isinstance and in annotations."""
     above = module.parent(node)
-    if isinstance(above, (cst.Attribute, cst.ImportAlias, cst.ImportFrom)) or scene.symbol(node, module) != CLASS:
+    if isinstance(above, (cst.Attribute, cst.ImportAlias, cst.ImportFrom)):
+        return
+    symbol = scene.symbol(node, module)
+    if symbol != CLASS and not (symbol == "MixedPrecision" and scene.calls):
         return
     checked = False
     for outer in module.ancestors(node):
@@ -66,8 +69,9 @@ def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None
             break
     if checked:
         edits = scene.edits(module)
-        edits.need(FSDP, "FSDPModule")
-        edits.replace(module.span(node), "FSDPModule")
+        name = "FSDPModule" if symbol == CLASS else "MixedPrecisionPolicy"
+        edits.need(FSDP, name)
+        edits.replace(module.span(node), name)
 
 
 def _unwrapped(scene: Scene, module: Module, node: cst.Attribute) -> None:
@@ -110,6 +114,11 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
     symbol = scene.symbol(node.func, module)
     if symbol == "ShardedGradScaler":
         _scaler(scene, module, node)
+    if module.code(node.func) == "getattr" and len(node.args) == 3 and string(node.args[1].value) == PREFIX:
+        if module.code(node.args[0].value) == module.code(node.args[2].value):
+            edits = scene.edits(module)
+            edits.replace(module.span(node), edits.code(node.args[0].value))
+        return
     if not isinstance(node.func, cst.Attribute):
         return
     receiver, method = node.func.value, node.func.attr.value
@@ -236,8 +245,6 @@ def _summon(
         or constant(args.get("recurse"), True) is not True
     ):
         raise stop("some of its arguments have no equivalent")
-    if scene.lowered:
-        raise stop("parameters that are gathered have the dtype of mixed precision here, with FSDP1 they had their own")
     with_item = module.parent(node)
     block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
     if not isinstance(block, cst.With):
@@ -252,7 +259,12 @@ def _summon(
         raise stop("a state dict shards again what was gathered: get_model_state_dict, on every rank")
     edits.modules["contextlib"] = "contextlib"
     edits.need(FSDP, "FSDPModule")
-    edits.helpers["full_params"] = HELPERS["full_params"]
+    if scene.lowered:
+        if any(scene.is_model(made.func, module) or module.code(made.func).endswith((".generate", ".forward"))
+               for made in module.within(block.body, cst.Call)):  # fmt: skip
+            raise stop("what the model computes with is gathered in the dtype of mixed precision, not in its own")
+        edits.need("torch")
+    edits.helpers["full_params"] = HELPERS["full_params, own dtype" if scene.lowered else "full_params"]
     edits.replace(module.span(node), f"full_params({edits.code(model)})")
 
 

@@ -26,6 +26,7 @@ class Plan:
     choose: list[str] = field(default_factory=list)  # and its arguments before fully_shard's
     optional: str = ""  # the policy, if it may be None
     norms: str = ""
+    ignored: str = ""  # the variable with all modules that FSDP1 left alone, where inner groups might be among them
     after: list[str] = field(default_factory=list)
     replicated: bool = False
     initial: str = ""  # the helper's arguments after the module, where groups get their initial values one by one
@@ -45,6 +46,7 @@ class Placement:
     args: dict[str, cst.BaseExpression]
     taken: set[str]
     group: str  # the process group, if it isn't all ranks
+    ignored_name: str = ""
 
     def _undecided(self, code: str, why: str, node: cst.CSTNode | None = None) -> Undecided:
         return Undecided(code, why, node if node is not None else self.node, self.module)
@@ -74,6 +76,8 @@ class Placement:
 
     def _mesh(self, plan: Plan, strategy: str) -> None:
         mesh, group = self._given("device_mesh"), self._given("process_group")
+        if "**" in plan.options:
+            return  # sharding_options has taken it
         if mesh is not None:
             plan.options["mesh"] = self._text(mesh)
         elif group is not None and not self._is_world(group):
@@ -119,13 +123,25 @@ class Placement:
         node = self._given("device_id")
         if node is None:
             return "", False
-        leaves = self.rewriting.values.leaves(node, self.module)
-        texts = [leaf.module.code(leaf.node) for leaf in leaves]
-        return self._text(node), any('"cpu"' in text or "'cpu'" in text for text in texts)
+        return self._text(node), any('"cpu"' in text or "'cpu'" in text for text in self._devices(node, self.module))
+
+    def _devices(self, node: cst.BaseExpression, module: Module) -> list[str]:
+        """The texts of all that a device may be."""
+        found = []
+        for leaf in self.rewriting.values.leaves(node, module):
+            made = leaf.node
+            if isinstance(made, cst.Call) and leaf.module.code(made.func) == "torch.device" and len(made.args) == 1:
+                found += self._devices(made.args[0].value, leaf.module)
+            else:
+                found.append(leaf.module.code(made))
+        return found
 
     def _device_type(self) -> str:
         text, cpu = self._device_leaves()
-        if not cpu:
+        node = self._given("device_id")
+        # A name of which nothing is known may be a device of any type.
+        sure = node is None or all(re.search("cuda|rank|[0-9]", t) for t in self._devices(node, self.module))
+        if not cpu and sure:
             return '"cuda"'
         return '"cpu"' if "cpu" in text else f"torch.device({text}).type"
 

@@ -36,6 +36,7 @@ class Precision:
     Attributes:
         policy: the expression for mp_policy.
         castless: groups below the root don't cast their inputs, as in FSDP1.
+        by_policy: some policies cast the inputs of groups below the root and some don't: each says it.
         buffers: the expression for the dtype of buffers; "" if they stay as they are.
         norms: batch norm needs groups of its own.
         maybe: the policy may be one without a dtype.
@@ -43,6 +44,7 @@ class Precision:
 
     policy: str
     castless: bool
+    by_policy: bool
     buffers: str
     norms: bool
     maybe: bool
@@ -58,8 +60,8 @@ def fields(leaf: Leaf) -> dict[str, cst.BaseExpression]:
     return named
 
 
-def policy(rewriting: Rewriting, leaf: Leaf) -> str:
-    """MixedPrecisionPolicy for a leaf."""
+def policy(rewriting: Rewriting, leaf: Leaf, by_policy: bool = False) -> str:
+    """MixedPrecisionPolicy for a leaf. `by_policy`: it says of groups below the root whether they cast inputs."""
     edits = rewriting.edits(leaf.module)
     if leaf.kind == "none":
         return "None"
@@ -86,7 +88,7 @@ def policy(rewriting: Rewriting, leaf: Leaf) -> str:
         constant(given.get(name), default)
         for name, default in (("cast_root_forward_inputs", True), ("cast_forward_inputs", False))
     )
-    if root is False and inner is False:
+    if inner is False and (root is False or by_policy):
         parts.append("cast_forward_inputs=False")
     elif root not in (True, False) or inner not in (True, False):
         node = given["cast_forward_inputs" if inner not in (True, False) else "cast_root_forward_inputs"]
@@ -124,15 +126,21 @@ def translate(rewriting: Rewriting, node: cst.BaseExpression, module: Module, wr
     """The mixed_precision argument of a call. `wrapped`: the call has a wrapping policy. `normed`: the model may
     have batch norm."""
     leaves = rewriting.values.leaves(node, module)
-    made = rewriting.in_place(node, module, lambda leaf: policy(rewriting, leaf), "FA07")
-    some = [fields(leaf) for leaf in leaves if leaf.kind != "none"]
+    if any(leaf.kind == "unknown" for leaf in leaves):
+        some = []  # which in_place says
+    else:
+        some = [fields(leaf) for leaf in leaves if leaf.kind != "none"]
+    casting = {constant(g.get("cast_forward_inputs"), False) for g in some if "param_dtype" in g}
+    by_policy = casting == {True, False}
+    made = rewriting.in_place(node, module, lambda leaf: policy(rewriting, leaf, by_policy), "FA07")
     if not some:
-        return Precision("", False, "", False, False)
+        return Precision("", False, False, "", False, False)
     maybe = any(leaf.kind == "none" for leaf in leaves)
     ignoring = not all("_module_classes_to_ignore" in given for given in some)
     return Precision(
         policy=made,
-        castless=any("param_dtype" in g and constant(g.get("cast_forward_inputs"), False) is False for g in some),
+        castless=casting == {False},
+        by_policy=by_policy,
         buffers=_buffers(leaves, node, module, rewriting),
         norms=wrapped and normed and ignoring,
         maybe=maybe or not all(_written(leaf) for leaf in leaves if leaf.kind != "none"),

@@ -12,6 +12,7 @@ from fsdp2.migrate.code.bindings import arguments
 from fsdp2.migrate.code.edits import Undecided, call
 from fsdp2.migrate.code.kinds import FULL, SHARDED, Kind, kind_of
 from fsdp2.migrate.code.module import Module
+from fsdp2.migrate.code.openings import openings
 from fsdp2.migrate.code.scene import Scene
 from fsdp2.migrate.code.symbols import ROWS
 from fsdp2.migrate.code.translate import constant
@@ -68,8 +69,18 @@ class StateDicts:
             if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
                 self.scene.edits(module).remove(statement)
                 self._drop_configs(module, node)
+        elif method == "state_dict_type" and isinstance(module.parent(node), cst.Return):
+            self._returned(module, node)
         else:
             raise Undecided("FM07", "the kind of state dict is set in a way that isn't followed", node, module)
+
+    def _returned(self, module: Module, node: cst.Call) -> None:
+        """A function that returns the context goes, and so do the with statements that open it by calling it."""
+        function, opened = openings(self.scene, module, node)
+        for block, item, where, kind in opened:
+            self._withs[id(block)] = kind
+            self._unwrap(where, block, item)
+        self.scene.edits(module).remove(function)
 
     def _passed_on(self, module: Module, block: cst.With, setting: cst.Call) -> None:
         """A state dict that is made in a function which is called here would have the kind that is set here."""
@@ -173,7 +184,7 @@ class StateDicts:
                 options.append(f"strict={edits.code(strict)}")
             function, values = "set_model_state_dict", [shown, edits.code(state)]
         text = self._made(module, node, function, values, options)
-        if method == "state_dict" and kind.kind == FULL and kind.cpu and "cpu_offload=True" not in options:
+        if method == "state_dict" and kind.kind == FULL and kind.cpu is True and "cpu_offload=True" not in options:
             text = f"{{name: tensor.cpu() for name, tensor in {text}.items()}}"
         edits.replace(module.span(node), text)
 
@@ -302,6 +313,10 @@ class StateDicts:
             if method.startswith("scatter"):
                 options.append("broadcast_from_rank0=True")
         load = self._loading(module, node)
+        statement = module.statement(node)
+        if load is None and method == "optim_state_dict_to_load" and isinstance(statement, cst.SimpleStatementLine):
+            self._loaded_later(module, node, statement, (model, optimizer, state), options)
+            return
         if load is None:
             raise Undecided(code, "what it returns isn't loaded right here", node, module)
         loaded, assign = load
@@ -325,6 +340,23 @@ class StateDicts:
             statement = module.statement(assign)
             assert statement is not None
             edits.remove(statement)
+
+    def _loaded_later(
+        self,
+        module: Module,
+        node: cst.Call,
+        statement: cst.SimpleStatementLine,
+        given: tuple[cst.BaseExpression | None, ...],
+        options: list[str],
+    ) -> None:
+        """The optimizer is filled here, and what is loaded into it later is its own state."""
+        model, optimizer, state = given
+        if model is None or optimizer is None or state is None or not isinstance(module.parent(node), cst.Assign):
+            raise Undecided(self._code("optim_state_dict_to_load"), "what it returns isn't loaded here", node, module)
+        edits = self.scene.edits(module)
+        values = [edits.code(model), edits.code(optimizer), edits.code(state)]
+        edits.before(statement, self._made(module, statement, "set_optimizer_state_dict", values, options))
+        edits.replace(module.span(node), f"{edits.code(optimizer)}.state_dict()")
 
     def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:
         """The optimizer's load_state_dict that takes the result, and the assignment between, if there is one."""

@@ -12,7 +12,11 @@ from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
 from fsdp2.migrate.code.translate import Rewriting
 
-ENUM = "ShardingStrategy"
+ENUM, KINDS = "ShardingStrategy", "StateDictType"
+MEMBERS = {
+    ENUM: ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
+    KINDS: ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+}
 # One of these, or one of the two, is an argument of fully_shard by itself.
 RESHARDING = {f"{ENUM}.FULL_SHARD", f"{ENUM}.SHARD_GRAD_OP", ""}
 
@@ -26,7 +30,14 @@ def at_run_time(rewriting: Rewriting, given: list[tuple[cst.BaseExpression, Modu
             continue  # one of them isn't known
         if any(leaf.kind == "member" for leaf in leaves) or (len(known) > 1 and not known <= RESHARDING):
             return True
+        if isinstance(node, cst.Attribute) and any(_field(leaf) for leaf in leaves):
+            return True
     return False
+
+
+def _field(leaf: Leaf) -> bool:
+    """Whether a value is the default of a configuration's field, which a command line may set to another."""
+    return isinstance(leaf.module.enclosing(leaf.node, cst.ClassDef, cst.FunctionDef), cst.ClassDef)
 
 
 def name_of(leaf: Leaf) -> str:
@@ -42,32 +53,52 @@ def name_of(leaf: Leaf) -> str:
 
 
 def move(scene: Scene) -> None:
-    """What else the program does with strategies: comparisons, annotations, names of them."""
-    for module in scene.modules if scene.rewriting.by_name else ():
-        edits = scene.edits(module)
-        for attribute in module.all(cst.Attribute):
-            if attribute.attr.value == "name" and _is_strategy(attribute.value, module, scene):
-                scene.rewriting.consume(attribute.value)
-                edits.replace(module.span(attribute), edits.code(attribute.value))
-        for node, symbol in uses(module, scene.symbol):
-            head, _, member = symbol.partition(".")
-            if head == ENUM and not edits.covers(node):
-                _use(scene, module, node, member.removesuffix(".name"))
+    """What else the program does with strategies and kinds of state dicts: comparisons, annotations, names of them."""
+    for enum in [ENUM] * scene.rewriting.by_name + [KINDS] * _all_kinds_said(scene):
+        for module in scene.modules:
+            _names(scene, module, enum)
 
 
-def _is_strategy(node: cst.BaseExpression, module: Module, scene: Scene) -> bool:
-    if not isinstance(node, (cst.Name, cst.Attribute)) or ENUM in module.code(node):
+def _all_kinds_said(scene: Scene) -> bool:
+    """Whether no call is left that sets a kind of state dict, so that StateDictType only tells cases apart."""
+    return bool(scene.calls) and all(
+        scene.edits(module).covers(call)
+        for module in scene.modules
+        for call, method in scene.static_calls(module)
+        if method in ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
+    )
+
+
+def _names(scene: Scene, module: Module, enum: str) -> None:
+    edits = scene.edits(module)
+    for attribute in module.all(cst.Attribute):
+        if attribute.attr.value == "name" and _is_member(attribute.value, module, scene, enum):
+            scene.rewriting.consume(attribute.value)
+            edits.replace(module.span(attribute), edits.code(attribute.value))
+    for node, symbol in uses(module, scene.symbol):
+        head, _, member = symbol.partition(".")
+        if head == enum and not edits.covers(node):
+            _use(scene, module, node, member.removesuffix(".name"))
+
+
+def _is_member(node: cst.BaseExpression, module: Module, scene: Scene, enum: str) -> bool:
+    if not isinstance(node, (cst.Name, cst.Attribute)) or enum in module.code(node):
         return False
     leaves = scene.values.leaves(node, module)
-    return bool(leaves) and all(leaf.symbol.partition(".")[0] == ENUM for leaf in leaves)
+    return bool(leaves) and all(leaf.symbol.partition(".")[0] == enum for leaf in leaves)
 
 
 def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, member: str) -> None:
     edits, above = scene.edits(module), module.parent(node)
     if not member:
         dynamic = next((leaf for leaf in _chosen(node, module, scene) if leaf.kind == "member"), None)
+        call = module.parent(above) if isinstance(above, cst.Arg) else None
         if dynamic is not None:
-            edits.replace(module.span(dynamic.node), name_of(dynamic))
+            edits.replace(module.span(dynamic.node), dynamic.module.code(dynamic.args[0]))
+        elif isinstance(call, cst.Call) and module.code(call.func) == "hasattr" and call.args[0] is above:
+            names = MEMBERS[ENUM if module.code(node).endswith(ENUM) else KINDS]
+            listed = ", ".join(f'"{name}"' for name in names)
+            edits.replace(module.span(call), f"{edits.code(call.args[1].value)} in ({listed})")
         elif module.enclosing(node, cst.Annotation) is not None:
             edits.replace(module.span(node), "str")
     elif "." not in member:

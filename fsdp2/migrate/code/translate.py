@@ -56,6 +56,7 @@ class Rewriting:
         if isinstance(node, cst.IfExp):
             body = self.in_place(node.body, module, translate, code)
             orelse = self.in_place(node.orelse, module, translate, code)
+            body = f"({body})" if body.startswith("lambda") else body
             return f"{body} if {self.code(node.test, module)} else {orelse}"
         if isinstance(node, cst.Subscript) and (entries := dictionary(node.value)) is not None:
             for _, value in entries:
