@@ -11,7 +11,7 @@ from fsdp2.migrate.code.methods import PREFIX
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
 from fsdp2.migrate.code.symbols import AROUND, BY_CODE, ENUMS, row_of
-from fsdp2.migrate.code.values import string
+from fsdp2.migrate.code.values import assignment, string
 from fsdp2.migrate.row import CLASS
 
 SymbolOf = Callable[[cst.CSTNode, Module], str | None]
@@ -246,7 +246,28 @@ def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
         elif isinstance(above, (cst.GeneratorExp, cst.ListComp, cst.SetComp)):
             loops.append(above.for_in.iter)
         for over in loops:
-            called = over.func if isinstance(over, cst.Call) else None
-            if isinstance(called, cst.Attribute) and called.attr.value in ("parameters", "named_parameters"):
-                return scene.is_model(called.value, module)
+            if _lists_parameters(scene, module, over):
+                return True
+    return False
+
+
+def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, depth: int = 0) -> bool:
+    """model.parameters(), or what a comprehension over them was assigned to."""
+    called = over.func if isinstance(over, cst.Call) else None
+    if isinstance(called, cst.Attribute):
+        if called.attr.value in ("parameters", "named_parameters"):
+            own = isinstance(called.value, cst.Name) and called.value.value == "self"
+            if own and id(module.function(over)) in scene.called_on_models:
+                return True
+            return scene.is_model(called.value, module)
+        if called.attr.value in ("items", "values"):
+            return _lists_parameters(scene, module, called.value, depth)
+    if isinstance(over, cst.Name) and depth < 4:
+        for binding in module.assignments(over):
+            assign = assignment(binding.node, module)
+            made = assign.value if assign is not None else None
+            if isinstance(made, (cst.DictComp, cst.ListComp)) and _lists_parameters(
+                scene, module, made.for_in.iter, depth + 1
+            ):
+                return True
     return False

@@ -247,22 +247,23 @@ def _summon(
         raise stop("some of its arguments have no equivalent")
     with_item = module.parent(node)
     block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
+    read_only = constant(args.get("writeback"), True) is False
     if not isinstance(block, cst.With):
-        raise stop("it isn't opened by a with statement")
-    if constant(args.get("writeback"), True) is not False and not _reads_only(module, block):
+        if scene.lowered or not read_only:
+            raise stop("it isn't opened by a with statement")
+    elif not read_only and not _reads_only(module, block):
         raise stop("what is written to the parameters would be lost; set_model_state_dict keeps it")
+    else:
+        for made in module.within(block.body, cst.Call):
+            name = made.func.attr.value if isinstance(made.func, cst.Attribute) else ""
+            if name in ("state_dict", "save_pretrained"):
+                raise stop("a state dict shards again what was gathered: get_model_state_dict, on every rank")
+            if scene.lowered and (name in ("generate", "forward") or scene.is_model(made.func, module)):
+                raise stop("what the model computes with is gathered in the dtype of mixed precision, not in its own")
     edits = scene.edits(module)
-    if any(
-        isinstance(made.func, cst.Attribute) and made.func.attr.value in ("state_dict", "save_pretrained")
-        for made in module.within(block.body, cst.Call)
-    ):
-        raise stop("a state dict shards again what was gathered: get_model_state_dict, on every rank")
     edits.modules["contextlib"] = "contextlib"
     edits.need(FSDP, "FSDPModule")
     if scene.lowered:
-        if any(scene.is_model(made.func, module) or module.code(made.func).endswith((".generate", ".forward"))
-               for made in module.within(block.body, cst.Call)):  # fmt: skip
-            raise stop("what the model computes with is gathered in the dtype of mixed precision, not in its own")
         edits.need("torch")
     edits.helpers["full_params"] = HELPERS["full_params, own dtype" if scene.lowered else "full_params"]
     edits.replace(module.span(node), f"full_params({edits.code(model)})")

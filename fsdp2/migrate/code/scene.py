@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,6 +119,21 @@ class Scene:
                         found.append((called.attr.value, made, where))
         return found
 
+    @functools.cached_property
+    def called_on_models(self) -> set[int]:
+        """Methods of sharded models' classes that are called on the models, by node."""
+        found = set()
+        for construction, module in self.calls:
+            given = [a.value for a in construction.args if not a.star and a.keyword is None][:1]
+            for owner, _ in self.values.classes(given[0], module) if given else ():
+                own = {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
+                for where in self.modules:
+                    for made in where.all(cst.Call):
+                        called = made.func if isinstance(made.func, cst.Attribute) else None
+                        if called and called.attr.value in own and self.is_model(called.value, where):
+                            found.add(id(own[called.attr.value]))
+        return found
+
 
 def computing(owner: cst.ClassDef) -> list[str]:
     """A model's methods that compute with its parameters: those that call it or a part of it, or read a parameter.
@@ -147,8 +163,10 @@ def computing(owner: cst.ClassDef) -> list[str]:
         looped = [
             loop.iter for loop in m.findall(function, m.For() | m.CompFor()) if isinstance(loop, (cst.For, cst.CompFor))
         ]
-        if any(m.findall(over, of_self) for over in looped):
-            return True  # over the parts of the model, most likely
+        # Over the parts of the model, most likely; who lists all parameters makes an optimizer of them, or counts.
+        parts = [part for over in looped for part in m.findall(over, of_self)]
+        if any(isinstance(part, cst.Attribute) and not hasattr(torch.nn.Module, part.attr.value) for part in parts):
+            return True
         read = {node.attr.value for node in m.findall(function, of_self) if isinstance(node, cst.Attribute)}
         return bool(read & parameters)
 

@@ -355,7 +355,8 @@ class StateDicts:
             raise Undecided(self._code("optim_state_dict_to_load"), "what it returns isn't loaded here", node, module)
         edits = self.scene.edits(module)
         values = [edits.code(model), edits.code(optimizer), edits.code(state)]
-        edits.before(statement, self._made(module, statement, "set_optimizer_state_dict", values, options))
+        made = self._made(module, statement, "set_optimizer_state_dict", values, options)
+        edits.before(statement, made.replace(module.source.newline + self._indent(module, node), "\n"))
         edits.replace(module.span(node), f"{edits.code(optimizer)}.state_dict()")
 
     def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:

@@ -1,0 +1,100 @@
+"""A strategy and a kind of state dict that are fields of a configuration."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+
+def sharding_options(strategy, device_type, mesh):
+    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
+    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
+    if mesh is None:
+        shards = ranks = torch.distributed.get_world_size()
+        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
+            shards = 1
+        elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # over the devices of a node, with a replica on each
+            shards = torch.get_device_module(device_type).device_count()
+        shape, names = ((ranks,), None) if shards == ranks else ((ranks // shards, shards), ("replicate", "shard"))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != (strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")):
+        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
+    }
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+@dataclass
+class Config:
+    sharding_strategy: str = "FULL_SHARD"
+    checkpoint_type: str = "FULL_STATE_DICT"
+    hybrid: bool = False
+
+
+def value_of(text):
+    if str(text) in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        return text
+    if str(text) in ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"):
+        return text
+    return text
+
+
+def updated(**settings):
+    config = Config()
+    for name, text in settings.items():
+        setattr(config, name, value_of(text))
+    return config
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run(config):
+    mesh = None
+    if config.hybrid and config.sharding_strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = build()
+    sharding = sharding_options(config.sharding_strategy, "cpu", mesh)
+    fully_shard(model, **sharding)
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if config.checkpoint_type == "FULL_STATE_DICT":
+        losses.append(sum(tensor.sum().item() for tensor in get_model_state_dict(
+            model,
+            options=StateDictOptions(full_state_dict=True),
+        ).values()))
+    return losses
+
+
+def main():
+    losses = run(Config())
+    losses += run(updated(sharding_strategy="SHARD_GRAD_OP", checkpoint_type="SHARDED_STATE_DICT"))
+    return [*losses, *run(updated(sharding_strategy="HYBRID_SHARD", hybrid=True))]
