@@ -109,7 +109,9 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             code = code_of(symbol, node, module)
             why = _why(symbol, node, module, scene)
             problem = Undecided(code, why, node, module, blocking=False)
-            problem.leftover = True
+            # What wrap() makes is a part of a model, and a model is never half moved.
+            problem.blocking = symbol.partition(".")[0] in ("enable_wrap", "wrap")
+            problem.leftover = not problem.blocking
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)

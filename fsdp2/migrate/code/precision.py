@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -94,6 +95,22 @@ def policy(rewriting: Rewriting, leaf: Leaf, by_policy: bool = False) -> str:
         node = given["cast_forward_inputs" if inner not in (True, False) else "cast_root_forward_inputs"]
         raise Undecided("FP05", "whether inputs are cast is decided at run time", node, leaf.module)
     return _with_comments(leaf, parts) or call("MixedPrecisionPolicy", parts)
+
+
+def move_unread(rewriting: Rewriting) -> None:
+    """MixedPrecision constants that the program doesn't read: one of several presets, to be chosen by hand."""
+    modules = rewriting.program.parsed
+    for module in modules:
+        for made in module.all(cst.Call):
+            above = module.parent(made)
+            target = above.targets[0].target if isinstance(above, cst.Assign) and len(above.targets) == 1 else None
+            if not isinstance(target, cst.Name) or rewriting.program.symbol(made.func, module) != "MixedPrecision":
+                continue
+            names = [n for other in modules for n in other.all(cst.Name) if n.value == target.value]
+            leaves = rewriting.values.leaves(made, module)
+            if len(names) == 1 and len(leaves) == 1 and not rewriting.edits(module).covers(made):
+                with contextlib.suppress(Undecided):  # then it is left, and marked as what nothing has moved
+                    rewriting.edits(module).replace(module.span(made), policy(rewriting, leaves[0]))
 
 
 def _with_comments(leaf: Leaf, parts: list[str]) -> str:

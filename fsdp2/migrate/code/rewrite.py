@@ -18,6 +18,7 @@ from fsdp2.migrate.code import (
     methods,
     optimizers,
     policies,
+    precision,
     sharded_reads,
     spawn,
     statedicts,
@@ -136,6 +137,8 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
             undecided.append(problem)
     undecided += optimizers.move(scene)
     strategies.move(scene)
+    if calls:
+        precision.move_unread(rewriting)
     sharded_reads.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
