@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
         # Alone: a store in memory, so that no port is opened.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
+    # A thread of gloo's gives back what the last collective held and needs the interpreter's lock for it. If it comes
+    # so late that the interpreter is ending, the process aborts (pytorch 190489): asleep, this one leaves it the lock.
+    time.sleep(0.1)
     # Not in a `finally`: after an error other ranks may be dead, and waiting for them would hang.
     dist.destroy_process_group()
 
