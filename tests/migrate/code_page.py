@@ -35,8 +35,8 @@ python -m fsdp2.migrate rewrite --write train.py policies/
   Change what the comment says, and run it again. Running it twice changes nothing more.
 - The result is plain torch: `fully_shard`, `FSDPModule`, `torch.distributed.checkpoint.state_dict`. Nothing in it
   imports this package. A few helpers (`no_sync`, `shard_by_size`) are written into the file.
-- Notebooks are rewritten cell by cell, accelerate's YAML line by line. Comments, layout, encoding, line endings and
-  permissions stay. Files are replaced whole or not at all.
+- Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
+  layout, encoding, line endings and permissions stay. Files are replaced whole or not at all.
 - Checkpoints that FSDP1 wrote are another matter: full optimizer states have to be converted before they are loaded
   ([what is the trap](migration-options.md#fm20)).
 

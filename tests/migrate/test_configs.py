@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_accelerates_configuration_is_moved(tmp_path: Path) -> None:
     assert check([str(path)]) == ([], [])
 
 
+@pytest.mark.parametrize("indent", [None, 4, "\t"])
+def test_accelerates_json_is_moved(tmp_path: Path, indent: int | str | None) -> None:
+    held = {"fsdp_sharding_strategy": 1, "fsdp_use_orig_params": True, "fsdp_offload_params": False}
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"num_processes": 8, "fsdp_config": held, "é": None}, indent=indent, ensure_ascii=False))
+    assert run("rewrite", "--write", path) == 0
+    moved = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+    expected = {"num_processes": 8, "fsdp_config": moved, "é": None}
+    assert path.read_text() == json.dumps(expected, indent=indent, ensure_ascii=False)
+    assert check([str(path)]) == ([], [])
+
+
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
 def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
@@ -70,7 +83,7 @@ def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
         ("composer.yaml", "trainer:\n  fsdp_config:\n    sharding_strategy: FULL_SHARD\n", "FY06"),
         ("lightning.yaml", "trainer:\n  strategy: fsdp\n", "FY07"),
         ("class.yml", "trainer:\n  strategy:\n    class_path: lightning.pytorch.strategies.FSDPStrategy\n", "FY07"),
-        ("train.json", '{"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}', "FY01"),
+        ("hybrid.json", '{"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}', "FY02"),
     ],
 )  # fmt: skip
 def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: str) -> None:

@@ -1,12 +1,12 @@
 """Configuration files: accelerate's fsdp_config moved, those of Lightning and Composer found.
 
-A file is read by a YAML parser, which knows where each key stands; what changes are whole lines, so that comments and
-order stay.
+YAML is read by a parser that knows where each key stands; what changes are whole lines, so that comments stay.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,11 +79,11 @@ class Config:
         return [f for f in self.findings() if f.status != "exact"]
 
     def rewritten(self) -> str:
-        """The file's text with FSDP2's keys; as it was if something has to be decided, or it is no YAML."""
-        if self.kind != "accelerate" or self.version == 2 or self.head is None or self.undecided():
+        """The file's text with FSDP2's keys; as it was if something has to be decided."""
+        if self.kind != "accelerate" or self.version == 2 or self.undecided() or not self.places:
             return self.source.text
-        if self.source.path.suffix == ".json" or not self.places:
-            return self.source.text
+        if self.source.path.suffix == ".json":
+            return self._rewritten_json()
         newline = self.source.newline
         lines = self.source.text.splitlines(keepends=True)
         versions = [place for place in self.places if place.key == "fsdp_version"]
@@ -102,6 +102,33 @@ class Config:
             first = self.places[0]
             lines[first.line] = f"{' ' * first.col}fsdp_version: 2{newline}" + lines[first.line]
         return "".join(lines)
+
+    def _rewritten_json(self) -> str:
+        """With the file's indent and the order of its keys."""
+        text = self.source.text
+        data = json.loads(text)
+        holder = _holder(data)
+        assert holder is not None  # which findings come from
+        held: dict[str, Any] = holder["fsdp_config"]
+        moved: dict[str, Any] = {} if "fsdp_version" in held else {"fsdp_version": 2}
+        for key, value in held.items():
+            if key == "fsdp_sharding_strategy":
+                moved["fsdp_reshard_after_forward"] = RESHARD[str(value)] == "true"
+            elif key not in GONE + GONE_OLD:
+                moved[key] = 2 if key == "fsdp_version" else value
+        holder["fsdp_config"] = moved
+        indent = re.search(r"\n([ \t]+)\S", text)
+        made = json.dumps(data, indent=indent[1] if indent else None, ensure_ascii=False)
+        return made.replace("\n", self.source.newline) + text[len(text.rstrip()) :]
+
+
+def _holder(data: Any) -> dict[str, Any] | None:
+    """The mapping in which fsdp_config stands."""
+    if not isinstance(data, Mapping):
+        return None
+    if isinstance(data.get("fsdp_config"), Mapping):
+        return data  # type: ignore[return-value]
+    return next((found for value in data.values() if (found := _holder(value)) is not None), None)
 
 
 def read_config(source: Source) -> Config | None:
