@@ -1,4 +1,4 @@
-"""Another entry point than forward."""
+"""Another entry point than forward, and a method that is none."""
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,14 @@ class Encoder(nn.Module):
     def encode(self, x):
         return self.block(x) * 2
 
+    def optimizer(self):
+        """No entry point: an optimizer of gathered parameters would train nothing."""
+        by_name = {name: parameter for name, parameter in self.named_parameters()}
+        return torch.optim.SGD([by_name[name] for name in sorted(by_name)], lr=0.1)
+
 
 def main():
     torch.manual_seed(0)
     model = FSDP(Encoder(), device_id=torch.device("cpu"))
-    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = train(model, model.optimizer())
     return [*losses, model.encode(torch.ones(1, 8)).sum().item()]

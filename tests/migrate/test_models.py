@@ -1,0 +1,75 @@
+"""What is done with a sharded model in its own class, or by methods that it has from FSDP1's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp2.migrate.code.check import check, load
+from fsdp2.migrate.code.rewrite import rewrite
+
+METHODS = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+
+def main(model):
+    model = FSDP(model, device_id=torch.device("cpu"))
+    with model.summon_full_params(model):
+        print(model.weight)
+    model.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    print(len(model.fsdp_modules(model)), model.forward(torch.ones(2)))
+    assert model.check_is_root()
+    return model.state_dict()
+"""
+DECAY = """\
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer.forward(x)
+
+    def configure_optimizers(self):
+        found = {name: parameter for name, parameter in self.named_parameters()}
+        found = {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+        decayed = [parameter for parameter in found.values() if parameter.dim() >= 2]
+        return torch.optim.AdamW(decayed, weight_decay=0.1)
+
+
+def main():
+    model = FSDP(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    return model.configure_optimizers()
+"""
+
+
+def _rewritten(tmp_path: Path, text: str) -> tuple[str, list[tuple[int, str]], list[str]]:
+    """The new text; line and code of each finding; the codes of what is asked."""
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    result = rewrite(load([str(path)])[0])
+    found = [(finding.line or 0, finding.code) for finding in check([str(path)])[0]]
+    return result.files[0].data.decode(), found, [problem.code for problem in result.undecided]
+
+
+def test_static_methods_that_are_called_on_a_model(tmp_path: Path) -> None:
+    text, found, asked = _rewritten(tmp_path, METHODS)
+    assert {(8, "FM09"), (10, "FM05"), (11, "FM03"), (11, "FM08"), (12, "FM02")} <= set(found)
+    assert asked == ["FM02"]
+    assert "with full_params(model):" in text
+    assert "isinstance(m, FSDPModule)]), model(torch.ones(2)))" in text
+    assert "return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))" in text
+
+
+def test_decay_by_dimension_is_found_in_the_models_own_method(tmp_path: Path) -> None:
+    text, found, asked = _rewritten(tmp_path, DECAY)
+    assert (17, "FC28") in found
+    assert asked == ["FC28"]
+    assert "register_fsdp_forward_method" not in text
+    assert "return self.layer(x)" in text
