@@ -48,6 +48,24 @@ def main():
     return model.configure_optimizers()
 """
 
+KINDS = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+kind = StateDictType.FULL_STATE_DICT
+
+
+def main(model, last):
+    model = FSDP(model, device_id=torch.device("cpu"))
+    if kind == StateDictType.LOCAL_STATE_DICT:
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            return model.state_dict()
+    if kind is not StateDictType.SHARDED_STATE_DICT:
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return model.state_dict()
+"""
+
 
 def _rewritten(tmp_path: Path, text: str) -> tuple[str, list[tuple[int, str]], list[str]]:
     """The new text; line and code of each finding; the codes of what is asked."""
@@ -73,3 +91,12 @@ def test_decay_by_dimension_is_found_in_the_models_own_method(tmp_path: Path) ->
     assert asked == ["FC28"]
     assert "register_fsdp_forward_method" not in text
     assert "return self.layer(x)" in text
+
+
+def test_kinds_become_names_but_where_a_call_that_is_left_sets_one(tmp_path: Path) -> None:
+    text, _, asked = _rewritten(tmp_path, KINDS)
+    assert asked == ["FD03"]
+    assert 'kind = "FULL_STATE_DICT"' in text
+    assert 'if kind == "LOCAL_STATE_DICT":' in text
+    assert "with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):" in text
+    assert 'if kind != "SHARDED_STATE_DICT":' in text

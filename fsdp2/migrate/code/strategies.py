@@ -17,6 +17,7 @@ MEMBERS = {
     ENUM: ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
     KINDS: ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
+SETTING = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
 # One of these, or one of the two, is an argument of fully_shard by itself.
 RESHARDING = {f"{ENUM}.FULL_SHARD", f"{ENUM}.SHARD_GRAD_OP", ""}
 
@@ -60,12 +61,13 @@ def move(scene: Scene) -> None:
 
 
 def _all_kinds_said(scene: Scene) -> bool:
-    """Whether no call is left that sets a kind of state dict, so that StateDictType only tells cases apart."""
+    """Whether StateDictType only tells cases apart: calls that are left say which kind they set, or set none."""
     return bool(scene.calls) and all(
         scene.edits(module).covers(call)
+        or any((scene.symbol(arg.value, module) or "").startswith(f"{KINDS}.") for arg in call.args)
         for module in scene.modules
         for call, method in scene.static_calls(module)
-        if method in ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
+        if method in SETTING
     )
 
 
@@ -77,8 +79,17 @@ def _names(scene: Scene, module: Module, enum: str) -> None:
             edits.replace(module.span(attribute), edits.code(attribute.value))
     for node, symbol in uses(module, scene.symbol):
         head, _, member = symbol.partition(".")
-        if head == enum and not edits.covers(node):
+        if head == enum and not edits.covers(node) and not _sets(scene, module, node):
             _use(scene, module, node, member.removesuffix(".name"))
+
+
+def _sets(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
+    """Whether this is the kind that a call of FSDP1 sets, which is left."""
+    above = module.parent(node)
+    call = module.parent(above) if isinstance(above, cst.Arg) else None
+    return isinstance(call, cst.Call) and any(
+        call is known for known, method in scene.static_calls(module) if method in SETTING
+    )
 
 
 def _is_member(node: cst.BaseExpression, module: Module, scene: Scene, enum: str) -> bool:
