@@ -41,7 +41,7 @@ def workers_of_ray() -> list[int]:
 
 
 def kill_at(run: Path, step: int, which: int) -> threading.Thread:
-    """Kill one of Ray's workers with SIGKILL as soon as a run has done a step."""
+    """Kill one of Ray's workers, in the order of their processes, with SIGKILL as soon as a run has done a step."""
 
     def watch() -> None:
         ended = threading.Event()
