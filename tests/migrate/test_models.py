@@ -65,6 +65,39 @@ def main(model, last):
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             return model.state_dict()
 """
+STRATEGIES = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy as Strategy
+
+
+def strategy_of(name):
+    if hasattr(Strategy, name):
+        return Strategy[name]
+    return None
+
+
+def main(model, other, name, mesh):
+    cpu = torch.device("cpu")
+    model = FSDP(model, sharding_strategy=strategy_of(name), device_mesh=mesh, device_id=cpu)
+    other = FSDP(other, sharding_strategy=strategy_of(name), device_id=cpu)
+    return model, other
+"""
+PRECISIONS = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+plain = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def main(model, other, cast):
+    cpu = torch.device("cpu")
+    model = FSDP(model, mixed_precision=casting if cast else plain, device_id=cpu)
+    other = FSDP(other, mixed_precision=plain, device_id=cpu)
+    return model, other
+"""
 
 
 def _rewritten(tmp_path: Path, text: str) -> tuple[str, list[tuple[int, str]], list[str]]:
@@ -100,3 +133,16 @@ def test_kinds_become_names_but_where_a_call_that_is_left_sets_one(tmp_path: Pat
     assert 'if kind == "LOCAL_STATE_DICT":' in text
     assert "with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):" in text
     assert 'if kind != "SHARDED_STATE_DICT":' in text
+
+
+def test_one_helper_for_a_call_with_a_mesh_and_one_without(tmp_path: Path) -> None:
+    text, _, asked = _rewritten(tmp_path, STRATEGIES)
+    assert asked == []
+    assert text.count("def sharding_options(strategy, device_type, mesh=None):") == 1
+    assert 'name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")' in text
+
+
+def test_a_precision_that_two_calls_need_in_two_ways_is_asked(tmp_path: Path) -> None:
+    text, _, asked = _rewritten(tmp_path, PRECISIONS)
+    assert "FP05" in asked
+    assert "fully_shard" not in text.replace("fully_shard, ", "")

@@ -122,7 +122,10 @@ class Construction(Placement):
         text = self.rewriting.in_place(node, self.module, strategies.name_of, "FA03")
         self.edits.need("torch")
         self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-        self.edits.helpers["sharding_options"] = HELPERS["sharding_options" + ", mesh" * (mesh is not None)]
+        if mesh is not None:  # which another call of this file may not give
+            self.edits.helpers["sharding_options"] = HELPERS["sharding_options, mesh"]
+        else:
+            self.edits.helpers.setdefault("sharding_options", HELPERS["sharding_options"])
         name = self._fresh("sharding")
         given = [text, self._device_type(), *([self._text(mesh)] if mesh is not None else [])]
         plan.before.append(f"{name} = {call('sharding_options', given)}")

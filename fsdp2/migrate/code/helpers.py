@@ -189,7 +189,7 @@ def _with_mesh(helper: str) -> str:
         raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
 """
     text = helper[:start] + "    if mesh is None:\n" + made + own + helper[end:]
-    text = text.replace("(strategy, device_type)", "(strategy, device_type, mesh)")
+    text = text.replace("(strategy, device_type)", "(strategy, device_type, mesh=None)")
     return text.replace("init_device_mesh(device_type, shape, mesh_dim_names=names),", "mesh,")
 
 

@@ -149,6 +149,10 @@ def translate(rewriting: Rewriting, node: cst.BaseExpression, module: Module, wr
         some = [fields(leaf) for leaf in leaves if leaf.kind != "none"]
     casting = {constant(g.get("cast_forward_inputs"), False) for g in some if "param_dtype" in g}
     by_policy = casting == {True, False}
+    for leaf in leaves:
+        if rewriting.casting.setdefault(id(leaf.node), by_policy) != by_policy:
+            why = "another call has a policy that casts inputs of blocks otherwise among its own, this one hasn't"
+            raise Undecided("FP05", why, node, module)
     made = rewriting.in_place(node, module, lambda leaf: policy(rewriting, leaf, by_policy), "FA07")
     if not some:
         return Precision("", False, False, "", False, False)

@@ -80,7 +80,7 @@ def _names(scene: Scene, module: Module, enum: str) -> None:
     for node, symbol in uses(module, scene.symbol):
         head, _, member = symbol.partition(".")
         if head == enum and not edits.covers(node) and not _sets(scene, module, node):
-            _use(scene, module, node, member.removesuffix(".name"))
+            _use(scene, module, node, enum, member.removesuffix(".name"))
 
 
 def _sets(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
@@ -99,7 +99,7 @@ def _is_member(node: cst.BaseExpression, module: Module, scene: Scene, enum: str
     return bool(leaves) and all(leaf.symbol.partition(".")[0] == enum for leaf in leaves)
 
 
-def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, member: str) -> None:
+def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, enum: str, member: str) -> None:
     edits, above = scene.edits(module), module.parent(node)
     if not member:
         dynamic = next((leaf for leaf in _chosen(node, module, scene) if leaf.kind == "member"), None)
@@ -107,8 +107,7 @@ def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, member: s
         if dynamic is not None:
             edits.replace(module.span(dynamic.node), dynamic.module.code(dynamic.args[0]))
         elif isinstance(call, cst.Call) and module.code(call.func) == "hasattr" and call.args[0] is above:
-            names = MEMBERS[ENUM if module.code(node).endswith(ENUM) else KINDS]
-            listed = ", ".join(f'"{name}"' for name in names)
+            listed = ", ".join(f'"{name}"' for name in MEMBERS[enum])
             edits.replace(module.span(call), f"{edits.code(call.args[1].value)} in ({listed})")
         elif module.enclosing(node, cst.Annotation) is not None:
             edits.replace(module.span(node), "str")

@@ -34,6 +34,7 @@ class Rewriting:
         self._watched: list[tuple[cst.Name | cst.Attribute, Module, str]] = []
         self._droppable: list[tuple[cst.Name, Module]] = []
         self._dropped: set[int] = set()  # values that stand in the new calls, or need not
+        self.casting: dict[int, bool] = {}  # a precision's node: whether it says itself if groups' inputs are cast
         self.by_name = False  # a sharding strategy is chosen at run time, so that all of them become their names
 
     def edits(self, module: Module) -> Edits:

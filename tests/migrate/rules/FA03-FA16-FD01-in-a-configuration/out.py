@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 
-def sharding_options(strategy, device_type, mesh):
+def sharding_options(strategy, device_type, mesh=None):
     """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
     if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
