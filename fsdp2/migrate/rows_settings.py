@@ -230,9 +230,9 @@ POLICIES = rows(
     ),
     (
         "enable_wrap",
-        "nothing",
+        "fully_shard, after the model is built, on each module that wrap() named",
         DECIDE,
-        "FSDP2 shards after the model is built: build it on meta and call fully_shard, inner modules first.",
+        "Inner modules first. All of the model is whole until then: where that doesn't fit, build it on meta.",
     ),
     ("wrap", "fully_shard(module) after the model is built", DECIDE, "As enable_wrap."),
     (

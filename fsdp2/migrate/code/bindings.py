@@ -55,6 +55,10 @@ class Bindings(ABC):
     program: Program
 
     @abstractmethod
+    def written(self, node: cst.BaseExpression, module: Module) -> list[tuple[cst.BaseExpression, Module]]:
+        """Where an expression's value is written out."""
+
+    @abstractmethod
     def leaves(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> list[Leaf]:
         """Every value that an expression may have."""
 
@@ -135,7 +139,51 @@ class Bindings(ABC):
             assign = module.parent(module.parent(pair) or pair)
             if isinstance(assign, cst.Assign):
                 return self._item(assign.value, module, index)
+            loop = module.parent(pair)
+            if isinstance(loop, (cst.For, cst.CompFor)) and loop.target is pair:
+                return self._turns(loop.iter, module, index)
+        if isinstance(above, (cst.For, cst.CompFor)) and above.target is target:
+            return self._turns(above.iter, module)
         return None
+
+    def _turns(
+        self, node: cst.BaseExpression, module: Module, index: int | None = None
+    ) -> list[tuple[Bound, Module]] | None:
+        """What a loop's variable is, turn by turn; the index-th variable, if there are several."""
+        name = module.code(node.func) if isinstance(node, cst.Call) else ""
+        if isinstance(node, cst.Call) and index is not None and not any(arg.star or arg.keyword for arg in node.args):
+            if name == "enumerate" and index == 1 and node.args:
+                return self._turns(node.args[0].value, module)
+            if name == "zip" and index < len(node.args):
+                return self._turns(node.args[index].value, module)
+        found: list[tuple[Bound, Module]] = []
+        read = [node] if not isinstance(node, cst.Name) else module.references(node)
+        if any(not self._goes_through(name, module) for name in read):
+            return None  # something else expects what stands there now
+        for written, where in self.written(node, module):
+            if not isinstance(written, (cst.Tuple, cst.List)):
+                return None
+            for element in written.elements:
+                if not isinstance(element, cst.Element):
+                    return None
+                if index is None:
+                    found.append((element.value, where))
+                elif (item := self._item(element.value, where, index)) is not None:
+                    found += item
+                else:
+                    return None
+        return found
+
+    @staticmethod
+    def _goes_through(node: cst.CSTNode, module: Module) -> bool:
+        """Whether an expression is only what a loop goes through, or an index chooses from."""
+        above = module.parent(node)
+        if isinstance(above, cst.Subscript):
+            return above.value is node
+        if isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):
+            name = module.code(call.func)
+            return name == "len" or (name in ("enumerate", "zip") and Bindings._goes_through(call, module))
+        return isinstance(above, (cst.For, cst.CompFor)) and above.iter is node
 
     def _item(self, node: cst.BaseExpression, module: Module, index: int) -> list[tuple[Bound, Module]] | None:
         """What a tuple holds at a place, if it is written out, here or in what the called function returns."""

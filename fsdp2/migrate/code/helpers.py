@@ -53,6 +53,13 @@ def wrap_by_any(module, recurse, nonwrapped_numel, policies):
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 '''
 
+OWN_GROUP = '''\
+def own_group(module):
+    """Say that a module is a group of its own, when the model that it is in is sharded."""
+    module.own_group = True
+    return module
+'''
+
 NO_SYNC = '''\
 @contextlib.contextmanager
 def no_sync(model):
@@ -208,6 +215,7 @@ HELPERS = {
     "wrap_by_class": WRAP_BY_CLASS,
     "wrap_by_function": WRAP_BY_FUNCTION,
     "wrap_by_any": WRAP_BY_ANY,
+    "own_group": OWN_GROUP,
     "no_sync": NO_SYNC,
     "no_sync or DDP": NO_SYNC_OR_DDP,
     "full_params": FULL_PARAMS,

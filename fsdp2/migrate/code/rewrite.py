@@ -23,6 +23,7 @@ from fsdp2.migrate.code import (
     spawn,
     statedicts,
     strategies,
+    wrapping,
 )
 from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.construct import Construction
@@ -83,6 +84,15 @@ def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> l
 def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other."""
+    if spelled := wrapping.spelled_out(program):
+        result = _rewrite(Program(spelled.get(path, source) for path, source in program.sources.items()), program)
+        if not any(problem.blocking for problem in result.undecided):
+            return result
+    return _rewrite(program, program)
+
+
+def _rewrite(program: Program, given: Program) -> Result:
+    """`given`: the program as it is on disk, from which the differences are shown."""
     rewriting, undecided = _attempt(program)
     together = _together(program)
     blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
@@ -95,7 +105,8 @@ def rewrite(program: Program) -> Result:
         marks.put(edits, [problem for problem in undecided if problem.module is module])
         if stays and not edits.changed:
             continue
-        made = _finished(edits, exported.get(module.path.resolve(), set()), tidy=not stays)
+        path = module.path.resolve()
+        made = _finished(edits, given.sources[path], exported.get(path, set()), tidy=not stays)
         if made is not None:
             result.files.append(made)
     return result
@@ -186,9 +197,8 @@ def _exported(program: Program) -> dict[Path, set[str]]:
     return found
 
 
-def _finished(edits: Edits, exported: set[str], tidy: bool) -> Rewritten | None:
-    source = edits.module.source
-    text = edits.render((0, len(source.text)))
+def _finished(edits: Edits, source: Source, exported: set[str], tidy: bool) -> Rewritten | None:
+    text = edits.render((0, len(edits.module.text)))
     if tidy:
         text = imports.tidy(edits, text, exported)
     if text == source.text:

@@ -15,7 +15,7 @@ from fsdp2.migrate.code.edits import Edits, Undecided
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
 from fsdp2.migrate.code.symbols import row_of
-from fsdp2.migrate.code.values import Values, assignment, by_key, dictionary, is_none, string
+from fsdp2.migrate.code.values import Values, assignment, by_key, dictionary, held, is_none, string
 
 POLICY_CLASSES = {"transformer_auto_wrap_policy": "transformer_layer_cls", "_module_wrap_policy": "module_classes"}
 SIZE = ("size_based_auto_wrap_policy", "default_auto_wrap_policy")
@@ -73,7 +73,7 @@ class Rewriting:
             return translate(leaves[0])
         if isinstance(node, cst.Subscript):
             for value, where in self.values.written(node.value, module):
-                for _, entry in dictionary(value) or ():
+                for _, entry in held(value) or ():
                     self._put(entry, where, translate, code)
             self._watch(node.value, module, code)
             return module.code(node)
@@ -100,6 +100,11 @@ class Rewriting:
         if sources is None:
             raise Undecided(code, why, node, module)
         self._watch(node, module, code)
+        for binding in module.assignments(node) if isinstance(node, cst.Name) else ():
+            loop = module.enclosing(binding.node, cst.For, cst.CompFor, cst.BaseStatement)
+            if isinstance(loop, (cst.For, cst.CompFor)):  # the variable's values are the loop's
+                for name in module.within(loop.iter, cst.Name):
+                    self.consume(name)
         for source, where in sources:
             if isinstance(source, (cst.FunctionDef, cst.ClassDef)):
                 translate(Leaf("function", source, where))

@@ -161,7 +161,7 @@ class Values(Bindings):
         """The values of a written-out dictionary that a key may choose; None if it is no such dictionary."""
         wanted, found = string(key), []
         for node, where in self.written(base, module):
-            entries = dictionary(node)
+            entries = held(node)
             if entries is None:
                 return None
             chosen = [value for name, value in entries if wanted is None or name is None or name == wanted]
@@ -188,6 +188,15 @@ def dictionary(node: cst.BaseExpression) -> list[tuple[str | None, cst.BaseExpre
             return None
         return [(arg.keyword.value, arg.value) for arg in node.args if arg.keyword is not None]
     return None
+
+
+def held(node: cst.BaseExpression) -> list[tuple[str | None, cst.BaseExpression]] | None:
+    """The entries of a written-out dictionary, list or tuple; the key is None where it isn't a string."""
+    if isinstance(node, (cst.List, cst.Tuple)):
+        return None if any(isinstance(e, cst.StarredElement) for e in node.elements) else [
+            (None, e.value) for e in node.elements
+        ]  # fmt: skip
+    return dictionary(node)
 
 
 def by_key(node: cst.CSTNode, module: Module) -> bool:

@@ -1,4 +1,4 @@
-"""Wrapping while a model is built: sharding after it is."""
+"""Wrapping while a model is built, within a block that a function opens: sharding after it is."""
 
 import torch
 from torch import nn
@@ -25,8 +25,12 @@ class Net(nn.Module):
         return self.last(self.block(x))
 
 
+def sharding():
+    return enable_wrap(wrapper_cls=FSDP, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def made(kind):
-    with enable_wrap(wrapper_cls=FSDP, device_id=torch.device("cpu"), use_orig_params=True):
+    with sharding():
         return wrap(kind())
 
 

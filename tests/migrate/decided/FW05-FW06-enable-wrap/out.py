@@ -1,4 +1,4 @@
-"""Wrapping while a model is built: sharding after it is."""
+"""Wrapping while a model is built, within a block that a function opens: sharding after it is."""
 
 import torch
 import torch.distributed as dist

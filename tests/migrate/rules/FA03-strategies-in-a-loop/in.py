@@ -1,0 +1,51 @@
+"""A loop over strategies, and over all names of them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main(wanted="all"):
+    assert wanted in ["all"] + [s.name for s in ShardingStrategy if "HYBRID" not in s.name]
+    if wanted == "all":
+        chosen = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+    else:
+        chosen = [ShardingStrategy[wanted]]
+    losses = {}
+    for turn, strategy in enumerate(chosen):
+        model = FSDP(
+            build(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=strategy,
+            device_id=torch.device("cpu"),
+        )
+        losses[f"{turn} {strategy.name}"] = train(model, torch.optim.Adam(model.parameters()))
+    return list(losses.items())
