@@ -114,7 +114,8 @@ IN_CODE = rows(
         "the same, before fully_shard",
         DECIDE,
         "Frozen and trained parameters may share a group, whose frozen ones are then gathered and freed with it; set "
-        "requires_grad before the model is sharded and the optimizer is made.",
+        "requires_grad before the model is sharded and the optimizer is made. Where models are frozen in turns, as in "
+        "a GAN, losses differ: FSDP1 keeps the gradient that a frozen unit has and adds it to its next one.",
     ),
     (
         "mp.spawn with ranks set by hand",
@@ -173,7 +174,8 @@ IN_CODE = rows(
         "the same, after module.reshard() for each FSDPModule of a model that was evaluated",
         DECIDE,
         "An EMA, a copy, a projection. Element by element it works on DTensors. But evaluation leaves groups gathered, "
-        "and then such a loop meets plain tensors, whose changes are lost.",
+        "and then such a loop meets plain tensors, whose changes are lost. With FSDP1 the outermost unit of a model "
+        "that is only evaluated stays as it was the first time, in what it computes and in its state dict.",
     ),
     (
         "shape of a sharded model's parameters",
@@ -187,6 +189,26 @@ IN_CODE = rows(
         "{key: get_optimizer_state_dict(model, optimizer)}, filled by torch.distributed.checkpoint.load",
         EXACT,
         "It makes ShardedTensors. set_optimizer_state_dict takes them without an error, and the next step fails.",
+    ),
+    (
+        "model.process_group",
+        "next(model.parameters()).device_mesh.get_group(-1)",
+        EXACT,
+        "The ranks that hold the shards of one replica: the mesh's last dimension.",
+    ),
+    (
+        "other attributes of FSDP1's models",
+        "nothing",
+        REFUSED,
+        "sharding_strategy, mixed_precision, cpu_offload, compute_device, training_state and the handles of flat "
+        "parameters: keep what you gave to fully_shard.",
+    ),
+    (
+        "initial values drawn after sharding",
+        "the same, before fully_shard, or on DTensors",
+        DECIDE,
+        "FSDP1 drew them on each rank's flat shards. DTensors draw other numbers, the same for any number of ranks: "
+        "losses differ from the first step.",
     ),
 )
 

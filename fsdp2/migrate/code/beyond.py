@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import libcst as cst
 
+from fsdp2.migrate.code import each_parameter
 from fsdp2.migrate.code.edits import Undecided
 from fsdp2.migrate.code.methods import PREFIX
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
 from fsdp2.migrate.code.symbols import AROUND, BY_CODE, ENUMS, row_of
-from fsdp2.migrate.code.values import assignment, string
+from fsdp2.migrate.code.values import string
 from fsdp2.migrate.row import CLASS
 
 SymbolOf = Callable[[cst.CSTNode, Module], str | None]
@@ -109,39 +111,22 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             code = code_of(symbol, node, module)
             why = _why(symbol, node, module, scene)
             problem = Undecided(code, why, node, module, blocking=False)
-            # What wrap() makes is a part of a model, and a model is never half moved.
-            problem.blocking = symbol.partition(".")[0] in ("enable_wrap", "wrap")
+            # What wrap() makes is a part of a model, and a model is never half moved; nor is what another function, or
+            # a class derived from FSDP1's, makes of it.
+            problem.blocking = symbol.partition(".")[0] in ("enable_wrap", "wrap") or code in ("FC04", "FC05")
             problem.leftover = not problem.blocking
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
         for attribute in module.all(cst.Attribute):
-            if shape_of_parameter(scene, module, attribute):
+            if each_parameter.shape_of_parameter(scene, module, attribute):
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
-            if gradient(scene, module, attribute):
+            if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
                 problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
         for text in module.all(cst.SimpleString):
             if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
                 problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
-
-
-def gradient(scene: Scene, module: Module, node: cst.Attribute) -> bool:
-    """Whether a gradient's value is computed with, in a loop over a sharded model's parameters."""
-    if node.attr.value != "grad" or not isinstance(module.parent(node), cst.Attribute):
-        return False
-    above = module.parent(node)
-    shown = above.attr.value if isinstance(above, cst.Attribute) else ""
-    return shown not in ("dtype", "device", "zero_", "is_cuda", "requires_grad") and over_parameters(
-        scene, module, node
-    )
-
-
-def shape_of_parameter(scene: Scene, module: Module, node: cst.Attribute) -> bool:
-    """Whether dimensions are asked of each of a sharded model's parameters."""
-    if node.attr.value not in ("ndim", "dim", "shape", "size") or not isinstance(node.value, cst.Name):
-        return False
-    return module.enclosing(node, cst.FormattedStringExpression) is None and over_parameters(scene, module, node)
 
 
 def _docstring(node: cst.CSTNode, module: Module) -> bool:
@@ -166,15 +151,36 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         return left("FC13") if ours and not _other_branch(module, node, called) else []
     if "copy.deepcopy" in names and first is not None and scene.is_model(first, module):
         return left("FC15")
-    if isinstance(node.func, cst.Attribute) and changed_by_hand(scene, module, node.func):
-        return left("FC27")
+    if isinstance(node.func, cst.Attribute) and _draws(scene, module, node, node.func):
+        return left("FC32")
     if isinstance(node.func, cst.Attribute) and not scene.edits(module).covers(node):
         receiver, method = node.func.value, node.func.attr.value
         if method == "apply" and scene.calls and scene.is_model(receiver, module):
             return left("FM04")
-        if method == "numel" and not node.args and over_parameters(scene, module, node):
+        if (
+            method == "numel"
+            and not node.args
+            and "grad" not in module.code(receiver)
+            and each_parameter.over_parameters(scene, module, node)
+        ):
             return left("FC17")
     return []
+
+
+DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)
+
+
+def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) -> bool:
+    """Whether a model's method that gives it initial values is called after it has been sharded."""
+    if not scene.calls or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
+        return False
+    here, home = module.span(node)[0], module.function(node)
+    given = [
+        call.args[0].value
+        for call, where in scene.calls
+        if where is module and module.function(call) is home and module.span(call)[0] < here and call.args
+    ]
+    return scene.is_model(called.value, module) or module.code(called.value) in [module.code(one) for one in given]
 
 
 def around(scene: Scene, module: Module, node: cst.Call) -> str | None:
@@ -187,7 +193,8 @@ def around(scene: Scene, module: Module, node: cst.Call) -> str | None:
     called = node.func if isinstance(node.func, cst.Attribute) else None
     if called is None or called.attr.value != "requires_grad_":
         return None
-    return "FC18" if scene.is_model(called.value, module) or over_parameters(scene, module, node) else None
+    each = each_parameter.over_parameters(scene, module, node)
+    return "FC18" if each or scene.is_model(called.value, module) else None
 
 
 def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) -> bool:
@@ -205,26 +212,6 @@ def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) ->
     return False
 
 
-IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "normal_", "zero_", "fill_")
-
-
-def changed_by_hand(scene: Scene, module: Module, called: cst.Attribute) -> bool:
-    """Whether a loop over a sharded model's parameters changes them: an EMA, mostly."""
-    if called.attr.value not in IN_PLACE or isinstance(called.value, cst.Call):
-        return False
-    if "grad" in module.code(called.value):
-        return False
-    loop = module.enclosing(called, cst.For)
-    if loop is None:
-        return False
-    return any(
-        isinstance(over.func, cst.Attribute)
-        and over.func.attr.value in ("parameters", "named_parameters")
-        and scene.is_model(over.func.value, module)
-        for over in module.within(loop.iter, cst.Call)
-    )
-
-
 def by_library(module: Module, node: cst.Call) -> bool:
     """Whether a library is told to use FSDP1: TrainingArguments(fsdp=…), Trainer or Fabric(strategy="fsdp")."""
     name = module.code(node.func).rpartition(".")[2]
@@ -234,42 +221,4 @@ def by_library(module: Module, node: cst.Call) -> bool:
             return not (isinstance(arg.value, cst.Name) and arg.value.value == "None")
         if name in ("Trainer", "Fabric") and keyword == "strategy" and (string(arg.value) or "").startswith("fsdp"):
             return True
-    return False
-
-
-def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Whether something is done with each of the parameters of a sharded model."""
-    for above in module.ancestors(node):
-        if isinstance(above, cst.FunctionDef):
-            return False
-        loops: list[cst.BaseExpression] = []
-        if isinstance(above, cst.For):
-            loops.append(above.iter)
-        elif isinstance(above, (cst.GeneratorExp, cst.ListComp, cst.SetComp)):
-            loops.append(above.for_in.iter)
-        for over in loops:
-            if _lists_parameters(scene, module, over):
-                return True
-    return False
-
-
-def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, depth: int = 0) -> bool:
-    """model.parameters(), or what a comprehension over them was assigned to."""
-    called = over.func if isinstance(over, cst.Call) else None
-    if isinstance(called, cst.Attribute):
-        if called.attr.value in ("parameters", "named_parameters"):
-            own = isinstance(called.value, cst.Name) and called.value.value == "self"
-            if own and id(module.function(over)) in scene.called_on_models:
-                return True
-            return scene.is_model(called.value, module)
-        if called.attr.value in ("items", "values"):
-            return _lists_parameters(scene, module, called.value, depth)
-    if isinstance(over, cst.Name) and depth < 4:
-        for binding in module.assignments(over):
-            assign = assignment(binding.node, module)
-            made = assign.value if assign is not None else None
-            if isinstance(made, (cst.DictComp, cst.ListComp)) and _lists_parameters(
-                scene, module, made.for_in.iter, depth + 1
-            ):
-                return True
     return False

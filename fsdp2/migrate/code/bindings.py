@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.metadata import Assignment
 
+from fsdp2.migrate.code.members import class_attributes, field_of_any, is_property, method_of_any, returned_by
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program, top_assignments, top_level
 
@@ -259,6 +260,9 @@ class Bindings(ABC):
         return found[0] if found else None
 
     def function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+        if isinstance(node, cst.Call):  # of what it returns
+            made = [self.function_in(value, where) for value, where in self.returns(node, module) or ()]
+            return made[0] if len(made) == 1 else None
         if isinstance(node, cst.Name):
             for binding in module.assignments(node):
                 if isinstance(binding.node, cst.FunctionDef):
@@ -275,7 +279,7 @@ class Bindings(ABC):
                 for statement in owner.body.body:
                     if isinstance(statement, cst.FunctionDef) and statement.name.value == node.attr.value:
                         return statement, module
-        return None
+        return method_of_any(self.program, node, module) if isinstance(node, cst.Attribute) else None
 
     def returns(self, call: cst.Call, module: Module) -> list[tuple[cst.BaseExpression, Module]] | None:
         """What a called function of the program returns; None if it isn't the program's."""
@@ -283,11 +287,7 @@ class Bindings(ABC):
         if place is None:
             return None
         function, where = place
-        found: list[tuple[cst.BaseExpression, Module]] = []
-        for statement in where.within(function, cst.Return):
-            if where.function(statement) is function and statement.value is not None:
-                found.append((statement.value, where))
-        return found
+        return returned_by(function, where)
 
     # --- attributes ---
 
@@ -298,12 +298,16 @@ class Bindings(ABC):
         name = node.attr.value
         if isinstance(node.value, cst.Name) and node.value.value == "self":
             values = self._self_attribute(node, module)
+            own = self.function_in(node, module)
+            if not values and own is not None and is_property(own[0]):
+                values = list(returned_by(*own))
             return (values, "") if values else (None, f"self.{name} is set nowhere in its class")
         held: list[tuple[Bound, Module]] = []
         for owner, where in self.classes(node.value, module):
             for target, value in class_attributes(owner):
                 if target == name:
                     held.append((value, where))
+        held = held or field_of_any(self.program, name)
         if not held:
             return None, f"{module.code(node)} comes from somewhere that isn't followed"
         if any(self._stored(where, name) for where in self.program.parsed):
@@ -350,18 +354,3 @@ class Bindings(ABC):
             if isinstance(target, cst.Attribute) and target.attr.value == name:
                 return True
         return False
-
-
-def class_attributes(owner: cst.ClassDef) -> list[tuple[str, cst.BaseExpression]]:
-    found, lines = [], list(owner.body.body)
-    for line in lines:
-        if isinstance(line, cst.If):  # which decides while the class is made
-            lines += line.body.body
-            other = line.orelse
-            lines += [other] if isinstance(other, cst.If) else other.body.body if other is not None else []
-        for statement in line.body if isinstance(line, cst.SimpleStatementLine) else []:
-            if isinstance(statement, cst.AnnAssign) and isinstance(statement.target, cst.Name) and statement.value:
-                found.append((statement.target.value, statement.value))
-            elif isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
-                found.append((statement.targets[0].target.value, statement.value))
-    return found

@@ -9,13 +9,14 @@ import libcst as cst
 
 from fsdp2.migrate.code import policies, precision, strategies
 from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.conditions import SIZE
 from fsdp2.migrate.code.edits import Undecided, call
 from fsdp2.migrate.code.given import OLD, Given
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.placement import Placement, Plan
 from fsdp2.migrate.code.symbols import ROWS
-from fsdp2.migrate.code.translate import FSDP, SIZE, Rewriting, constant
+from fsdp2.migrate.code.translate import FSDP, Rewriting, constant
 from fsdp2.migrate.row import CLASS
 
 # Arguments that change when something is done and never what is computed.
@@ -225,8 +226,7 @@ class Construction(Placement):
         node = self._given("mixed_precision")
         if node is None or constant(node) is False:  # which FSDP1 took for None
             return
-        normed = precision.may_have_norms(self.rewriting, self.args["module"], self.module)
-        made = precision.translate(self.rewriting, node, self.module, wrapped, normed)
+        made = precision.translate(self.rewriting, node, self.module, wrapped, self.args["module"])
         if not made.policy:
             self._drop("mixed_precision")
             return
@@ -256,7 +256,7 @@ class Construction(Placement):
             self.edits.need("torch")
             plan.norms = f"MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype={policy}.param_dtype)"
         if made.buffers:
-            dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
+            dtype = f"{policy}.{made.buffers}_dtype" if made.buffers in ("param", "reduce") else made.buffers
             guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
             self.edits.need("torch")
             ignored = self._left_alone()
@@ -331,7 +331,8 @@ class Construction(Placement):
             leaves = self.rewriting.values.leaves(modules, self.module)
             text = self._text(modules)
             maybe = any(leaf.kind in ("none", "unknown") for leaf in leaves)
-            over = f"{text} or ()" if maybe else text
+            chosen = f"({text})" if isinstance(modules, cst.IfExp) else text
+            over = f"{chosen} or ()" if maybe else chosen
             if plan.condition or plan.norms or plan.after:
                 plan.ignored = self._left_alone()
                 plan.before.append(f"{plan.ignored} = {{m for ignored in {over} for m in ignored.modules()}}")

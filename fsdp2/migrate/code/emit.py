@@ -20,7 +20,9 @@ def keyword(name: str, text: str) -> str:
 
 
 class Emission:
-    def __init__(self, construction: Construction, entries: list[str]) -> None:
+    """`entries`: methods that gather as forward does, and whether the model may be one that has no such method."""
+
+    def __init__(self, construction: Construction, entries: dict[str, bool]) -> None:
         self.entries = entries
         self.made = construction
         self.node, self.module = construction.node, construction.module
@@ -35,9 +37,10 @@ class Emission:
         named = DOTTED.fullmatch(given) is not None
         model = given if named else target if target else self._name("model")
         plan = self.made.plan(model)
-        for name in () if plan.replicated else self.entries:
+        for name, maybe in () if plan.replicated else self.entries.items():
             self.edits.need(FSDP, "register_fsdp_forward_method")
-            plan.after.append(f'register_fsdp_forward_method({model}, "{name}")')
+            guard = f'if hasattr({model}, "{name}"):\n    ' if maybe else ""
+            plan.after.append(f'{guard}register_fsdp_forward_method({model}, "{name}")')
         if plan.simple:
             self._simple(shape, target, given, plan)
             return

@@ -18,7 +18,8 @@ ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments of which a call may have one of two expressions, as a condition says.
 CONDITIONAL = ("mixed_precision", "cpu_offload", "auto_wrap_policy", "sharding_strategy", "backward_prefetch",
-               "forward_prefetch", "limit_all_gathers", "use_orig_params")  # fmt: skip
+               "forward_prefetch", "limit_all_gathers", "use_orig_params", "device_mesh",
+               "ignored_modules")  # fmt: skip
 CHANGING = ("update", "pop", "popitem", "setdefault", "clear")
 
 

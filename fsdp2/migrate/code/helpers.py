@@ -53,6 +53,18 @@ def wrap_by_any(module, recurse, nonwrapped_numel, policies):
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 '''
 
+WRAP_ALWAYS = '''\
+def wrap_always(module, recurse, nonwrapped_numel):
+    """FSDP1's always_wrap_policy: a group for each module that has parameters of its own."""
+    return recurse or any(True for _ in module.parameters(recurse=False))
+'''
+
+LOCAL_SHARD = '''\
+def local_shard(tensor):
+    """This rank's part of a tensor, as FSDP1's parameters and gradients were."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+'''
+
 OWN_GROUP = '''\
 def own_group(module):
     """Say that a module is a group of its own, when the model that it is in is sharded."""
@@ -214,7 +226,9 @@ HELPERS = {
     "wrap_by_size": WRAP_BY_SIZE,
     "wrap_by_class": WRAP_BY_CLASS,
     "wrap_by_function": WRAP_BY_FUNCTION,
+    "wrap_always": WRAP_ALWAYS,
     "wrap_by_any": WRAP_BY_ANY,
+    "local_shard": LOCAL_SHARD,
     "own_group": OWN_GROUP,
     "no_sync": NO_SYNC,
     "no_sync or DDP": NO_SYNC_OR_DDP,

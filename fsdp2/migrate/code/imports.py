@@ -171,7 +171,11 @@ def _lines(edits: Edits, there: dict[tuple[str, str], str]) -> list[str]:
         lines.append(f"import {package}" + (f" as {alias}" if alias != package else ""))
     for package, names in sorted(edits.needs.items()):
         if not names:
-            if ("", package) not in there and not any(name.startswith(package + ".") for _, name in there):
+            plain = [name for (source, name), bound in there.items() if not source and bound == name]
+            below = {f"{source}.{name}".lstrip(".") for source, name in there}
+            loaded = any(name == package or name.startswith(package + ".") for name in below)
+            # Loaded under whatever name, it is an attribute of the package above, if that has its own name here.
+            if not (loaded and any(name.partition(".")[0] == package.partition(".")[0] for name in plain)):
                 lines.append(f"import {package}")
             continue
         missing = sorted(name for name in names if (package, name) not in there)

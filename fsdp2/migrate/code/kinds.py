@@ -60,14 +60,19 @@ def kind_of(values: Values, module: Module, node: cst.Call, given: Passed | None
     if len(symbols) != 1 or not symbols <= {f"StateDictType.{FULL}", f"StateDictType.{SHARDED}"}:
         raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
     kind = symbols.pop().partition(".")[2]
-    cpu, first = _config(values, module, args.get("state_dict_config", args.get(2)), (False, False), given or {})
+    cpu, first = _config(values, module, node, args.get("state_dict_config", args.get(2)), (False, False), given or {})
     optim = args.get("optim_state_dict_config", args.get(3))
-    optim_cpu, optim_first = _config(values, module, optim, (True, False), given or {})
+    optim_cpu, optim_first = _config(values, module, node, optim, (True, False), given or {})
     return Kind(kind, cpu, first, optim_cpu, optim_first)
 
 
 def _config(
-    values: Values, module: Module, node: cst.BaseExpression | None, default: tuple[bool, bool], given: Passed
+    values: Values,
+    module: Module,
+    call: cst.Call,
+    node: cst.BaseExpression | None,
+    default: tuple[bool, bool],
+    given: Passed,
 ) -> tuple[bool | str, bool]:
     if node is None:
         return default
@@ -79,9 +84,11 @@ def _config(
     leaf = leaves[0]
     first = _flag(leaf, "rank0_only", 1, False, given)
     offload = leaf.args.get("offload_to_cpu", leaf.args.get(0))
-    # An expression can be said again elsewhere where everything in it is a name of the module.
-    if first and offload is not None and leaf.module is module and _of_the_module(offload, module):
-        return module.code(offload), first
+    # An expression can be said again elsewhere where everything in it is a name of the module, or of this function.
+    if offload is not None and leaf.module is module and not isinstance(constant(offload), bool):
+        here = module.function(offload) is module.function(call) and not isinstance(offload, cst.Name)
+        if here or (first and _of_the_module(offload, module)):
+            return module.code(offload), first
     return _flag(leaf, "offload_to_cpu", 0, default[0], given), first
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from fsdp2.migrate.code.bindings import arguments
+from fsdp2.migrate.code.blocks import can_unwrap, unwrap
+from fsdp2.migrate.code.each_parameter import changes_each
 from fsdp2.migrate.code.edits import Undecided, call
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
@@ -15,6 +17,9 @@ from fsdp2.migrate.code.translate import FSDP, constant
 from fsdp2.migrate.code.values import string
 
 PREFIX = "_fsdp_wrapped_module"
+# What FSDP1's models have of their own, and FSDP2's haven't.
+ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device",
+              "training_state", "_handle", "_handles", "_flat_param")  # fmt: skip
 # What a body under summon_full_params may call and still only read.
 READING = {
     "abs", "all", "allclose", "any", "append", "barrier", "buffers", "clone", "cpu", "data_ptr", "detach", "dict",
@@ -32,6 +37,7 @@ def move(scene: Scene) -> list[Undecided]:
         for attribute in module.all(cst.Attribute):
             _unwrapped(scene, module, attribute)
             try:
+                _attribute(scene, module, attribute)
                 _passed_on(scene, module, attribute)
             except Undecided as problem:
                 problems.append(problem)
@@ -72,6 +78,26 @@ def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None
         name = "FSDPModule" if symbol == CLASS else "MixedPrecisionPolicy"
         edits.need(FSDP, name)
         edits.replace(module.span(node), name)
+
+
+def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
+    """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
+    name = node.attr.value
+    if name not in ATTRIBUTES or not scene.calls or isinstance(module.parent(node), cst.AssignTarget):
+        return ""
+    if not scene.is_model(node.value, module):
+        return ""
+    return "FC30" if name == "process_group" else "FC31"
+
+
+def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
+    code = attribute_of_model(scene, module, node)
+    edits = scene.edits(module)
+    if code == "FC30":
+        text = f"next({edits.code(node.value)}.parameters()).device_mesh.get_group(-1)"
+        edits.replace(module.span(node), text)
+    elif code:
+        raise Undecided(code, "FSDP2's models don't have it", node, module, blocking=False)
 
 
 def _unwrapped(scene: Scene, module: Module, node: cst.Attribute) -> None:
@@ -119,6 +145,14 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
             edits = scene.edits(module)
             edits.replace(module.span(node), edits.code(node.args[0].value))
         return
+    if asks_for_method(scene, module, node):
+        edits = scene.edits(module)
+        text = f"isinstance({edits.code(node.args[0].value)}, FSDPModule)"
+        if scene.ddp and string(node.args[1].value) == "no_sync":  # which DDP has
+            text = f"({text} or {edits.code(node)})"
+        edits.need(FSDP, "FSDPModule")
+        edits.replace(module.span(node), text)
+        return
     if not isinstance(node.func, cst.Attribute):
         return
     receiver, method = node.func.value, node.func.attr.value
@@ -142,6 +176,17 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         _no_sync(scene, module, node, receiver)
     elif scene.calls:
         raise Undecided("FM22", "a communication hook has no equivalent", node, module, blocking=False)
+
+
+def asks_for_method(scene: Scene, module: Module, node: cst.Call) -> bool:
+    """hasattr(model, "no_sync") and the like, by which a program knows FSDP1's models."""
+    return (
+        bool(scene.calls)
+        and module.code(node.func) == "hasattr"
+        and len(node.args) == 2
+        and string(node.args[1].value) in ("no_sync", "clip_grad_norm_", "summon_full_params", "_fsdp_wrapped_module")
+        and scene.is_model(node.args[0].value, module)
+    )
 
 
 def calls_forward(scene: Scene, module: Module, called: cst.Attribute) -> bool:
@@ -239,15 +284,24 @@ def _summon(
     def stop(why: str) -> Undecided:
         return Undecided("FM09", why, node, module, blocking=False)
 
+    with_item = module.parent(node)
+    block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
+    read_only = constant(args.get("writeback"), True) is False
+    if (
+        isinstance(block, cst.With)
+        and isinstance(with_item, cst.WithItem)
+        and not spread
+        and can_unwrap(module, block)
+        and (changes_each(scene, module, block) or (not scene.lowered and _only_calls(scene, module, block, model)))
+    ):
+        unwrap(scene.edits(module), block, with_item)
+        return
     if (
         spread
         or constant(args.get("with_grads"), False) is not False
         or constant(args.get("recurse"), True) is not True
     ):
         raise stop("some of its arguments have no equivalent")
-    with_item = module.parent(node)
-    block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
-    read_only = constant(args.get("writeback"), True) is False
     if not isinstance(block, cst.With):
         if scene.lowered or not read_only:
             raise stop("it isn't opened by a with statement")
@@ -267,6 +321,27 @@ def _summon(
         edits.need("torch")
     edits.helpers["full_params"] = HELPERS["full_params, own dtype" if scene.lowered else "full_params"]
     edits.replace(module.span(node), f"full_params({edits.code(model)})")
+
+
+def _only_calls(scene: Scene, module: Module, block: cst.With, model: cst.BaseExpression) -> bool:
+    """Whether all that the body does with the model is to call it, or a method that gathers as a call does."""
+    shown = module.code(model)
+    reads = 0
+    for name in module.within(block.body, cst.Name, cst.Attribute):
+        if module.code(name) != shown:
+            continue
+        reads, below = reads + 1, name
+        above = module.parent(below)
+        if isinstance(above, cst.Attribute) and above.attr.value in ("module", PREFIX):
+            below, above = above, module.parent(above)
+        if isinstance(above, cst.Attribute):
+            below, above = above, module.parent(above)
+        if not isinstance(above, cst.Call) or above.func is not below:
+            return False
+        method = below.attr.value if isinstance(below, cst.Attribute) and module.code(below) != shown else "forward"
+        if method not in ("forward", "eval", "train", "module", PREFIX) and id(above) not in scene.entry_points:
+            return False
+    return reads > 0
 
 
 def _reads_only(module: Module, block: cst.With) -> bool:

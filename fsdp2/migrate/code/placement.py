@@ -45,6 +45,7 @@ class Placement:
     edits: Edits
     args: dict[str, cst.BaseExpression]
     taken: set[str]
+    made: dict[int, cst.IfExp]  # arguments that stand nowhere in the text
     group: str  # the process group, if it isn't all ranks
     ignored_name: str = ""
 
@@ -56,6 +57,10 @@ class Placement:
         return None if node is None or constant(node) is None else node
 
     def _text(self, node: cst.CSTNode) -> str:
+        if isinstance(node, cst.IfExp) and id(node) in self.made:
+            return f"{self._text(node.body)} if {self._text(node.test)} else {self._text(node.orelse)}"
+        if isinstance(node, cst.Name) and node.value == "None":
+            return "None"  # which may have been made up too
         return self.rewriting.code(node, self.module)
 
     def _fresh(self, name: str) -> str:

@@ -7,11 +7,12 @@ import libcst as cst
 
 from fsdp2.migrate.code.beyond import uses
 from fsdp2.migrate.code.bindings import Leaf
+from fsdp2.migrate.code.conditions import POLICY_CLASSES, SIZE
 from fsdp2.migrate.code.edits import Undecided
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
-from fsdp2.migrate.code.translate import POLICY_CLASSES, SIZE, Rewriting
+from fsdp2.migrate.code.translate import Rewriting
 
 # By FSDP1's name: the helper that takes its place, argument by argument.
 SAME = {
@@ -20,7 +21,9 @@ SAME = {
     "transformer_auto_wrap_policy": "wrap_by_class",
     "lambda_auto_wrap_policy": "wrap_by_function",
     "_or_policy": "wrap_by_any",
+    "always_wrap_policy": "wrap_always",
 }
+AS_THEY_ARE = (*SIZE, "always_wrap_policy")  # policies, and no functions that one is made of
 NEEDS_TORCH = ("wrap_by_size",)
 
 
@@ -49,7 +52,7 @@ def require_same(rewriting: Rewriting, leaves: list[Leaf], node: cst.BaseExpress
         known = leaf.symbol in SAME and leaf.kind in ("partial", "symbol")
         if leaf.kind not in ("none", "function") and not known:
             raise Undecided("FA05", "it is one of several kinds of policies", node, module)
-        if known and leaf.symbol not in SIZE and leaf.kind == "symbol":
+        if known and leaf.symbol not in AS_THEY_ARE and leaf.kind == "symbol":
             raise Undecided("FA05", "it has no arguments", node, module)
 
 
@@ -95,8 +98,9 @@ def _complete(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> b
     above = module.parent(node)
     call = module.parent(above) if isinstance(above, cst.Arg) else above
     if not isinstance(call, cst.Call):
-        return symbol in SIZE
+        return symbol in AS_THEY_ARE
     keywords = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     wanted = {"wrap_by_size": {"min_num_params"}, "wrap_by_class": {POLICY_CLASSES["transformer_auto_wrap_policy"]},
-              "wrap_by_function": {"lambda_fn"}, "wrap_by_any": {"policies"}}[SAME[symbol]]  # fmt: skip
+              "wrap_by_function": {"lambda_fn"}, "wrap_by_any": {"policies"}, "wrap_always": set(),
+              }[SAME[symbol]]  # fmt: skip
     return keywords - {"module", "recurse", "nonwrapped_numel"} <= wanted

@@ -26,6 +26,10 @@ FIELDS = (
 NORMED = re.compile(
     r"BatchNorm|batch_norm|torchvision\.models|timm|segmentation_models|resnet|hub\.load", re.IGNORECASE
 )
+# What registers buffers that may be of a floating-point dtype.
+BUFFERED = re.compile(
+    r"register_buffer|nn\.Buffer|BatchNorm|InstanceNorm|named_buffers|transformers|torchvision|timm|hub\.load"
+)
 LANGUAGE = re.compile(r"^\s*(from|import) (transformers|fms|flash_attn)\b", re.MULTILINE)
 NORM = "torch.nn.modules.batchnorm._BatchNorm"
 
@@ -139,9 +143,10 @@ def _with_comments(leaf: Leaf, parts: list[str]) -> str:
     return "MixedPrecisionPolicy(\n" + "".join(f"{indent}    {line}\n" for line in lines) + indent + ")"
 
 
-def translate(rewriting: Rewriting, node: cst.BaseExpression, module: Module, wrapped: bool, normed: bool) -> Precision:
-    """The mixed_precision argument of a call. `wrapped`: the call has a wrapping policy. `normed`: the model may
-    have batch norm."""
+def translate(
+    rewriting: Rewriting, node: cst.BaseExpression, module: Module, wrapped: bool, model: cst.BaseExpression
+) -> Precision:
+    """The mixed_precision argument of a call that shards `model`. `wrapped`: the call has a wrapping policy."""
     leaves = rewriting.values.leaves(node, module)
     if any(leaf.kind == "unknown" for leaf in leaves):
         some = []  # which in_place says
@@ -162,8 +167,8 @@ def translate(rewriting: Rewriting, node: cst.BaseExpression, module: Module, wr
         policy=made,
         castless=casting == {False},
         by_policy=by_policy,
-        buffers=_buffers(leaves, node, module, rewriting),
-        norms=wrapped and normed and ignoring,
+        buffers=_buffers(leaves, node, module, rewriting) if _may_have(BUFFERED, rewriting, model, module) else "",
+        norms=wrapped and ignoring and _may_have_norms(rewriting, model, module),
         maybe=maybe or not all(_written(leaf) for leaf in leaves if leaf.kind != "none"),
     )
 
@@ -175,8 +180,8 @@ def _written(leaf: Leaf) -> bool:
 
 
 def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewriting: Rewriting) -> str:
-    """ "" (none), "param" (whatever param_dtype is), or a dtype that is written out where the call sees it."""
-    said, written = set(), set()
+    """ "" (none), "param" or "reduce" (whatever that dtype is), or one that is written out where the call sees it."""
+    said, written, reduced = set(), set(), True
     for leaf in leaves:
         given = fields(leaf) if leaf.kind != "none" else {}
         text = leaf.module.code(given["buffer_dtype"]) if "buffer_dtype" in given else "None"
@@ -184,6 +189,7 @@ def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewri
         if leaf.kind != "none":
             said.add("" if text == "None" else "param" if text == param else text)
             written.add(text)
+            reduced = reduced and "reduce_dtype" in given and leaf.module.code(given["reduce_dtype"]) == text != "None"
     if len(said) == 1 and (said <= {"", "param"} or rewriting.only(node, module) is not None):
         return said.pop()
     # The same dtype wherever there is one, and the policy tells whether there is: the call can say it.
@@ -191,17 +197,25 @@ def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewri
         (text,) = written
         if re.fullmatch(r"torch\.\w+", text):
             return text
+    if reduced:
+        return "reduce"
     raise Undecided("FP03", "buffers have different dtypes on different paths", node, module)
 
 
-def may_have_norms(rewriting: Rewriting, node: cst.BaseExpression, module: Module) -> bool:
-    """Whether a model may hold batch norm: it does where the program says so, or where nothing is known of it."""
-    if any(NORMED.search(source.text) for source in rewriting.program.sources.values()):
+def _may_have_norms(rewriting: Rewriting, node: cst.BaseExpression, module: Module) -> bool:
+    """Whether a model may hold batch norm."""
+    language = any(LANGUAGE.search(source.text) for source in rewriting.program.sources.values())
+    return _may_have(NORMED, rewriting, node, module, but=language)
+
+
+def _may_have(
+    words: re.Pattern[str], rewriting: Rewriting, node: cst.BaseExpression, module: Module, but: bool = False
+) -> bool:
+    """Whether a model may hold something: it does where a word in the program says so, or where nothing is known of
+    the model. `but`: what is known of the program speaks against it."""
+    if any(words.search(source.text) for source in rewriting.program.sources.values()):
         return True
-    if any(LANGUAGE.search(source.text) for source in rewriting.program.sources.values()):
-        return False
-    leaves = rewriting.values.leaves(node, module)
-    return any(not _plain(rewriting, leaf) for leaf in leaves)
+    return not but and any(not _plain(rewriting, leaf) for leaf in rewriting.values.leaves(node, module))
 
 
 def _plain(rewriting: Rewriting, leaf: Leaf) -> bool:
@@ -213,6 +227,8 @@ def _plain(rewriting: Rewriting, leaf: Leaf) -> bool:
         names = [name for name, _ in module.qualified(node)]
         if any(name.startswith(("transformers.", "torch.nn.")) for name in names):
             return True
+        if "copy.deepcopy" in names and isinstance(node, cst.Call) and node.args:
+            return all(_plain(rewriting, below) for below in rewriting.values.leaves(node.args[0].value, module))
         if isinstance(node, cst.Call):
             for made in rewriting.values.leaves(node.func, module) if isinstance(node.func, cst.Name) else []:
                 if made.kind == "class":

@@ -25,6 +25,10 @@ SURE = re.compile(
     r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
     r"|_fsdp_wrapped_module"
 )
+IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
+)
+HANDLES = re.compile(r"parameters\(|state_dict|no_sync|clip_grad|requires_grad")  # what is done with models
 DEPTH = 12
 
 
@@ -60,10 +64,11 @@ class Program:
         sure = {path for path, source in self.sources.items() if SURE.search(source.text)}
         words = set().union(*(re.findall(r"\w+", self.sources[path].text) for path in sure)) if sure else set()
         names = {path.parent.name if path.stem == "__init__" else path.stem for path in sure}
+        near = self._near(sure)
         paths = [
             path
             for path, source in self.sources.items()
-            if path in sure
+            if path in near
             or (
                 MENTIONS.search(source.text)
                 # a file that only works with models: imported by one that surely does, or importing it
@@ -71,6 +76,31 @@ class Program:
             )
         ]
         return [module for path in paths if (module := self.module(path)) is not None]
+
+    def _near(self, sure: set[Path]) -> set[Path]:
+        """Files that use FSDP1, those that import one of them, through a package's __init__.py too, and what these
+        import that does something with parameters: a model goes from one to the other under any name."""
+        imported = {path: self._imported(path) for path in self.sources} if sure else {}
+        shared, found = set(sure), set(sure)
+        while True:
+            new = {path for path, others in imported.items() if others & shared} - found
+            found |= new
+            if not (more := {path for path in new if path.stem == "__init__"} - shared):
+                break
+            shared |= more
+        below = {
+            other for path in found for other in imported.get(path, ()) if HANDLES.search(self.sources[other].text)
+        }
+        return found | below
+
+    def _imported(self, path: Path) -> set[Path]:
+        """The given files that a file imports, found without parsing it."""
+        names: list[str] = []
+        for package, listed, plain in IMPORTS.findall(self.sources[path].text):
+            between = "" if package.endswith(".") else "."
+            names += [package, *(package + between + name for name in re.findall(r"\w+", listed))] if package else []
+            names += re.findall(r"[\w.]+", plain)
+        return {found for name in names if (found := self._file_of(name, path)) is not None and found != path}
 
     @property
     def parsed(self) -> list[Module]:
@@ -82,13 +112,13 @@ class Program:
         """The given file that a module's name means, seen from another one. None if it isn't among them."""
         key = (dotted, importer.path)
         if key not in self._files:
-            self._files[key] = self._file_of(dotted, importer)
+            self._files[key] = self._file_of(dotted, importer.path.resolve())
         return self._files[key]
 
-    def _file_of(self, dotted: str, importer: Module) -> Path | None:
+    def _file_of(self, dotted: str, importer: Path) -> Path | None:
         if dotted.startswith("."):
             level = len(dotted) - len(dotted.lstrip("."))
-            folder = importer.path.resolve().parent
+            folder = importer.parent
             for _ in range(level - 1):
                 folder = folder.parent
             return self._under(folder, dotted.lstrip("."))
@@ -96,7 +126,7 @@ class Program:
         candidates = self._by_last_name.get(parts[-1], [])
         if not candidates:
             return None
-        folders = [importer.path.resolve().parent, *importer.path.resolve().parents]
+        folders = [importer.parent, *importer.parents]
         for folder in folders:  # the nearest one wins, as it does when a script is run from its folder
             found = self._under(folder, dotted)
             if found in candidates:

@@ -13,10 +13,12 @@ import libcst as cst
 from fsdp2.checkpoint.tables import printable
 from fsdp2.migrate.code import (
     beyond,
+    each_parameter,
     imports,
     marks,
     methods,
     optimizers,
+    partials,
     policies,
     precision,
     sharded_reads,
@@ -84,8 +86,12 @@ def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> l
 def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other."""
-    if spelled := wrapping.spelled_out(program):
-        result = _rewrite(Program(spelled.get(path, source) for path, source in program.sources.items()), program)
+    spelled = program
+    for step in (wrapping, partials):
+        if made := step.spelled_out(spelled):
+            spelled = Program(made.get(path, source) for path, source in spelled.sources.items())
+    if spelled is not program:
+        result = _rewrite(spelled, program)
         if not any(problem.blocking for problem in result.undecided):
             return result
     return _rewrite(program, program)
@@ -138,19 +144,22 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
+    strategies.move(scene)
     for node, module, preset in calls:
         try:
-            entries = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
-            Emission(Construction(rewriting, node, module, preset), list(entries)).emit()
+            names = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
+            entries = {name: scene.maybe_without(node, module, name) for name in names}
+            Emission(Construction(rewriting, node, module, preset), entries).emit()
             if preset is not None:
                 rewriting.drop(node.func, module)
         except Undecided as problem:
             undecided.append(problem)
     undecided += optimizers.move(scene)
-    strategies.move(scene)
+    strategies.move_kinds(scene)
     if calls:
         precision.move_unread(rewriting)
     sharded_reads.move(scene)
+    each_parameter.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
     policies.move(scene)
@@ -164,9 +173,10 @@ def _strategies(
 ) -> list[tuple[cst.BaseExpression, Module]]:
     """The sharding_strategy of each call that has one, as far as its arguments are known."""
     found = []
+    probe = Rewriting(rewriting.program)  # nothing is changed yet
     for node, module, preset in calls:
         with contextlib.suppress(Undecided):  # which the call itself raises again
-            given = Given(rewriting, node, module, preset).args.get("sharding_strategy")
+            given = Given(probe, node, module, preset).args.get("sharding_strategy")
             found += [] if given is None else [(given, module)]
     return found
 

@@ -27,6 +27,10 @@ FIRST_RANK = re.compile(
 )
 
 
+# Functions that compute with a model they are given, most likely.
+RUNS = re.compile(r"train|fit|run|eval|valid|test|sample|generate|step|epoch|loop", re.IGNORECASE)
+
+
 @dataclass
 class Scene:
     rewriting: Rewriting
@@ -89,6 +93,32 @@ class Scene:
             if of_class or any(self.is_model(arg.value, module) for arg in call.args):
                 yield call, symbol.partition(".")[2]
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether something is computed without gradients, after which groups stay gathered."""
+        return any("no_grad" in module.text or "inference_mode" in module.text for module in self.modules)
+
+    def fresh(self, node: cst.CSTNode, module: Module, depth: int = 0) -> bool:
+        """Whether nothing has been computed when the program gets here: no loop and no call of a model stands before
+        it, in its function and where that is called."""
+        home = module.function(node)
+        start = module.span(node)[0]
+        for known in module.within(home or module.tree, cst.For, cst.While, cst.Call):
+            if module.function(known) is not home or module.span(known)[0] >= start:
+                continue
+            called = known.func if isinstance(known, cst.Call) else None
+            if called is None or self.is_model(called, module):
+                return False
+            runs = module.code(called).rpartition(".")[2]
+            if RUNS.search(runs) and any(self.is_model(arg.value, module) for arg in known.args):
+                return False
+        if home is None or home.name.value == "main":
+            return True
+        calls = self.values.calls(home, module)
+        if not calls and isinstance(module.enclosing(home, cst.ClassDef, cst.FunctionDef), cst.ClassDef):
+            return False
+        return bool(calls) and depth < 4 and all(self.fresh(call, where, depth + 1) for call, where in calls)
+
     def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:
         """Whether only the first rank gets here, as far as conditions of this function say."""
         below: cst.CSTNode = node
@@ -120,13 +150,26 @@ class Scene:
         return found
 
     @functools.cached_property
+    def entry_points(self) -> set[int]:
+        """All such calls, by node."""
+        return {id(made) for call, module in self.calls for _, made, _ in self.entries(call, module)}
+
+    def maybe_without(self, construction: cst.Call, module: Module, method: str) -> bool:
+        """Whether one of the classes that a model may be of has no such method."""
+        given = [
+            a.value for a in construction.args if not a.star and (a.keyword is None or a.keyword.value == "module")
+        ]
+        owners = [owner for owner, _ in self.values.classes(given[0], module)] if given else []
+        return any(method not in methods_of(owner) for owner in owners)
+
+    @functools.cached_property
     def called_on_models(self) -> set[int]:
         """Methods of sharded models' classes that are called on the models, by node."""
         found = set()
         for construction, module in self.calls:
             given = [a.value for a in construction.args if not a.star and a.keyword is None][:1]
             for owner, _ in self.values.classes(given[0], module) if given else ():
-                own = {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
+                own = methods_of(owner)
                 for where in self.modules:
                     for made in where.all(cst.Call):
                         called = made.func if isinstance(made.func, cst.Attribute) else None
@@ -135,13 +178,17 @@ class Scene:
         return found
 
 
+def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
+    return {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
+
+
 def computing(owner: cst.ClassDef) -> list[str]:
     """A model's methods that compute with its parameters: those that call it or a part of it, or read a parameter.
 
     Of others, such as one that returns a configuration, an entry point mustn't be made: it would gather parameters,
     and whoever calls it on one rank alone would wait for the others.
     """
-    methods = {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
+    methods = methods_of(owner)
     made = m.Call(func=m.Name("Parameter") | m.Attribute(attr=m.Name("Parameter")))
     parameters = {
         node.targets[0].target.attr.value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from functools import partial
 
 import libcst as cst
 
+from fsdp2.migrate.code import each_parameter
 from fsdp2.migrate.code.bindings import arguments
+from fsdp2.migrate.code.blocks import can_unwrap, unwrap
 from fsdp2.migrate.code.edits import Undecided, call
 from fsdp2.migrate.code.kinds import FULL, SHARDED, Kind, kind_of
 from fsdp2.migrate.code.module import Module
@@ -95,35 +96,10 @@ class StateDicts:
 
     def _unwrap(self, module: Module, block: cst.With, item: cst.WithItem) -> None:
         """The with statement goes, its body stays."""
-        edits = self.scene.edits(module)
+        if not can_unwrap(module, block):
+            raise Undecided("FM07", "the lines of its body can't be moved", block, module)
         self._drop_configs(module, item.item)
-        if len(block.items) > 1:
-            kept = [edits.code(other.item) for other in block.items if other is not item]
-            aliases = [module.code(other) for other in block.items if other is not item]
-            start = module.span(block.items[0])[0]
-            end = module.span(block.items[-1])[1]
-            edits.replace((start, end), ", ".join(a.rstrip(", ") for a in aliases) or ", ".join(kept))
-            return
-        if not isinstance(block.body, cst.IndentedBlock):
-            raise Undecided("FM07", "its body stands on the same line", block, module)
-        outer = module.indent(block)
-        header = module.line_span(block)[0]
-        start = self._body_start(module, block)
-        end = module.line_span(block.body.body[-1])[1]
-
-        def body() -> str:
-            inner = edits.render((start, end))
-            return textwrap.indent(textwrap.dedent(inner), outer, lambda line: bool(line.strip()))
-
-        edits.replace((header, end), body)
-
-    @staticmethod
-    def _body_start(module: Module, block: cst.With) -> int:
-        """Behind the colon's line, so that comments above the first statement are kept."""
-        colon = max(module.span(item)[1] for item in block.items)
-        text = module.text
-        position = text.index(":", colon)
-        return text.index("\n", position) + 1
+        unwrap(self.scene.edits(module), block, item)
 
     def _drop_configs(self, module: Module, node: cst.BaseExpression) -> None:
         if isinstance(node, cst.Call):
@@ -183,7 +159,11 @@ class StateDicts:
             if strict is not None and constant(strict) is not True:
                 options.append(f"strict={edits.code(strict)}")
             function, values = "set_model_state_dict", [shown, edits.code(state)]
+            if self.scene.evaluates and not self.scene.fresh(node, module):
+                self._reshard(module, node, receiver)
         text = self._made(module, node, function, values, options)
+        if method == "state_dict":
+            self._offloaded(module, node, kind, kind.cpu, options)
         if method == "state_dict" and kind.kind == FULL and kind.cpu is True and "cpu_offload=True" not in options:
             text = f"{{name: tensor.cpu() for name, tensor in {text}.items()}}"
         edits.replace(module.span(node), text)
@@ -268,12 +248,20 @@ class StateDicts:
         edits = self.scene.edits(module)
         self._reshard(module, node, model)
         options = kind.options(True, self._read_first(module, node))
+        self._offloaded(module, node, kind, kind.optim_cpu, options)
         text = self._made(module, node, "get_optimizer_state_dict", [edits.code(model), edits.code(optimizer)], options)
         edits.replace(module.span(node), text)
 
+    @staticmethod
+    def _offloaded(module: Module, node: cst.Call, kind: Kind, cpu: bool | str, options: list[str]) -> None:
+        """On every rank, FSDP2's own option would leave the state on the first one only."""
+        if kind.kind == FULL and isinstance(cpu, str) and not any("cpu_offload" in option for option in options):
+            raise Undecided("FM07", "offload_to_cpu is decided at run time", node, module)
+
     def _reshard(self, module: Module, node: cst.Call, model: cst.BaseExpression) -> None:
-        """After a forward pass without gradients groups stay gathered, and get_optimizer_state_dict would find other
-        parameters in the model than in the optimizer. The model's state dict, made before, puts them back."""
+        """After a forward pass without gradients groups stay gathered: get_optimizer_state_dict would find other
+        parameters in the model than in the optimizer, and set_model_state_dict would take shards for whole ones. The
+        model's state dict, made before, puts them back."""
         home, start = module.function(node), module.span(node)[0]
         for call_node in module.all(cst.Call):
             called = call_node.func
@@ -282,15 +270,8 @@ class StateDicts:
                 return
         statement = module.statement(node)
         if isinstance(statement, cst.SimpleStatementLine):
-            edits = self.scene.edits(module)
-            edits.need("torch.distributed.fsdp", "FSDPModule")
-            shown = edits.code(model)
-            name = "group" if shown.startswith("module") else "module"
-            edits.before(
-                statement,
-                f"for {name} in {shown}.modules():  # evaluation leaves groups gathered\n"
-                f"    if isinstance({name}, FSDPModule):\n        {name}.reshard()",
-            )
+            shown = self.scene.edits(module).code(model)
+            each_parameter.reshard(self.scene, module, statement, [shown], "evaluation leaves groups gathered")
 
     def _load(
         self, module: Module, node: cst.Call, method: str, args: dict[str | int, cst.BaseExpression], kind: Kind

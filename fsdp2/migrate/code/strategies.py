@@ -54,10 +54,16 @@ def name_of(leaf: Leaf) -> str:
 
 
 def move(scene: Scene) -> None:
-    """What else the program does with strategies and kinds of state dicts: comparisons, annotations, names of them."""
-    for enum in [ENUM] * scene.rewriting.by_name + [KINDS] * _all_kinds_said(scene):
-        for module in scene.modules:
-            _names(scene, module, enum)
+    """What else the program does with strategies: comparisons, annotations, names of them. Before the calls are moved,
+    which may say some of it again."""
+    for module in scene.modules if scene.rewriting.by_name else ():
+        _names(scene, module, ENUM)
+
+
+def move_kinds(scene: Scene) -> None:
+    """The same for kinds of state dicts, once the calls that set one are moved."""
+    for module in scene.modules if _all_kinds_said(scene) else ():
+        _names(scene, module, KINDS)
 
 
 def _all_kinds_said(scene: Scene) -> bool:
@@ -92,7 +98,10 @@ def _looped(scene: Scene, module: Module, node: cst.Name | cst.Attribute, enum: 
         return False
     reads = module.references(loop.target)
     above = [module.parent(read) for read in reads]
-    if any(isinstance(a, cst.Attribute) and a.value is r and a.attr.value != "name" for r, a in zip(reads, above, strict=True)):
+    if any(
+        isinstance(a, cst.Attribute) and a.value is r and a.attr.value != "name"
+        for r, a in zip(reads, above, strict=True)
+    ):
         return False
     edits = scene.edits(module)
     for read, attribute in zip(reads, above, strict=True):

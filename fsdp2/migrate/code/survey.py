@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import libcst as cst
 
-from fsdp2.migrate.code import beyond, imports, spawn
+from fsdp2.migrate.code import beyond, each_parameter, imports, spawn
 from fsdp2.migrate.code.construct import OLD, code_of
 from fsdp2.migrate.code.finding import Finding, make
 from fsdp2.migrate.code.given import ORDER, added
-from fsdp2.migrate.code.methods import PREFIX, asked_for, calls_forward
+from fsdp2.migrate.code.methods import PREFIX, asked_for, asks_for_method, attribute_of_model, calls_forward
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.optimizers import made_before
 from fsdp2.migrate.code.placement import meta_calls
@@ -147,17 +147,26 @@ class Survey:
                 and not asked_for(module, attribute)
             ):
                 self._add(module, attribute, "FC08")
+            if own := attribute_of_model(self.scene, module, attribute):
+                self._add(module, attribute, own)
             called = module.parent(attribute)
             passed_on = not (isinstance(called, cst.Call) and called.func is attribute)
             if attribute.attr.value == "no_sync" and passed_on and self.scene.is_model(attribute.value, module):
                 self._add(module, attribute, "FM12")
-            if beyond.gradient(self.scene, module, attribute):
+            if each_parameter.gradient(self.scene, module, attribute):
                 self._add(module, attribute, "FC26")
-            if beyond.shape_of_parameter(self.scene, module, attribute):
+            if each_parameter.shape_of_parameter(self.scene, module, attribute):
                 self._add(module, attribute, "FC28")
+        for target in module.all(cst.AssignTarget):
+            if each_parameter.frozen(self.scene, module, target):
+                self._add(module, target, "FC18")
         for call in module.all(cst.Call):
+            if asks_for_method(self.scene, module, call):
+                self._add(module, call, "FC03")
             if isinstance(call.func, cst.Attribute):
                 self._method(module, call, call.func)
+            if isinstance(call.func, cst.Attribute) and each_parameter.changed_by_hand(self.scene, module, call.func):
+                self._add(module, call, "FC27")
             for problem in beyond.changed_calls(self.scene, module, call):
                 self._add(module, call, problem.code)
             if (code := beyond.around(self.scene, module, call)) is not None:

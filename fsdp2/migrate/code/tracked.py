@@ -42,6 +42,8 @@ class Tracked:
         self._bound: dict[int, int] = {}  # a binding's node: the position from which on it is a sharded model
         self._attributes: dict[str, set[str]] = {}  # by name: the classes that set it; "" for other objects
         self._returning: set[int] = set()
+        # Dictionaries, lists and ModuleDicts of sharded models, by their names: where something of them is sharded.
+        self._holders: dict[str, list[tuple[cst.FunctionDef | None, int]]] = {}
         self._grow()
 
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
@@ -52,9 +54,16 @@ class Tracked:
             if node.attr.value in ("module", "_fsdp_wrapped_module") and self.is_model(node.value, module):
                 return True
             return self._held(node, module)
+        if isinstance(node, cst.Subscript):
+            held = self._holders.get(module.code(node.value), [])
+            home, here = module.function(node), module.span(node)[0]
+            later = any(function is home and here < since for function, since in held)
+            return bool(held) and not later and self.is_model(node.value, module)
         if isinstance(node, cst.Name):
             if self._excluded(node, module):
                 return False
+            if self._made and self._included(node, module):
+                return True
             here = module.span(node)[0]
             others = self._otherwise(node, module)
             for binding in module.assignments(node):
@@ -102,6 +111,9 @@ class Tracked:
         if setters is None:
             return False
         if not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            if node.attr.value == "module":  # of DDP, it may be: only an object of a class that sets it
+                owners = {owner.name.value for owner, _ in self.values.classes(node.value, module)}
+                return bool(owners & setters)
             return True
         owner = module.enclosing(node, cst.ClassDef)
         return owner is not None and bool(setters & ({owner.name.value, ""} | self._bases(owner, module)))
@@ -140,16 +152,56 @@ class Tracked:
                 return False
             if isinstance(above, (cst.If, cst.IfExp)) and below is above.orelse:
                 test = above.test
-                if (
-                    isinstance(test, cst.Call)
-                    and isinstance(test.func, cst.Name)
-                    and test.func.value == "isinstance"
-                    and module.code(test.args[0].value) == node.value
-                    and self.program.symbol(test.args[1].value, module) == CLASS
-                ):
+                if self._asks(test, node.value, module):
                     return True
+                if isinstance(above, cst.If) and self._fsdp1_alone(above.body, node.value, module):
+                    return True
+            if isinstance(below, (cst.SimpleStatementLine, cst.BaseCompoundStatement)) and self._left_before(
+                below, node.value, module
+            ):
+                return True
             below = above
         return False
+
+    def _asks(self, test: cst.BaseExpression, name: str, module: Module) -> bool:
+        """isinstance(model, FSDP), or hasattr for a method that only FSDP1's models have."""
+        if not isinstance(test, cst.Call) or len(test.args) != 2 or module.code(test.args[0].value) != name:
+            return False
+        second = test.args[1].value
+        if module.code(test.func) == "hasattr":
+            return isinstance(second, cst.SimpleString) and second.evaluated_value == "clip_grad_norm_"
+        return module.code(test.func) == "isinstance" and self.program.symbol(second, module) == CLASS
+
+    def _left_before(self, statement: cst.CSTNode, name: str, module: Module) -> bool:
+        """Whether the function has returned before this statement if the model is sharded."""
+        for known in module.block_of(statement):
+            if known is statement:
+                return False
+            if isinstance(known, cst.If) and known.orelse is None and self._asks(known.test, name, module):
+                last = known.body.body[-1]
+                if isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], (cst.Return, cst.Raise)):
+                    return True
+        return False
+
+    def _included(self, node: cst.Name, module: Module) -> bool:
+        """Whether this stands under `if isinstance(model, FSDP)`."""
+        below: cst.CSTNode = node
+        for above in module.ancestors(node):
+            if isinstance(above, cst.FunctionDef):
+                return False
+            asked = above.test if isinstance(above, (cst.If, cst.IfExp)) and below is above.body else None
+            if asked is not None and self._asks(asked, node.value, module):
+                return True
+            below = above
+        return False
+
+    def _fsdp1_alone(self, branch: cst.BaseSuite, name: str, module: Module) -> bool:
+        """Whether static methods of FSDP1's class are called with a model, so that what follows else is for others."""
+        return any(
+            (self.program.symbol(call.func, module) or "").startswith(CLASS + ".")
+            and any(module.code(arg.value) == name for arg in call.args)
+            for call in module.within(branch, cst.Call)
+        )
 
     def _beside(self, binding: cst.CSTNode, read: cst.Name, module: Module) -> bool:
         """Whether reads above the binding come before it: same function, and no loop around both."""
@@ -169,11 +221,23 @@ class Tracked:
                     self._assigned(assign, module)
                 for call in module.all(cst.Call):
                     self._passed(call, module)
+                for loop in module.all(cst.For):
+                    if isinstance(loop.target, cst.Name) and self._lists_models(loop.iter, module):
+                        self._bound.setdefault(id(loop.target), 0)
                 for returned in module.all(cst.Return):
                     if returned.value is not None and (function := module.function(returned)) is not None:
                         self._returned(returned.value, function, module)
             if before == (len(self._bound), sum(map(len, self._attributes.values())), len(self._returning)):
                 return
+
+    def _lists_models(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> bool:
+        """FSDP.fsdp_modules(model), or a function that returns it."""
+        if not isinstance(node, cst.Call) or depth > 2:
+            return False
+        if self.program.symbol(node.func, module) == f"{CLASS}.fsdp_modules":
+            return True
+        returned = self.values.returns(node, module) or ()
+        return any(self._lists_models(value, where, depth + 1) for value, where in returned)
 
     def _seed(self, call: cst.Call, module: Module) -> None:
         """The model that a static method of FSDP1's class is called with."""
@@ -196,8 +260,13 @@ class Tracked:
     def _target(self, target: cst.BaseExpression, module: Module, since: int) -> None:
         if isinstance(target, cst.Name):
             self._bound.setdefault(id(target), since)
-        elif isinstance(target, cst.Attribute) and target.attr.value != "module":
+        elif isinstance(target, cst.Attribute):
             self._attribute(target, module)
+        elif isinstance(target, cst.Subscript) and isinstance(target.value, (cst.Name, cst.Attribute)):
+            held = self._holders.setdefault(module.code(target.value), [])
+            if (place := (module.function(target), since)) not in held:
+                held.append(place)
+            self._target(target.value, module, since)
 
     def _attribute(self, node: cst.Attribute, module: Module) -> None:
         owner = module.enclosing(node, cst.ClassDef)

@@ -208,6 +208,8 @@ def by_key(node: cst.CSTNode, module: Module) -> bool:
         return over_keys or (above.keyword is not None and above.keyword.value == "choices")
     if isinstance(above, cst.Attribute):
         return above.attr.value == "keys"
+    if isinstance(above, cst.StarredElement):
+        return True
     if isinstance(above, (cst.For, cst.CompFor)):
         return above.iter is node
     return isinstance(above, cst.ComparisonTarget) and isinstance(above.operator, (cst.In, cst.NotIn))

@@ -13,6 +13,7 @@ from pathlib import Path
 import libcst as cst
 
 from fsdp2.migrate.code.bindings import arguments
+from fsdp2.migrate.code.blocks import can_unwrap, unwrap
 from fsdp2.migrate.code.edits import Edits, call
 from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.imports import tidy
@@ -41,8 +42,9 @@ class _Block:
             wrapper, self.entry = _in_dictionary(program, module, made)
         if wrapper is None or program.symbol(wrapper, module) != CLASS or any(isinstance(key, int) for key in given):
             raise _Unclear
-        if {"auto_wrap_policy", "fsdp_auto_wrap_policy"} & set(given) or len(opened.items) > 1 or opened.asynchronous:
+        if {"auto_wrap_policy", "fsdp_auto_wrap_policy"} & set(given):
             raise _Unclear
+        self.item = next(item for item in opened.items if item.item is made)
         self.wrapper = module.code(wrapper)
         self.options = [module.code(arg).rstrip(", \n") for arg in made.args if arg.value is not wrapper]
         self.spread = spread
@@ -89,7 +91,9 @@ class _Spelling:
         self.blocks = [block for module in modules for block in self._blocks(module)]
         if not self.blocks:
             raise _Unclear
-        calls = [(node, module) for module in modules for node in module.all(cst.Call) if self._is(node, module, "wrap")]
+        calls = [
+            (node, module) for module in modules for node in module.all(cst.Call) if self._is(node, module, "wrap")
+        ]
         self.within = {id(node): block for node, module in calls if (block := self._block(node, module)) is not None}
         self.marked = [(node, module) for node, module in calls if id(node) not in self.within]
         if any(module.source.notebook is not None for _, module in calls):
@@ -102,7 +106,9 @@ class _Spelling:
                 self._construct(node, module, self.within[id(node)])
         for block in self.blocks:
             self._open(block)
-        self.made = {module.path.resolve(): self._source(module) for module in modules if self.edits[id(module)].changed}
+        self.made = {
+            module.path.resolve(): self._source(module) for module in modules if self.edits[id(module)].changed
+        }
 
     def _is(self, node: cst.Call, module: Module, name: str) -> bool:
         return self.program.symbol(node.func, module) == name
@@ -173,21 +179,9 @@ class _Spelling:
         module, opened = block.module, block.opened
         if block.entry is not None:
             self.edits[id(module)].replace(block.entry, "")
-        if any("\n" in module.code(text) for text in module.within(opened.body, cst.SimpleString, cst.FormattedString)):
-            raise _Unclear  # of which some lines would lose their indent
-        first, last = opened.body.body[0], opened.body.body[-1]
-        edits = self.edits[id(module)]
-        span = module.line_span(opened)
-        header = module.text[span[0] : module.line_span(first)[0]]
-        said = [line.strip() for line in header.splitlines() if line.strip().startswith("#")]
-        body = (module.line_span(first)[0], max(module.line_span(last)[1], span[1]))
-        indent = module.indent(opened)
-
-        def opened_text() -> str:
-            made = textwrap.indent(textwrap.dedent(edits.render(body)), indent)
-            return "".join(f"{indent}{line}{module.source.newline}" for line in said) + made
-
-        edits.replace(span, opened_text)
+        if not can_unwrap(module, opened):
+            raise _Unclear
+        unwrap(self.edits[id(module)], opened, block.item)
 
     def _source(self, module: Module) -> Source:
         edits = self.edits[id(module)]

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -18,14 +17,12 @@ class Block(nn.Module):
 
 def made():
     torch.manual_seed(0)
-    return fully_shard(nn.Sequential(Block(), nn.Linear(8, 2)), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return FSDP(nn.Sequential(Block(), nn.Linear(8, 2)), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def norm_of(model):
-    total = torch.zeros(())
-    for parameter in model.parameters():
-        if (gradient := parameter.grad) is not None:
-            total += gradient.to_local().square().sum()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    total = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
     dist.all_reduce(total)
     return total.sqrt().item()
 

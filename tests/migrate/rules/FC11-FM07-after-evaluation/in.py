@@ -1,10 +1,10 @@
-"""Weights that are changed by hand."""
+"""A model that is loaded after it was evaluated."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
 
 
 class Block(nn.Module):
@@ -33,13 +33,17 @@ def train(model, optimizer, steps=3):
     return losses
 
 
+def restore(model, state):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(state)
+
+
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = train(model, optimizer)
     with torch.no_grad():
-        model.reshard()  # what is written to a gathered model is lost
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-        losses.append(model(torch.ones(1, 8)).sum().item())
+        losses.append(model(torch.ones(2, 8)).sum().item())
+    restore(model, state)
     return [*losses, *train(model, optimizer)]
