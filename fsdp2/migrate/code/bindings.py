@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.metadata import Assignment
 
-from fsdp2.migrate.code.members import class_attributes, field_of_any, is_property, method_of_any, returned_by
+from fsdp2.migrate.code.members import (
+    class_attributes,
+    constructed,
+    field_of_any,
+    is_property,
+    method_of_any,
+    returned_by,
+)
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program, top_assignments, top_level
 
@@ -304,9 +311,8 @@ class Bindings(ABC):
             return (values, "") if values else (None, f"self.{name} is set nowhere in its class")
         held: list[tuple[Bound, Module]] = []
         for owner, where in self.classes(node.value, module):
-            for target, value in class_attributes(owner):
-                if target == name:
-                    held.append((value, where))
+            values = [(value, where) for target, value in class_attributes(owner) if target == name]
+            held += values + (constructed(self.program, owner, name) if values else [])
         held = held or field_of_any(self.program, name)
         if not held:
             return None, f"{module.code(node)} comes from somewhere that isn't followed"

@@ -123,10 +123,38 @@ def local_gradients(scene: Scene, module: Module) -> None:
         home = module.function(node)
         if home is None or not gradient(scene, module, node) or not _reduced(module, node):
             continue
-        if any(module.code(call.func).endswith("all_reduce") for call in module.within(home, cst.Call)):
+        if _goes_to_all_ranks(module, node, home):
             edits = scene.edits(module)
             edits.helpers["local_shard"] = HELPERS["local_shard"]
             edits.replace(module.span(node), f"local_shard({module.code(node)})")
+
+
+def _goes_to_all_ranks(module: Module, node: cst.CSTNode, home: cst.FunctionDef) -> bool:
+    """Whether what is made of a tensor is reduced over ranks in the same function."""
+    made: set[str] = set()
+    lines = module.within(home, cst.Assign, cst.AugAssign, cst.AnnAssign, cst.Call)
+    for _ in range(4):  # from one variable to the next
+        for line in lines:
+            value = line if isinstance(line, cst.Call) else line.value
+            inside = value is not None and any(
+                found is node or (isinstance(found, cst.Name) and found.value in made)
+                for found in module.within(value, cst.Attribute, cst.Name)
+            )
+            if not inside:
+                continue
+            if isinstance(line, cst.Call):
+                called = line.func
+                named = isinstance(called, cst.Attribute) and called.attr.value == "append"
+                targets = [called.value] if isinstance(called, cst.Attribute) and named else []
+            else:
+                targets = [t.target for t in line.targets] if isinstance(line, cst.Assign) else [line.target]
+            made |= {target.value for target in targets if isinstance(target, cst.Name)}
+    return any(
+        isinstance(found, cst.Name) and found.value in made
+        for call in module.within(home, cst.Call)
+        if module.code(call.func).endswith("all_reduce")
+        for found in module.within(call, cst.Name)
+    )
 
 
 def shape_of_parameter(scene: Scene, module: Module, node: cst.Attribute) -> bool:

@@ -44,13 +44,30 @@ def field_of_any(program: Program, name: str) -> list[tuple[Bound, Module]]:
     for where in program.parsed if len(name) > 3 else ():
         for owner in where.all(cst.ClassDef) if name in where.text else ():
             known: list[tuple[Bound, Module]] = [(v, where) for target, v in class_attributes(owner) if target == name]
-            found += known
+            found += known + (constructed(program, owner, name) if known else [])
             fields += len(known)
         for function in where.all(cst.FunctionDef) if name in where.text else ():
             if function.name.value == name and is_property(function):
                 found += returned_by(function, where)
                 properties += 1
-    return found if len(found) == 1 or (properties == 1 and fields == 0) else []
+    return found if fields + properties == 1 else []
+
+
+def constructed(program: Program, owner: cst.ClassDef, name: str) -> list[tuple[Bound, Module]]:
+    """What the program's calls of a class give for one of its fields, by keyword or by its place."""
+    lines = [line for line in owner.body.body if isinstance(line, cst.SimpleStatementLine)]
+    fields = [s.target.value for line in lines for s in line.body if isinstance(s, cst.AnnAssign)
+              and isinstance(s.target, cst.Name)]  # fmt: skip
+    found: list[tuple[Bound, Module]] = []
+    for where in program.parsed:
+        for call in where.all(cst.Call) if owner.name.value in where.text else ():
+            if where.code(call.func).rpartition(".")[2] not in (owner.name.value, "replace"):
+                continue
+            for place, arg in enumerate(call.args):
+                by_place = arg.keyword is None and not arg.star and place < len(fields) and fields[place] == name
+                if (arg.keyword is not None and arg.keyword.value == name) or by_place:
+                    found.append((arg.value, where))
+    return found
 
 
 def is_property(function: cst.FunctionDef) -> bool:
