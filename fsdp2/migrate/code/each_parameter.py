@@ -81,7 +81,7 @@ def gradient(scene: Scene, module: Module, node: cst.Attribute) -> bool:
     if node.attr.value != "grad" or not (isinstance(above, cst.Attribute) or listed or _reduced(module, node)):
         return False
     shown = above.attr.value if isinstance(above, cst.Attribute) else ""
-    if shown in ("dtype", "device", "is_cuda", "requires_grad") or _scaled(module, node):
+    if shown in ("dtype", "device", "is_cuda", "requires_grad", "numel") or _scaled(module, node):
         return False
     return over_parameters(scene, module, node)
 
@@ -119,14 +119,21 @@ def _reduced(module: Module, node: cst.BaseExpression) -> bool:
 
 def local_gradients(scene: Scene, module: Module) -> None:
     """What is summed over ranks by hand was a sum over this rank's shards, and stays that."""
+    edits, homes = scene.edits(module), []
     for node in module.all(cst.Attribute):
         home = module.function(node)
         if home is None or not gradient(scene, module, node) or not _reduced(module, node):
             continue
         if _goes_to_all_ranks(module, node, home):
-            edits = scene.edits(module)
-            edits.helpers["local_shard"] = HELPERS["local_shard"]
+            homes.append(home)
             edits.replace(module.span(node), f"local_shard({module.code(node)})")
+            edits.helpers["local_shard"] = HELPERS["local_shard"]
+    for node in module.all(cst.Attribute) if homes else ():  # whether this rank has a part of it
+        counted, above = node.value, module.parent(node)
+        asked = node.attr.value == "numel" and isinstance(above, cst.Call) and module.code(counted).endswith(".grad")
+        beside = asked and any(module.function(node) is home for home in homes)
+        if beside and over_parameters(scene, module, counted):
+            edits.replace(module.span(counted), f"local_shard({module.code(counted)})")
 
 
 def _goes_to_all_ranks(module: Module, node: cst.CSTNode, home: cst.FunctionDef) -> bool:
