@@ -86,6 +86,16 @@ def test_a_branch_for_other_models_stays(tmp_path: Path) -> None:
     assert "        return model.state_dict(), optimizer.state_dict()\n" in made
 
 
+def test_a_device_that_is_made_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "\n\ndef made(model, device):\n    device = torch.device(device)\n"
+        "    return FSDP(model, device_id=device)\n\n\nmade(torch.nn.Linear(2, 2), torch.device('cpu'))\n"
+    )
+    assert run("rewrite", "--write", path) == 0
+    assert "fully_shard(model" in path.read_text()
+
+
 def test_a_file_that_only_passes_a_model_on_is_moved_with_the_rest(tmp_path: Path) -> None:
     """It doesn't say FSDP1's name: it imports what makes the model, through a package."""
     package = tmp_path / "sharding"

@@ -130,13 +130,15 @@ class Placement:
             return "", False
         return self._text(node), any('"cpu"' in text or "'cpu'" in text for text in self._devices(node, self.module))
 
-    def _devices(self, node: cst.BaseExpression, module: Module) -> list[str]:
+    def _devices(self, node: cst.BaseExpression, module: Module, seen: frozenset[int] = frozenset()) -> list[str]:
         """The texts of all that a device may be."""
         found = []
         for leaf in self.rewriting.values.leaves(node, module):
             made = leaf.node
+            if id(made) in seen:
+                continue  # device = torch.device(device)
             if isinstance(made, cst.Call) and leaf.module.code(made.func) == "torch.device" and len(made.args) == 1:
-                found += self._devices(made.args[0].value, leaf.module)
+                found += self._devices(made.args[0].value, leaf.module, seen | {id(made)})
             else:
                 found.append(leaf.module.code(made))
         return found

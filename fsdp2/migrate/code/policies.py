@@ -49,11 +49,26 @@ def require_same(rewriting: Rewriting, leaves: list[Leaf], node: cst.BaseExpress
     for leaf in leaves:
         if leaf.kind == "unknown":
             raise Undecided("FA05", leaf.why, node, module)
+        if leaf.kind == "call" and leaf.symbol == "ModuleWrapPolicy" and _by_class(rewriting, leaf):
+            continue
         known = leaf.symbol in SAME and leaf.kind in ("partial", "symbol")
         if leaf.kind not in ("none", "function") and not known:
             raise Undecided("FA05", "it is one of several kinds of policies", node, module)
         if known and leaf.symbol not in AS_THEY_ARE and leaf.kind == "symbol":
             raise Undecided("FA05", "it has no arguments", node, module)
+
+
+def _by_class(rewriting: Rewriting, leaf: Leaf) -> bool:
+    """Put a function that answers alike in place of a ModuleWrapPolicy."""
+    classes = leaf.args.get(0, leaf.args.get("module_classes"))
+    edits = rewriting.edits(leaf.module)
+    if classes is None or leaf.spread:
+        return False
+    edits.modules["functools"] = "functools"
+    edits.helpers["wrap_by_class"] = HELPERS["wrap_by_class"]
+    text = f"functools.partial(wrap_by_class, transformer_layer_cls={rewriting.code(classes, leaf.module)})"
+    edits.replace(leaf.module.span(leaf.node), text)
+    return True
 
 
 def move(scene: Scene) -> None:

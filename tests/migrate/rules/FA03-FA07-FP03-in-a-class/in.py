@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -69,17 +69,22 @@ class Sharding:
     def chosen_units(self):
         if self.units == "size":
             return partial(size_based_auto_wrap_policy, min_num_params=50)
+        if self.units == "blocks":
+            return ModuleWrapPolicy({Block})
         return always_wrap_policy if self.units == "all" else None
 
 
-def main(**given):
-    config = Sharding(**given)
-    torch.manual_seed(0)
-    model = FSDP(
-        Scaled(),
-        sharding_strategy=config.chosen_strategy(),
-        mixed_precision=config.chosen_precision,
-        auto_wrap_policy=config.chosen_units(),
-        device_id=torch.device("cpu"),
-    )
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def main():
+    losses = []
+    for units in ("size", "blocks", "all", ""):
+        config = Sharding(units=units)
+        torch.manual_seed(0)
+        model = FSDP(
+            Scaled(),
+            sharding_strategy=config.chosen_strategy(),
+            mixed_precision=config.chosen_precision,
+            auto_wrap_policy=config.chosen_units(),
+            device_id=torch.device("cpu"),
+        )
+        losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return losses

@@ -1,6 +1,7 @@
 """A configuration's methods and properties, which say what FSDP1 is given."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,11 @@ def sharding_options(strategy, device_type):
         "mesh": init_device_mesh(device_type, shape, mesh_dim_names=names),
         "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
     }
+
+
+def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
+    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def shard_by_policy(module, policy, is_root=True, **options):
@@ -106,25 +112,30 @@ class Sharding:
     def chosen_units(self):
         if self.units == "size":
             return partial(wrap_by_size, min_num_params=50)
+        if self.units == "blocks":
+            return functools.partial(wrap_by_class, transformer_layer_cls={Block})
         return wrap_always if self.units == "all" else None
 
 
-def main(**given):
-    config = Sharding(**given)
-    torch.manual_seed(0)
-    model = Scaled()
-    sharding = sharding_options(config.chosen_strategy(), "cpu")
-    policy = config.chosen_units()
-    mp_policy = config.chosen_precision or MixedPrecisionPolicy()
-    if policy is not None:
-        shard_by_policy(
-            model,
-            policy,
-            **sharding,
-            mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False),
-        )
-    fully_shard(model, **sharding, mp_policy=mp_policy)
-    for buffer in model.buffers():  # FSDP1's buffer_dtype
-        if buffer.is_floating_point() and mp_policy.param_dtype is not None:
-            buffer.data = buffer.to(mp_policy.reduce_dtype)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def main():
+    losses = []
+    for units in ("size", "blocks", "all", ""):
+        config = Sharding(units=units)
+        torch.manual_seed(0)
+        model = Scaled()
+        sharding = sharding_options(config.chosen_strategy(), "cpu")
+        policy = config.chosen_units()
+        mp_policy = config.chosen_precision or MixedPrecisionPolicy()
+        if policy is not None:
+            shard_by_policy(
+                model,
+                policy,
+                **sharding,
+                mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False),
+            )
+        fully_shard(model, **sharding, mp_policy=mp_policy)
+        for buffer in model.buffers():  # FSDP1's buffer_dtype
+            if buffer.is_floating_point() and mp_policy.param_dtype is not None:
+                buffer.data = buffer.to(mp_policy.reduce_dtype)
+        losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return losses
