@@ -86,6 +86,21 @@ def test_a_branch_for_other_models_stays(tmp_path: Path) -> None:
     assert "        return model.state_dict(), optimizer.state_dict()\n" in made
 
 
+def test_what_a_configuration_is_given_elsewhere_counts(tmp_path: Path) -> None:
+    """Of which class it is where the model is made, nobody says; its field has one name in all the program."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "from dataclasses import dataclass\nfrom torch.distributed.fsdp import MixedPrecision\n\n\n"
+        "@dataclass\nclass Config:\n    low_precision: MixedPrecision | None = None\n\n\n"
+        "KNOWN = {'bf16': Config(low_precision=MixedPrecision(param_dtype=torch.bfloat16))}\n\n\n"
+        "def made(model, config):\n    return FSDP(model, mixed_precision=config.low_precision)\n"
+    )
+    assert run("rewrite", "--write", path) == 0
+    text = path.read_text()
+    assert "low_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16" in text
+    assert "mp_policy=config.low_precision or MixedPrecisionPolicy()" in text
+
+
 def test_a_device_that_is_made_of_itself(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
