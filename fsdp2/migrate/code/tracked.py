@@ -222,13 +222,33 @@ class Tracked:
                 for call in module.all(cst.Call):
                     self._passed(call, module)
                 for loop in module.all(cst.For):
-                    if isinstance(loop.target, cst.Name) and self._lists_models(loop.iter, module):
-                        self._bound.setdefault(id(loop.target), 0)
+                    self._looped(loop, module)
                 for returned in module.all(cst.Return):
                     if returned.value is not None and (function := module.function(returned)) is not None:
                         self._returned(returned.value, function, module)
             if before == (len(self._bound), sum(map(len, self._attributes.values())), len(self._returning)):
                 return
+
+    def _looped(self, loop: cst.For, module: Module) -> None:
+        """A loop over sharded models, or over several lists of them at once."""
+        target, over = loop.target, loop.iter
+        if isinstance(target, cst.Name):
+            if self._lists_models(over, module):
+                self._bound.setdefault(id(target), 0)
+        elif isinstance(target, cst.Tuple) and isinstance(over, cst.Call):
+            called = over.func.attr.value if isinstance(over.func, cst.Attribute) else module.code(over.func)
+            for place, element in enumerate(target.elements):
+                listed = called == "zip" and place < len(over.args) and over.args[place].value
+                if (listed and self._lists_models(listed, module)) or (
+                    called == "items" and place == 1 and self._holds_models(over, module)
+                ):
+                    self._target(element.value, module, 0)
+
+    def _holds_models(self, node: cst.Call, module: Module) -> bool:
+        """values() or items() of a dictionary, or of a ModuleDict, of sharded models."""
+        held = node.func.value if isinstance(node.func, cst.Attribute) else None
+        last = module.code(held).rpartition(".")[2] if held is not None else ""
+        return any(name.rpartition(".")[2] == last for name in self._holders) and self.is_model(held or node, module)
 
     def _lists_models(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> bool:
         """FSDP.fsdp_modules(model), or a function that returns it."""
@@ -236,6 +256,8 @@ class Tracked:
             return False
         if self.program.symbol(node.func, module) == f"{CLASS}.fsdp_modules":
             return True
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "values" and not node.args:
+            return self._holds_models(node, module)
         returned = self.values.returns(node, module) or ()
         return any(self._lists_models(value, where, depth + 1) for value, where in returned)
 
