@@ -129,24 +129,24 @@ class Conditions(ABC):
                 returned = [r.value for r in leaf.module.within(node, cst.Return) if r.value is not None]
             else:
                 return False
-            if not returned or not all(self._is_boolean(value, leaf.module) for value in returned):
+            if not returned or not all(self.is_boolean(value, leaf.module) for value in returned):
                 return False
         return True
 
-    def _is_boolean(self, node: cst.BaseExpression, module: Module, depth: int = 3) -> bool:
+    def is_boolean(self, node: cst.BaseExpression, module: Module, depth: int = 3) -> bool:
         if isinstance(node, (cst.Comparison,)) or (isinstance(node, cst.Name) and node.value in ("True", "False")):
             return True
         if isinstance(node, cst.UnaryOperation):
             return isinstance(node.operator, cst.Not)
         if isinstance(node, cst.BooleanOperation):
-            return self._is_boolean(node.left, module) and self._is_boolean(node.right, module)
+            return self.is_boolean(node.left, module) and self.is_boolean(node.right, module)
         if isinstance(node, cst.Name) and depth:
             sources = self.values.sources(node, module)[0]
             return bool(sources) and all(
-                isinstance(value, cst.BaseExpression) and self._is_boolean(value, where, depth - 1)
+                isinstance(value, cst.BaseExpression) and self.is_boolean(value, where, depth - 1)
                 for value, where in sources or ()
             )
         returned = self.values.returns(node, module) if isinstance(node, cst.Call) and depth else None
         if returned:
-            return all(self._is_boolean(value, where, depth - 1) for value, where in returned)
+            return all(self.is_boolean(value, where, depth - 1) for value, where in returned)
         return isinstance(node, cst.Call) and module.code(node.func) in ("isinstance", "any", "all", "bool", "hasattr")

@@ -176,6 +176,13 @@ class Construction(Placement):
             rewriting.drop(node, self.module)
         elif only is not None and only.kind == "function":
             self._by_function(plan, model, node, optional=False)
+        elif only is not None and (function := policies.with_options(rewriting, only)):
+            if {"reshard_after_forward", "**"} & set(plan.options):
+                raise self._undecided("FW07", "both it and the call say when to reshard", only.node)
+            own = self._fresh("own")
+            plan.condition = f"({own} := {function}({self.variable}))"
+            plan.inner["**"] = f"({own} if isinstance({own}, dict) else {{}})"
+            rewriting.drop(node, self.module)
         elif only is not None:
             plan.condition = rewriting.condition(only, self.variable)
             rewriting.drop(node, self.module)

@@ -282,10 +282,15 @@ def move(scene: Scene) -> None:
             models = changed_by_hand(scene, module, call.func) if isinstance(call.func, cst.Attribute) else []
             if loop is not None and models:
                 known = loops.setdefault(id(loop), (loop, []))[1]
-                known += [text for model in models if (text := scene.edits(module).code(model)) not in known]
+                texts = dict.fromkeys(scene.edits(module).code(model) for model in models)
+                known += [text for text in texts if text not in known]
         for loop, shown in loops.values():
             lists = [made for made in _listed_before(module, loop) if made.value and _models(scene, module, made.value)]
-            first = min((module.statement(one) or one for one in (*lists, loop)), key=lambda one: module.span(one)[0])
+            # Copies that are made beside it have to be of the same kind.
+            copies = [one for one in module.block_of(loop) if _models(scene, module, one)]
+            first = min(
+                (module.statement(one) or one for one in (*lists, *copies, loop)), key=lambda one: module.span(one)[0]
+            )
             reshard(scene, module, first, shown, "what is written to a gathered group is lost")
 
 

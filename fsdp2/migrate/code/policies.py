@@ -10,9 +10,11 @@ from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.conditions import POLICY_CLASSES, SIZE
 from fsdp2.migrate.code.edits import Undecided
 from fsdp2.migrate.code.helpers import HELPERS
+from fsdp2.migrate.code.members import returned_by
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
 from fsdp2.migrate.code.translate import Rewriting
+from fsdp2.migrate.code.values import dictionary
 
 # By FSDP1's name: the helper that takes its place, argument by argument.
 SAME = {
@@ -24,6 +26,7 @@ SAME = {
     "always_wrap_policy": "wrap_always",
 }
 AS_THEY_ARE = (*SIZE, "always_wrap_policy")  # policies, and no functions that one is made of
+RESHARDING = {"ShardingStrategy.FULL_SHARD": "None", "ShardingStrategy.SHARD_GRAD_OP": "False"}
 NEEDS_TORCH = ("wrap_by_size",)
 
 
@@ -56,6 +59,34 @@ def require_same(rewriting: Rewriting, leaves: list[Leaf], node: cst.BaseExpress
             raise Undecided("FA05", "it is one of several kinds of policies", node, module)
         if known and leaf.symbol not in AS_THEY_ARE and leaf.kind == "symbol":
             raise Undecided("FA05", "it has no arguments", node, module)
+
+
+def with_options(rewriting: Rewriting, leaf: Leaf) -> str:
+    """The function of a CustomPolicy that returns FSDP1's strategy for some modules, which becomes fully_shard's
+    argument where it is returned. "" if it is no such function."""
+    function = (
+        leaf.args.get(0, leaf.args.get("lambda_fn")) if leaf.symbol == "CustomPolicy" and not leaf.spread else None
+    )
+    found = rewriting.values.leaves(function, leaf.module) if isinstance(function, cst.Name) else []
+    if len(found) != 1 or not isinstance(found[0].node, cst.FunctionDef):
+        return ""
+    module = found[0].module
+    chosen: list[tuple[cst.Dict, str]] = []
+    for returned, _ in returned_by(found[0].node, module):
+        entries = dictionary(returned) if isinstance(returned, cst.Dict) else None
+        if isinstance(returned, cst.Dict) and entries:
+            known = [
+                rewriting.program.symbol(value, module) if key == "sharding_strategy" else None
+                for key, value in entries
+            ]
+            if len(known) != 1 or known[0] not in RESHARDING:
+                return ""
+            chosen.append((returned, RESHARDING[known[0]]))
+        elif not rewriting.is_boolean(returned, module):
+            return ""
+    for node, text in chosen:
+        rewriting.edits(module).replace(module.span(node), f'{{"reshard_after_forward": {text}}}')
+    return rewriting.code(function, leaf.module) if chosen and function is not None else ""
 
 
 def _by_class(rewriting: Rewriting, leaf: Leaf) -> bool:

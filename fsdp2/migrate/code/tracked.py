@@ -79,8 +79,22 @@ class Tracked:
             if any(name in WRAPPERS for name, _ in module.qualified(node.func)) and node.args:
                 return self.is_model(node.args[0].value, module)
             function = self.values.function(node.func, module)
-            return function is not None and id(function) in self._returning
+            return (function is not None and id(function) in self._returning) or self._holder(node, module)
         return isinstance(node, cst.IfExp) and (self.is_model(node.body, module) or self.is_model(node.orelse, module))
+
+    def _holder(self, node: cst.Call, module: Module) -> bool:
+        """A model of the program's whose parts are given to it sharded. Its parameters are theirs."""
+        if not node.args or not isinstance(node.func, cst.Name):
+            return False
+        if not any(self.is_model(arg.value, module) for arg in node.args if not arg.star):
+            return False
+        owners = [leaf for leaf in self.values.leaves(node.func, module) if isinstance(leaf.node, cst.ClassDef)]
+        return any(
+            leaf.module.code(base.value).endswith("Module") and "self.module" not in leaf.module.code(leaf.node)
+            for leaf in owners
+            if isinstance(leaf.node, cst.ClassDef)
+            for base in leaf.node.bases
+        )
 
     @staticmethod
     def _conditions(node: cst.CSTNode, module: Module) -> set[str]:
@@ -221,7 +235,7 @@ class Tracked:
                     self._assigned(assign, module)
                 for call in module.all(cst.Call):
                     self._passed(call, module)
-                for loop in module.all(cst.For):
+                for loop in module.all(cst.For, cst.CompFor):
                     self._looped(loop, module)
                 for returned in module.all(cst.Return):
                     if returned.value is not None and (function := module.function(returned)) is not None:
@@ -229,7 +243,7 @@ class Tracked:
             if before == (len(self._bound), sum(map(len, self._attributes.values())), len(self._returning)):
                 return
 
-    def _looped(self, loop: cst.For, module: Module) -> None:
+    def _looped(self, loop: cst.For | cst.CompFor, module: Module) -> None:
         """A loop over sharded models, or over several lists of them at once."""
         target, over = loop.target, loop.iter
         if isinstance(target, cst.Name):
@@ -251,7 +265,9 @@ class Tracked:
         return any(name.rpartition(".")[2] == last for name in self._holders) and self.is_model(held or node, module)
 
     def _lists_models(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> bool:
-        """FSDP.fsdp_modules(model), or a function that returns it."""
+        """FSDP.fsdp_modules(model), a function that returns it, or models one after the other."""
+        if isinstance(node, (cst.Tuple, cst.List)):
+            return bool(node.elements) and all(self.is_model(element.value, module) for element in node.elements)
         if not isinstance(node, cst.Call) or depth > 2:
             return False
         if self.program.symbol(node.func, module) == f"{CLASS}.fsdp_modules":
