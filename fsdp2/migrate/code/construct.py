@@ -67,6 +67,8 @@ class Construction(Placement):
     def _plan(self, model: str) -> Plan:
         made = Plan()
         self._refused()
+        if (mesh := self._given("device_mesh")) is not None:
+            self._name_dimensions(mesh)
         strategy = self._strategy(made)
         self._mesh(made, strategy)
         beyond_ddp = ("mixed_precision", "cpu_offload", "ignored_modules", "ignored_states")

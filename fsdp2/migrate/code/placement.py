@@ -105,6 +105,19 @@ class Placement:
                 ['"cuda"', f"({world} // {local}, {local})", 'mesh_dim_names=("replicate", "shard")'],
             )
 
+    def _name_dimensions(self, mesh: cst.BaseExpression) -> None:
+        """FSDP2 wants names for the two dimensions of a mesh, FSDP1 didn't."""
+        for leaf in self.rewriting.values.leaves(mesh, self.module):
+            made, module = leaf.node, leaf.module
+            if not isinstance(made, cst.Call) or not module.code(made.func).endswith("init_device_mesh"):
+                continue
+            shape = made.args[1].value if len(made.args) == 2 else None
+            if isinstance(shape, cst.Tuple) and len(shape.elements) == 2:
+                edits, end = self.rewriting.edits(module), module.span(made)[1] - 1
+                comma = "" if module.text[:end].rstrip().endswith(",") else ", "
+                if not edits.has((end, end)):
+                    edits.replace((end, end), f'{comma}mesh_dim_names=("replicate", "shard")')
+
     def _dist(self) -> str:
         """What torch.distributed is called here."""
         return self.edits.modules.setdefault("torch.distributed", self._alias("torch.distributed", "dist"))

@@ -39,7 +39,7 @@ def main(strategy="HYBRID_SHARD", frozen=True):
     chosen = ShardingStrategy[strategy]
     options = {}
     if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        options["device_mesh"] = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh("cpu", (1, dist.get_world_size()))
     if frozen:
         model[0].requires_grad_(False)
         options["ignored_modules"] = [model[0]]
