@@ -13,20 +13,8 @@ IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "normal_
 LISTS = ("list", "tuple", "dict", "sorted", "enumerate", "zip", "filter", "iter", "reversed", "chain")
 REDUCING = ("norm", "vector_norm", "sum", "max", "min", "amax", "isnan", "isinf", "isfinite", "numel", "dot",
             "count_nonzero")  # fmt: skip
-SAME_ELEMENTS = (
-    "detach",
-    "float",
-    "double",
-    "abs",
-    "pow",
-    "square",
-    "clone",
-    "cpu",
-    "to",
-    "flatten",
-    "view",
-    "reshape",
-)
+SAME_ELEMENTS = ("detach", "float", "double", "abs", "pow", "square", "clone", "cpu", "to", "flatten", "view",
+                 "reshape")  # fmt: skip
 SHAPES = ("ndim", "dim", "shape", "size")
 
 
@@ -231,8 +219,18 @@ def changes_each(scene: Scene, module: Module, block: cst.With) -> bool:
     """Whether all that a block does is to change parameters of sharded models element by element, in place. What is
     whole isn't needed for that."""
     for loop in block.body.body:
-        if not isinstance(loop, cst.For) or len(_models(scene, module, loop)) != len(
-            [c for c in module.within(loop.iter, cst.Attribute) if c.attr.value in ("parameters", "named_parameters")]
+        models = _models(scene, module, loop) if isinstance(loop, cst.For) else []
+        if (
+            not models
+            or not isinstance(loop, cst.For)
+            or len(models)
+            != len(
+                [
+                    c
+                    for c in module.within(loop.iter, cst.Attribute)
+                    if c.attr.value in ("parameters", "named_parameters")
+                ]
+            )
         ):
             return False
         for line in loop.body.body:
@@ -240,8 +238,6 @@ def changes_each(scene: Scene, module: Module, block: cst.With) -> bool:
             called = made.value.func if isinstance(made, cst.Expr) and isinstance(made.value, cst.Call) else None
             if not isinstance(called, cst.Attribute) or called.attr.value not in IN_PLACE:
                 return False
-        if not _models(scene, module, loop):
-            return False
     return True
 
 
@@ -259,7 +255,7 @@ def _models(scene: Scene, module: Module, over: cst.CSTNode) -> list[cst.BaseExp
 
 def _listed_before(module: Module, loop: cst.For) -> list[cst.Assign | cst.AnnAssign]:
     """Statements of the same function that make what the loop goes over, or looks names up in."""
-    names = [name for name in module.within(loop, cst.Name) if module.parent(name) is not None]
+    names = module.within(loop, cst.Name)
     read = [n for n in names if isinstance(module.parent(n), (cst.Subscript, cst.Attribute, cst.Arg)) or n is loop.iter]
     found: dict[int, cst.Assign | cst.AnnAssign] = {}
     for name in read:

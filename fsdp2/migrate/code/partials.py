@@ -3,6 +3,7 @@ it calls it with a model, and may do that in another file."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import libcst as cst
@@ -20,13 +21,11 @@ def spelled_out(program: Program) -> dict[Path, Source]:
     values, made = Values(program), {}
     for module in program.relevant():
         edits = Edits(module)
-        for node in module.all(cst.Call):
+        for node in module.all(cst.Call) if module.source.notebook is None else ():
             if is_partial(module, node) and node.args and program.symbol(node.args[0].value, module) == CLASS:
                 _spell(values, edits, node)
-        if edits.changed and module.source.notebook is None:
-            known = module.source
-            text = edits.render((0, len(module.text)))
-            made[module.path.resolve()] = Source(known.path, text, known.encoding, known.bom)
+        if edits.changed:
+            made[module.path.resolve()] = dataclasses.replace(module.source, text=edits.render((0, len(module.text))))
     return made
 
 

@@ -13,6 +13,7 @@ from fsdp2.migrate.code.helpers import HELPERS
 from fsdp2.migrate.code.members import returned_by
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.strategies import RESHARDING
 from fsdp2.migrate.code.translate import Rewriting
 from fsdp2.migrate.code.values import dictionary
 
@@ -26,7 +27,6 @@ SAME = {
     "always_wrap_policy": "wrap_always",
 }
 AS_THEY_ARE = (*SIZE, "always_wrap_policy")  # policies, and no functions that one is made of
-RESHARDING = {"ShardingStrategy.FULL_SHARD": "None", "ShardingStrategy.SHARD_GRAD_OP": "False"}
 NEEDS_TORCH = ("wrap_by_size",)
 
 
@@ -64,9 +64,9 @@ def require_same(rewriting: Rewriting, leaves: list[Leaf], node: cst.BaseExpress
 def with_options(rewriting: Rewriting, leaf: Leaf) -> str:
     """The function of a CustomPolicy that returns FSDP1's strategy for some modules, which becomes fully_shard's
     argument where it is returned. "" if it is no such function."""
-    function = (
-        leaf.args.get(0, leaf.args.get("lambda_fn")) if leaf.symbol == "CustomPolicy" and not leaf.spread else None
-    )
+    if leaf.symbol != "CustomPolicy" or leaf.spread:
+        return ""
+    function = leaf.args.get(0, leaf.args.get("lambda_fn"))
     found = rewriting.values.leaves(function, leaf.module) if isinstance(function, cst.Name) else []
     if len(found) != 1 or not isinstance(found[0].node, cst.FunctionDef):
         return ""
@@ -75,13 +75,11 @@ def with_options(rewriting: Rewriting, leaf: Leaf) -> str:
     for returned, _ in returned_by(found[0].node, module):
         entries = dictionary(returned) if isinstance(returned, cst.Dict) else None
         if isinstance(returned, cst.Dict) and entries:
-            known = [
-                rewriting.program.symbol(value, module) if key == "sharding_strategy" else None
-                for key, value in entries
-            ]
-            if len(known) != 1 or known[0] not in RESHARDING:
+            (key, value), *more = entries
+            symbol = rewriting.program.symbol(value, module)
+            if more or key != "sharding_strategy" or symbol is None or symbol not in RESHARDING:
                 return ""
-            chosen.append((returned, RESHARDING[known[0]]))
+            chosen.append((returned, rewriting.strategy(Leaf("symbol", value, module, symbol))))
         elif not rewriting.is_boolean(returned, module):
             return ""
     for node, text in chosen:

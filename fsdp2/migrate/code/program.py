@@ -36,6 +36,7 @@ class Program:
     def __init__(self, sources: Iterable[Source]) -> None:
         self.sources = {source.path.resolve(): source for source in sources}
         self._modules: dict[Path, Module | None] = {}
+        self._relevant: list[Module] | None = None
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
         self._files: dict[tuple[str, Path], Path | None] = {}
@@ -61,6 +62,11 @@ class Program:
 
     def relevant(self) -> list[Module]:
         """Files that mention what FSDP1 is used by, parsed. Without one that surely does, there are none."""
+        if self._relevant is None:  # which each step asks
+            self._relevant = self._find_relevant()
+        return self._relevant
+
+    def _find_relevant(self) -> list[Module]:
         sure = {path for path, source in self.sources.items() if SURE.search(source.text)}
         words = set().union(*(re.findall(r"\w+", self.sources[path].text) for path in sure)) if sure else set()
         names = {path.parent.name if path.stem == "__init__" else path.stem for path in sure}

@@ -136,11 +136,8 @@ class Scene:
 
     def entries(self, construction: cst.Call, module: Module) -> list[tuple[str, cst.Call, Module]]:
         """Calls of other methods than forward of the model's class, on the sharded model that a call makes."""
-        given = [
-            a.value for a in construction.args if not a.star and (a.keyword is None or a.keyword.value == "module")
-        ]
         found = []
-        for owner, _ in self.values.classes(given[0], module) if given else ():
+        for owner in self._owners(construction, module):
             own = [name for name in computing(owner) if not hasattr(torch.nn.Module, name)]
             for where in self.modules if own else ():
                 for made in where.all(cst.Call):
@@ -156,19 +153,21 @@ class Scene:
 
     def maybe_without(self, construction: cst.Call, module: Module, method: str) -> bool:
         """Whether one of the classes that a model may be of has no such method."""
+        return any(method not in methods_of(owner) for owner in self._owners(construction, module))
+
+    def _owners(self, construction: cst.Call, module: Module) -> list[cst.ClassDef]:
+        """The classes of the program that the model of a call may be of."""
         given = [
             a.value for a in construction.args if not a.star and (a.keyword is None or a.keyword.value == "module")
         ]
-        owners = [owner for owner, _ in self.values.classes(given[0], module)] if given else []
-        return any(method not in methods_of(owner) for owner in owners)
+        return [owner for owner, _ in self.values.classes(given[0], module)] if given else []
 
     @functools.cached_property
     def called_on_models(self) -> set[int]:
         """Methods of sharded models' classes that are called on the models, by node."""
         found = set()
         for construction, module in self.calls:
-            given = [a.value for a in construction.args if not a.star and a.keyword is None][:1]
-            for owner, _ in self.values.classes(given[0], module) if given else ():
+            for owner in self._owners(construction, module):
                 own = methods_of(owner)
                 for where in self.modules:
                     for made in where.all(cst.Call):

@@ -7,6 +7,7 @@ that shards the whole gets a policy that chooses what is marked. Either way the 
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -186,5 +187,4 @@ class _Spelling:
     def _source(self, module: Module) -> Source:
         edits = self.edits[id(module)]
         text = tidy(edits, edits.render((0, len(module.text))), set())
-        known = module.source
-        return Source(known.path, text, known.encoding, known.bom)
+        return dataclasses.replace(module.source, text=text)
