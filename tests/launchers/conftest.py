@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -52,11 +53,23 @@ def no_ray_left() -> Iterator[None]:
 
 
 def wait_for_end_of(before: set[int]) -> None:
-    """Until there are no processes of Ray's but those."""
-    deadline = time.monotonic() + 20
+    """Until there are no processes of Ray's but those.
+
+    Ray kills a raylet that hasn't ended a second after its SIGTERM, as on a busy machine. Its agents then try for 60 s
+    to report that to a GCS that is gone, before they end too.
+    """
+    deadline = time.monotonic() + 120
     while left := ray_processes() - before:
-        assert time.monotonic() < deadline, f"processes of Ray's are left: {left}"
+        assert time.monotonic() < deadline, f"processes of Ray's are left: {', '.join(map(described, left))}"
         time.sleep(0.2)
+
+
+def described(process: int) -> str:
+    try:
+        line = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return f"{process}, ended now"
+    return f"{process} ({line.replace(bytes(1), b' ').decode(errors='replace').strip()})"
 
 
 def ray_processes() -> set[int]:
