@@ -28,7 +28,8 @@ class Leaf:
 
     Attributes:
         kind: "none", "symbol" (FSDP1's name in `symbol`), "call" (of FSDP1's `symbol`), "partial" (of it),
-            "member" (one of the enumeration `symbol`, whose name the expression args[0] gives at run time),
+            "member" (one of the enumeration `symbol`, whose name the expression args[0] gives at run time; args[1], if
+                it is there, stands for a name that is none),
             "function" (a def or lambda of the program), "class", "value" (anything else that is written out),
             "unknown".
         args: of a call or partial: its arguments as they are written, keyword or position to expression.

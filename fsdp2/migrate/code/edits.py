@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ class Edits:
     def covers(self, node: cst.CSTNode) -> bool:
         start, end = self.module.span(node)
         return any(known.start <= start and end <= known.end for known in self._edits)
+
+    def goes(self, node: cst.CSTNode) -> bool:
+        """Whether a name is covered by a change that doesn't say it again, as a variable."""
+        start, end = self.module.span(node)
+        word = re.compile(rf"(?<![\w.]){re.escape(self.module.code(node))}(?!\w|\s*=[^=])")
+        over = [known for known in self._edits if known.start <= start and end <= known.end]
+        return bool(over) and not any(word.search(self.render((known.start, known.end))) for known in over)
 
     def before(self, statement: cst.CSTNode, lines: str) -> None:
         """Lines, without their indent, above a statement."""

@@ -28,6 +28,15 @@ def shard_by_policy(module, policy, is_root=True, **options):
     return numel
 '''
 
+OWN_PARAMETERS = '''\
+def own_parameters(module):
+    """The parameters of a group, without those of groups below it: shards, which FSDP1 kept in one flat parameter."""
+    module.reshard()
+    below = [inner for inner in module.modules() if inner is not module and isinstance(inner, FSDPModule)]
+    theirs = {id(parameter) for inner in below for parameter in inner.parameters()}
+    return [parameter for parameter in module.parameters() if id(parameter) not in theirs]
+'''
+
 WRAP_BY_SIZE = '''\
 def wrap_by_size(module, recurse, nonwrapped_numel, min_num_params=int(1e8)):
     """FSDP1's size_based_auto_wrap_policy: a group for so many parameters that are in no inner group."""
@@ -229,6 +238,7 @@ HELPERS = {
     "wrap_always": WRAP_ALWAYS,
     "wrap_by_any": WRAP_BY_ANY,
     "local_shard": LOCAL_SHARD,
+    "own_parameters": OWN_PARAMETERS,
     "own_group": OWN_GROUP,
     "no_sync": NO_SYNC,
     "no_sync or DDP": NO_SYNC_OR_DDP,

@@ -60,9 +60,9 @@ def kind_of(values: Values, module: Module, node: cst.Call, given: Passed | None
     if len(symbols) != 1 or not symbols <= {f"StateDictType.{FULL}", f"StateDictType.{SHARDED}"}:
         raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
     kind = symbols.pop().partition(".")[2]
-    cpu, first = _config(values, module, node, args.get("state_dict_config", args.get(2)), (False, False), given or {})
+    cpu, first = _config(values, module, node, args.get("state_dict_config", args.get(2)), (False, False), given)
     optim = args.get("optim_state_dict_config", args.get(3))
-    optim_cpu, optim_first = _config(values, module, node, optim, (True, False), given or {})
+    optim_cpu, optim_first = _config(values, module, node, optim, (True, False), given)
     return Kind(kind, cpu, first, optim_cpu, optim_first)
 
 
@@ -72,7 +72,7 @@ def _config(
     call: cst.Call,
     node: cst.BaseExpression | None,
     default: tuple[bool, bool],
-    given: Passed,
+    given: Passed | None,
 ) -> tuple[bool | str, bool]:
     if node is None:
         return default
@@ -82,14 +82,20 @@ def _config(
     if len(leaves) != 1 or leaves[0].kind != "call" or leaves[0].spread:
         raise Undecided("FM07", "its configuration can't be followed", node, module)
     leaf = leaves[0]
-    first = _flag(leaf, "rank0_only", 1, False, given)
+    first = _flag(leaf, "rank0_only", 1, False, given or {})
     offload = leaf.args.get("offload_to_cpu", leaf.args.get(0))
+    while isinstance(offload, cst.Name) and len(written := values.written(offload, module)) == 1:
+        if written[0][0] is offload or written[0][1] is not module:
+            break
+        offload = written[0][0]
     # An expression can be said again elsewhere where everything in it is a name of the module, or of this function.
     if offload is not None and leaf.module is module and not isinstance(constant(offload), bool):
-        here = module.function(offload) is module.function(call) and not isinstance(offload, cst.Name)
+        if module.code(offload) == "torch.cuda.is_available()":
+            return module.code(offload), first
+        here = module.function(offload) is module.function(call) and not isinstance(offload, cst.Name) and given is None
         if here or (first and _of_the_module(offload, module)):
             return module.code(offload), first
-    return _flag(leaf, "offload_to_cpu", 0, default[0], given), first
+    return _flag(leaf, "offload_to_cpu", 0, default[0], given or {}), first
 
 
 def _of_the_module(node: cst.BaseExpression, module: Module) -> bool:

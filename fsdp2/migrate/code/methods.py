@@ -100,7 +100,7 @@ def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
     if code == "FC30":
         text = f"next({edits.code(node.value)}.parameters()).device_mesh.get_group(-1)"
         edits.replace(module.span(node), text)
-    elif code:
+    elif code and not edits.covers(node):
         raise Undecided(code, "FSDP2's models don't have it", node, module, blocking=False)
 
 
@@ -164,6 +164,12 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         prefix = (string(node.args[0].value) or "").strip(".")
         if prefix == PREFIX and (method == "removeprefix" or string(node.args[-1].value) in ("", ".")):
             edits = scene.edits(module)
+            line, assign = module.statement(node), module.parent(node)
+            alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+            target = assign.targets[0].target if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
+            if line is not None and alone and target is not None and module.code(target) == edits.code(receiver):
+                edits.remove(line)  # name = name
+                return
             end = module.end(receiver)
             edits.replace((end, module.span(node)[1]), "")
         return

@@ -89,8 +89,10 @@ class Module:
         return int(self._positions[node].start.line)
 
     def line_span(self, node: cst.CSTNode) -> Span:
-        """Whole lines of a statement, its last line's end included."""
+        """Whole lines of a statement, its last line's end included, and a function's or class's decorators."""
         start, end = self.span(node)
+        if decorators := getattr(node, "decorators", ()):
+            start = self.span(decorators[0])[0]
         first = self._lines[bisect.bisect_right(self._lines, start) - 1]
         index = bisect.bisect_right(self._lines, max(start, end - 1))
         return first, self._lines[index] if index < len(self._lines) else len(self.text)

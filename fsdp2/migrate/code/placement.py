@@ -163,7 +163,10 @@ class Placement:
         sure = node is None or all(re.search("cuda|rank|[0-9]", t) for t in self._devices(node, self.module))
         if not cpu and sure:
             return '"cuda"'
-        return '"cpu"' if "cpu" in text else f"torch.device({text}).type"
+        if "cpu" in text:
+            return '"cpu"'
+        made = re.fullmatch(r"torch\.device\([^()]*\)", text)
+        return f"{text if made else f'torch.device({text})'}.type"
 
     def _device(self, plan: Plan, replicated: bool = False) -> None:
         text, cpu = self._device_leaves()

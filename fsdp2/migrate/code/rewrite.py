@@ -15,6 +15,7 @@ from fsdp2.migrate.code import (
     beyond,
     each_parameter,
     imports,
+    inner_parts,
     marks,
     methods,
     optimizers,
@@ -23,8 +24,10 @@ from fsdp2.migrate.code import (
     precision,
     sharded_reads,
     spawn,
+    spreads,
     statedicts,
     strategies,
+    unpacked,
     wrapping,
 )
 from fsdp2.migrate.code.bindings import Leaf
@@ -87,7 +90,7 @@ def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other."""
     spelled = program
-    for step in (wrapping, partials):
+    for step in (unpacked, spreads, wrapping, partials):
         if made := step.spelled_out(spelled):
             spelled = Program(made.get(path, source) for path, source in spelled.sources.items())
     if spelled is not program:
@@ -142,6 +145,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
     undecided: list[Undecided] = []
     rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
+    inner_parts.move(scene)
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
     strategies.move(scene)

@@ -102,22 +102,28 @@ class Scene:
         """Whether nothing has been computed when the program gets here: no loop and no call of a model stands before
         it, in its function and where that is called."""
         home = module.function(node)
-        start = module.span(node)[0]
-        for known in module.within(home or module.tree, cst.For, cst.While, cst.Call):
-            if module.function(known) is not home or module.span(known)[0] >= start:
-                continue
-            called = known.func if isinstance(known, cst.Call) else None
-            if called is None or self.is_model(called, module):
-                return False
-            runs = module.code(called).rpartition(".")[2]
-            if RUNS.search(runs) and any(self.is_model(arg.value, module) for arg in known.args):
-                return False
+        if self.computes(home or module.tree, module, 0, module.span(node)[0]):
+            return False
         if home is None or home.name.value == "main":
             return True
         calls = self.values.calls(home, module)
         if not calls and isinstance(module.enclosing(home, cst.ClassDef, cst.FunctionDef), cst.ClassDef):
             return False
         return bool(calls) and depth < 4 and all(self.fresh(call, where, depth + 1) for call, where in calls)
+
+    def computes(self, home: cst.CSTNode, module: Module, start: int, end: int) -> bool:
+        """Whether a function has a loop, or calls a model, between two places of the text."""
+        for known in module.within(home, cst.For, cst.While, cst.Call):
+            inner = module.function(known)
+            if (inner is not None and inner is not home) or not start <= module.span(known)[0] < end:
+                continue
+            called = known.func if isinstance(known, cst.Call) else None
+            if called is None or self.is_model(called, module):
+                return True
+            runs = module.code(called).rpartition(".")[2]
+            if RUNS.search(runs) and any(self.is_model(arg.value, module) for arg in known.args):
+                return True
+        return False
 
     def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:
         """Whether only the first rank gets here, as far as conditions of this function say."""

@@ -9,12 +9,11 @@ import libcst as cst
 
 from fsdp2.migrate.code import each_parameter
 from fsdp2.migrate.code.bindings import arguments
-from fsdp2.migrate.code.blocks import can_unwrap, unwrap
 from fsdp2.migrate.code.edits import Undecided, call
-from fsdp2.migrate.code.kinds import FULL, SHARDED, Kind, kind_of
+from fsdp2.migrate.code.kinds import FULL, SHARDED, Kind
 from fsdp2.migrate.code.module import Module
-from fsdp2.migrate.code.openings import openings
 from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.settings import Settings
 from fsdp2.migrate.code.symbols import ROWS
 from fsdp2.migrate.code.translate import constant
 from fsdp2.migrate.row import CLASS
@@ -26,15 +25,14 @@ class StateDicts:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.problems: list[Undecided] = []
-        self._settings: list[tuple[cst.Call, Module, Kind]] = []
-        self._withs: dict[int, Kind | None] = {}
+        self.settings = Settings(scene)
         self._grouped = any(_in_group(call) for call, _ in scene.calls)
         self._to_load: dict[int, str] = {}  # a load_state_dict of an optimizer: what it loads with
 
     def run(self) -> list[Undecided]:
         for module in self.scene.modules:
             for node, method in self.scene.static_calls(module):
-                self._guarded(partial(self._setting, module, node, method))
+                self._guarded(partial(self.settings.read, module, node, method))
         for module in self.scene.modules:
             for node, method in self.scene.static_calls(module):
                 self._guarded(partial(self._static, module, node, method))
@@ -50,78 +48,6 @@ class StateDicts:
             problem.blocking = False
             self.problems.append(problem)
 
-    # --- what kind is asked for ---
-
-    def _setting(self, module: Module, node: cst.Call, method: str) -> None:
-        if method not in ("state_dict_type", "set_state_dict_type"):
-            return
-        item = module.parent(node)
-        block = module.parent(item) if isinstance(item, cst.WithItem) else None
-        if method == "state_dict_type" and isinstance(block, cst.With) and isinstance(item, cst.WithItem):
-            self._withs[id(block)] = None
-            kind = kind_of(self.scene.values, module, node)
-            self._passed_on(module, block, node)
-            self._withs[id(block)] = kind
-            self._unwrap(module, block, item)
-        elif method == "set_state_dict_type" and isinstance(module.parent(node), cst.Expr):
-            kind = kind_of(self.scene.values, module, node)
-            self._settings.append((node, module, kind))
-            statement = module.statement(node)
-            if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
-                self.scene.edits(module).remove(statement)
-                self._drop_configs(module, node)
-        elif method == "state_dict_type" and isinstance(module.parent(node), cst.Return):
-            self._returned(module, node)
-        else:
-            raise Undecided("FM07", "the kind of state dict is set in a way that isn't followed", node, module)
-
-    def _returned(self, module: Module, node: cst.Call) -> None:
-        """A function that returns the context goes, and so do the with statements that open it by calling it."""
-        function, opened = openings(self.scene, module, node)
-        for block, item, where, kind in opened:
-            self._withs[id(block)] = kind
-            self._unwrap(where, block, item)
-        self.scene.edits(module).remove(function)
-
-    def _passed_on(self, module: Module, block: cst.With, setting: cst.Call) -> None:
-        """A state dict that is made in a function which is called here would have the kind that is set here."""
-        for made in module.within(block.body, cst.Call):
-            function = self.scene.values.function_in(made.func, module)
-            if function is None:
-                continue
-            text = function[1].code(function[0])
-            if "state_dict" in text and any(self.scene.is_model(arg.value, module) for arg in made.args):
-                why = f"{module.code(made.func)} makes or loads a state dict of the kind that is set here"
-                raise Undecided("FM07", why, setting, module)
-
-    def _unwrap(self, module: Module, block: cst.With, item: cst.WithItem) -> None:
-        """The with statement goes, its body stays."""
-        if not can_unwrap(module, block):
-            raise Undecided("FM07", "the lines of its body can't be moved", block, module)
-        self._drop_configs(module, item.item)
-        unwrap(self.scene.edits(module), block, item)
-
-    def _drop_configs(self, module: Module, node: cst.BaseExpression) -> None:
-        if isinstance(node, cst.Call):
-            for arg in node.args[1:]:
-                self.scene.rewriting.drop(arg.value, module)
-
-    def _kind_at(self, module: Module, node: cst.CSTNode) -> Kind | None:
-        """The kind that holds where a state dict is made; None if the code that sets it stays."""
-        for above in module.ancestors(node):
-            if isinstance(above, cst.With) and any("summon_full_params" in module.code(i.item) for i in above.items):
-                raise Undecided("FM09", "state dicts are made on every rank, outside of it", node, module)
-            if id(above) in self._withs:
-                return self._withs[id(above)]
-        here = [k for n, m, k in self._settings if m is module and module.function(n) is module.function(node)
-                and module.span(n)[0] < module.span(node)[0]]  # fmt: skip
-        if here:
-            return here[-1]
-        kinds = {kind for _, _, kind in self._settings}
-        if len(kinds) > 1:
-            raise Undecided("FM05", "it has been set to different kinds by then", node, module)
-        return kinds.pop() if kinds else Kind()
-
     # --- making and loading them ---
 
     def _method(self, module: Module, node: cst.Call) -> None:
@@ -130,12 +56,12 @@ class StateDicts:
         if id(node) in self._to_load:
             self.scene.edits(module).replace(module.span(node), self._to_load[id(node)])
             return
-        if not self._is_model(module, receiver, node):
+        if not (self.scene.is_model(receiver, module) or self.settings.hold(module, receiver, node)):
             if owner := self.scene.tracked.in_subclass(receiver, module):
                 code = "FC10" if method == "state_dict" else "FC11"
                 raise Undecided(code, f"{module.code(receiver)} is a sharded model in {owner} alone", node, module)
             return
-        kind = self._kind_at(module, node)
+        kind = self.settings.kind_at(module, node)
         if kind is None:
             return
         if self.scene.on_first_rank(node, module):
@@ -168,19 +94,6 @@ class StateDicts:
             text = f"{{name: tensor.cpu() for name, tensor in {text}.items()}}"
         edits.replace(module.span(node), text)
 
-    def _is_model(self, module: Module, receiver: cst.BaseExpression, node: cst.Call) -> bool:
-        if self.scene.is_model(receiver, module):
-            return True
-        shown = module.code(receiver)
-        for above in module.ancestors(node):
-            if isinstance(above, cst.With) and id(above) in self._withs:
-                for item in above.items:
-                    if isinstance(item.item, cst.Call) and item.item.args:
-                        held = module.code(item.item.args[0].value)
-                        if shown == held or shown.startswith(held + "."):
-                            return True
-        return False
-
     def _made(self, module: Module, node: cst.CSTNode, function: str, values: list[str], options: list[str]) -> str:
         edits = self.scene.edits(module)
         edits.need(PACKAGE, function)
@@ -188,11 +101,8 @@ class StateDicts:
             edits.need(PACKAGE, "StateDictOptions")
             values = [*values, f"options=StateDictOptions({', '.join(options)})"]
         made = call(function, values, module.span(node)[0] - module.line_span(node)[0])
-        # Lines of an argument each stand below the statement, whatever comes before the call on its line.
-        return made.replace("\n", module.source.newline + self._indent(module, node))
-
-    def _indent(self, module: Module, node: cst.CSTNode) -> str:
-        return module.indent(module.statement(node) or node)
+        # Lines of an argument each stand below the call's line, whatever comes before it there.
+        return made.replace("\n", module.source.newline + module.indent(node))
 
     def _read_first(self, module: Module, node: cst.Call) -> bool:
         """Whether the result goes to a variable that only the first rank reads."""
@@ -212,7 +122,7 @@ class StateDicts:
         )
         if method not in makers + loaders:
             return
-        kind = self._kind_at(module, node)
+        kind = self.settings.kind_at(module, node)
         if kind is None:
             return
         if spread:
@@ -263,10 +173,14 @@ class StateDicts:
         parameters in the model than in the optimizer, and set_model_state_dict would take shards for whole ones. The
         model's state dict, made before, puts them back."""
         home, start = module.function(node), module.span(node)[0]
-        for call_node in module.all(cst.Call):
-            called = call_node.func
-            made = isinstance(called, cst.Attribute) and called.attr.value == "state_dict"
-            if made and module.function(call_node) is home and module.span(call_node)[0] < start:
+        around = [above for above in module.ancestors(node) if not isinstance(above, cst.With)]
+        for known in module.within(home or module.tree, cst.Call):
+            made = isinstance(known.func, cst.Attribute) and known.func.attr.value == "state_dict"
+            if not made or module.function(known) is not home or module.span(known)[0] >= start:
+                continue
+            blocks = [a for a in module.ancestors(known) if isinstance(a, (cst.If, cst.For, cst.While, cst.Try))]
+            always = all(any(block is above for above in around) for block in blocks)
+            if always and not self.scene.computes(home or module.tree, module, module.span(known)[1], start):
                 return
         statement = module.statement(node)
         if isinstance(statement, cst.SimpleStatementLine):
@@ -337,7 +251,7 @@ class StateDicts:
         edits = self.scene.edits(module)
         values = [edits.code(model), edits.code(optimizer), edits.code(state)]
         made = self._made(module, statement, "set_optimizer_state_dict", values, options)
-        edits.before(statement, made.replace(module.source.newline + self._indent(module, node), "\n"))
+        edits.before(statement, made.replace(module.source.newline + module.indent(statement), "\n"))
         edits.replace(module.span(node), f"{edits.code(optimizer)}.state_dict()")
 
     def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:

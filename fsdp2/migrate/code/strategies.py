@@ -10,13 +10,10 @@ from fsdp2.migrate.code.bindings import Leaf
 from fsdp2.migrate.code.edits import Undecided
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.scene import Scene
+from fsdp2.migrate.code.symbols import MEMBERS, name_or
 from fsdp2.migrate.code.translate import Rewriting
 
 ENUM, KINDS = "ShardingStrategy", "StateDictType"
-MEMBERS = {
-    ENUM: ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
-    KINDS: ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-}
 SETTING = ("state_dict_type", "set_state_dict_type", "get_state_dict_type")
 # One of these, or one of the two, is an argument of fully_shard by itself.
 RESHARDING = {f"{ENUM}.FULL_SHARD", f"{ENUM}.SHARD_GRAD_OP", ""}
@@ -134,7 +131,10 @@ def _use(scene: Scene, module: Module, node: cst.Name | cst.Attribute, enum: str
         dynamic = next((leaf for leaf in _chosen(node, module, scene) if leaf.kind == "member"), None)
         call = module.parent(above) if isinstance(above, cst.Arg) else None
         if dynamic is not None:
-            edits.replace(module.span(dynamic.node), dynamic.module.code(dynamic.args[0]))
+            name = dynamic.module.code(dynamic.args[0])
+            if 1 in dynamic.args:
+                name = name_or(name, enum, edits.code(dynamic.args[1]))
+            edits.replace(module.span(dynamic.node), name)
         elif isinstance(call, cst.Call) and module.code(call.func) == "hasattr" and call.args[0] is above:
             listed = ", ".join(f'"{name}"' for name in MEMBERS[enum])
             edits.replace(module.span(call), f"{edits.code(call.args[1].value)} in ({listed})")

@@ -15,6 +15,11 @@ CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # What torch.distributed.fsdp and its modules export of FSDP1, by the name that it has there.
 ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType")
+MEMBERS = {
+    "ShardingStrategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
+    "StateDictType": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+    "BackwardPrefetch": ("BACKWARD_PRE", "BACKWARD_POST"),
+}
 CONFIGS = (
     "StateDictConfig",
     "FullStateDictConfig",
@@ -123,3 +128,9 @@ def row_of(name: str) -> Row | None:
     if head == CLASS and member:
         return ROWS.get(f"{CLASS}.{member.partition('.')[0]}()")
     return None
+
+
+def name_or(name: str, enum: str, other: str) -> str:
+    """A name that is given at run time where the enumeration has it, and something else where it hasn't."""
+    listed = ", ".join(f'"{member}"' for member in MEMBERS[enum])
+    return f"{name} if {name} in ({listed}) else {other}"

@@ -6,6 +6,7 @@ reads it is translated too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import libcst as cst
@@ -15,7 +16,7 @@ from fsdp2.migrate.code.conditions import Conditions
 from fsdp2.migrate.code.edits import Edits, Undecided
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
-from fsdp2.migrate.code.symbols import row_of
+from fsdp2.migrate.code.symbols import name_or, row_of
 from fsdp2.migrate.code.values import Values, assignment, by_key, dictionary, held, is_none, string
 
 FSDP = "torch.distributed.fsdp"
@@ -32,7 +33,7 @@ class Rewriting(Conditions):
         self._edits: dict[int, Edits] = {}
         self.consumed: set[int] = set()
         self._watched: list[tuple[cst.Name | cst.Attribute, Module, str]] = []
-        self._droppable: list[tuple[cst.Name, Module]] = []
+        self._droppable: list[tuple[cst.Name | cst.Attribute, Module]] = []
         self._dropped: set[int] = set()  # values that stand in the new calls, or need not
         self.casting: dict[int, bool] = {}  # a precision's node: whether it says itself if groups' inputs are cast
         self.by_name = False  # a sharding strategy is chosen at run time, so that all of them become their names
@@ -69,8 +70,12 @@ class Rewriting(Conditions):
         for leaf in leaves:
             if leaf.kind == "unknown":
                 raise Undecided(code, leaf.why, node, module)
-        if len(leaves) == 1 and leaves[0].node is node:
-            return translate(leaves[0])
+        own = next((leaf for leaf in leaves if leaf.node is node), None)
+        if own is not None and own.kind == "member" and 1 in own.args:
+            other = self.in_place(own.args[1], module, translate, code)
+            return name_or(translate(own), own.symbol, other)
+        if own is not None and len(leaves) == 1:
+            return translate(own)
         if isinstance(node, cst.Subscript):
             for value, where in self.values.written(node.value, module):
                 for _, entry in held(value) or ():
@@ -196,6 +201,8 @@ class Rewriting(Conditions):
             self.consumed.add(id(name))
         if isinstance(node, cst.Subscript) and isinstance(node.value, cst.Name):
             self._droppable.append((node.value, module))
+        if isinstance(node, cst.Attribute) and module.code(node.value) == "self":
+            self._droppable.append((node, module))
         if isinstance(node, cst.Name):
             self._droppable.append((node, module))
             for binding in module.assignments(node):
@@ -213,14 +220,20 @@ class Rewriting(Conditions):
         return None if assign is None else assign.value
 
     def remove_unread(self) -> None:
-        """Statements that assign to a variable that nothing reads any more."""
+        """Statements that assign to a variable, or to an attribute of `self`, that nothing reads any more."""
         for name, module in self._droppable:
             edits = self.edits(module)
-            reads = module.references(name)
-            if any(id(read) not in self.consumed and not edits.covers(read) for read in reads):
+            if isinstance(name, cst.Name):
+                targets = [binding.node for binding in module.assignments(name)]
+                reads = [(read, module) for read in module.references(name)]
+            elif (found := self._uses(name, module)) is not None:
+                targets, reads = found
+            else:
                 continue
-            for binding in module.assignments(name):
-                assign = assignment(binding.node, module)
+            if any(not self._gone(read, where) for read, where in reads):
+                continue
+            for target in targets:
+                assign = assignment(target, module)
                 line = None if assign is None else module.parent(assign)
                 if (
                     isinstance(line, cst.SimpleStatementLine)
@@ -230,6 +243,26 @@ class Rewriting(Conditions):
                     and self.pure(assign.value, module)
                 ):
                     edits.remove(line)
+
+    def _gone(self, read: cst.CSTNode, module: Module) -> bool:
+        """Whether a read is accounted for, and what took its place doesn't read it again."""
+        edits = self.edits(module)
+        return edits.goes(read) if edits.covers(read) else id(read) in self.consumed
+
+    def _uses(
+        self, name: cst.Attribute, module: Module
+    ) -> tuple[list[cst.CSTNode], list[tuple[cst.CSTNode, Module]]] | None:
+        """Where attributes of a name are set in this file and where they are read; None if it isn't all known."""
+        word = re.compile(rf"\b{name.attr.value}\b")
+        parsed = {where.path.resolve() for where in self.program.parsed}
+        if any(word.search(source.text) for path, source in self.program.sources.items() if path not in parsed):
+            return None
+        uses = [(n, m) for m in self.program.parsed for n in m.all(cst.Attribute) if n.attr.value == name.attr.value]
+        set_ = [(n, m) for n, m in uses if isinstance(m.parent(n), (cst.AssignTarget, cst.AnnAssign))]
+        if any(m is not module or m.code(n.value) != "self" for n, m in set_):
+            return None
+        targets = [node for node, _ in set_]
+        return targets, [(node, where) for node, where in uses if not any(node is target for target in targets)]
 
     def pure(self, node: cst.BaseExpression, module: Module) -> bool:
         """Whether leaving out an expression leaves out nothing but a value of FSDP1."""

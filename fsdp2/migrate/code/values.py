@@ -119,7 +119,10 @@ class Values(Bindings):
         if isinstance(node.func, cst.Name) and node.func.value == "getattr" and len(node.args) >= 2:
             base, name = self.program.symbol(node.args[0].value, module), string(node.args[1].value)
             if base in ENUMS:
-                yield from self._member(node, module, base, node.args[1].value, name)
+                default = node.args[2].value if len(node.args) > 2 else None
+                yield from self._member(node, module, base, node.args[1].value, name, default)
+                if default is not None and name is None:
+                    yield from self.leaves(default, module, depth)
                 return
         if isinstance(node.func, cst.Attribute) and node.func.attr.value == "get" and node.args:
             held = self._entries(node.func.value, module, node.args[0].value)
@@ -148,12 +151,17 @@ class Values(Bindings):
 
     @staticmethod
     def _member(
-        node: cst.BaseExpression, module: Module, enum: str, key: cst.BaseExpression, name: str | None
+        node: cst.BaseExpression,
+        module: Module,
+        enum: str,
+        key: cst.BaseExpression,
+        name: str | None,
+        default: cst.BaseExpression | None = None,
     ) -> Iterator[Leaf]:
         if name is not None:
             yield Leaf("symbol", node, module, f"{enum}.{name}")
         else:
-            yield Leaf("member", node, module, enum, {0: key})
+            yield Leaf("member", node, module, enum, {0: key} if default is None else {0: key, 1: default})
 
     def _entries(
         self, base: cst.BaseExpression, module: Module, key: cst.BaseExpression
