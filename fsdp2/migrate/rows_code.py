@@ -210,6 +210,18 @@ IN_CODE = rows(
         "FSDP1 drew them on each rank's flat shards. DTensors draw other numbers, the same for any number of ranks: "
         "losses differ from the first step.",
     ),
+    (
+        "_reshard(unit, unit._handle, True)",
+        "unit.reshard()",
+        EXACT,
+        "FSDP2 reshards any group, a replicated one too: where NO_SHARD was asked for first, FSDPModule is.",
+    ),
+    (
+        "unit.params",
+        "the group's own parameters",
+        EXACT,
+        "FSDP1 kept them in one flat parameter. FSDP2 has them one by one, as shards once the group isn't gathered.",
+    ),
 )
 
 IN_CONFIGURATIONS = rows(

@@ -22,7 +22,7 @@ SymbolOf = Callable[[cst.CSTNode, Module], str | None]
 def code_of(symbol: str, node: cst.CSTNode, module: Module) -> str:
     """The row that a use of FSDP1's name is about."""
     if symbol.startswith("private:"):
-        return "FC06"
+        return "FC33" if symbol.endswith("_runtime_utils._reshard") else "FC06"
     if symbol.startswith("library:"):
         return "FC21"
     if symbol.startswith("fairscale:"):

@@ -84,9 +84,12 @@ class Edits:
 
     def remove(self, statement: cst.CSTNode) -> None:
         """A statement with its lines; `pass` in its place where it was alone in its block."""
-        span = self.module.line_span(statement)
-        if not self.has(span):
-            self._edits.append(_Edit(*span, lambda: self._gone(statement)))
+        start, end = self.module.line_span(statement)
+        if isinstance(statement, cst.FunctionDef):  # with the empty lines above
+            above = re.search(r"(?:(?<=\n)[ \t]*\r?\n)*$", self.module.text[:start])
+            start -= len(above[0]) if above else 0
+        if not self.has((start, end)):
+            self._edits.append(_Edit(start, end, lambda: self._gone(statement)))
             self.removed.append(statement)
 
     def _gone(self, statement: cst.CSTNode) -> str:

@@ -35,7 +35,9 @@ class Emission:
         shape, target = self._shape()
         given = self.made.rewriting.code(self.made.args["module"], self.module)
         named = DOTTED.fullmatch(given) is not None
-        model = given if named else target if target else self._name("model")
+        own = self._element()
+        model = given if named else target if target else own if own else self._name("model")
+        self.made.rewriting.named.setdefault(id(self.statement), set()).add(model)
         plan = self.made.plan(model)
         for name, maybe in () if plan.replicated else self.entries.items():
             self.edits.need(FSDP, "register_fsdp_forward_method")
@@ -61,6 +63,8 @@ class Emission:
             lines += [root, *plan.after]
             self.edits.before(self.statement, "\n".join(lines))
             self.edits.replace(self.module.span(self.node), model)
+            if own and all(self.edits.code(value) == self.module.code(name) for name, value in self._pairs()):
+                self.edits.replace(self.module.line_span(self.statement), "")  # a, b = a, b
             return
         self._put("\n".join(lines))
 
@@ -113,10 +117,31 @@ class Emission:
                 return "deep", ""
         return "deep", ""
 
+    def _pairs(self) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+        """What is assigned to what, in `a, b = x, y`; nothing if the statement is another one."""
+        assign = self.statement.body[0] if self.statement is not None else None
+        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+            return []
+        target, value = assign.targets[0].target, assign.value
+        if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Tuple):
+            return []
+        if len(target.elements) != len(value.elements):
+            return []
+        return [(a.value, b.value) for a, b in zip(target.elements, value.elements, strict=True)]
+
+    def _element(self) -> str:
+        """The name that the call is for in `a, b = FSDP(x), FSDP(y)`, if nothing there reads it first."""
+        pairs = self._pairs()
+        name = next((known for known, value in pairs if value is self.node), None)
+        read = {n.value for _, value in pairs for n in self.module.within(value, cst.Name)}
+        return name.value if isinstance(name, cst.Name) and name.value not in read else ""
+
     def _name(self, wanted: str) -> str:
         function = self.module.function(self.node) or self.module.tree
         taken = {name.value for name in self.module.within(function, cst.Name)}
-        for name in (wanted, f"sharded_{wanted}", f"fsdp_{wanted}"):
+        # Another call in the same statement has its model under its name until the statement is done.
+        taken |= self.made.rewriting.named.get(id(self.statement), set())
+        for name in (wanted, f"sharded_{wanted}", f"fsdp_{wanted}", *(f"{wanted}_{n}" for n in range(2, 10))):
             if name not in taken:
                 return name
         raise Undecided("FA01", f"no name is free for the {wanted}", self.node, self.module)

@@ -31,7 +31,7 @@ def move(scene: Scene) -> None:
         resharded = [call for call in calls if scene.edits(module).covers(call)]
         for node in module.all(cst.Attribute):
             name = node.attr.value
-            if name == "params" and attribute_of_model(scene, module, node) == "FC31":
+            if name == "params" and attribute_of_model(scene, module, node):
                 edits = scene.edits(module)
                 edits.need(FSDP, "FSDPModule")
                 edits.helpers["own_parameters"] = HELPERS["own_parameters"]

@@ -91,7 +91,7 @@ def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str
         return ""
     if name == "params" and any(re.search(r"self\.params\s*[:=]", where.text) for where in scene.modules):
         return ""  # a model's own
-    return "FC30" if name == "process_group" else "FC31"
+    return {"process_group": "FC30", "params": "FC34"}.get(name, "FC31")
 
 
 def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:

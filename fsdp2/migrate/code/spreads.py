@@ -308,7 +308,9 @@ class _Spelling:
             edits.replace(module.line_span(line), edits.indented(text, module.indent(line)))
         if found.returned is None or module.statement(found.returned) is not found.line:
             lines = self._assigned(found, found.entries, names)
-            there = {key for key, _ in found.entries}
+            beside = module.block_of(found.line)
+            always = [entries for line, entries in found.changes if any(line is known for known in beside)]
+            there = {key for entries in (found.entries, *always) for key, _ in entries}
             lines += [f"{names[key]} = {_default(key)}" for key in found.keys if key not in there]
             edits.replace(module.line_span(found.line), edits.indented("\n".join(lines), module.indent(found.line)))
         for arg in found.spreads:

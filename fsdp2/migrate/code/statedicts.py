@@ -84,14 +84,18 @@ class StateDicts:
             strict = args.get("strict", args.get(1))
             if strict is not None and constant(strict) is not True:
                 options.append(f"strict={edits.code(strict)}")
-            function, values = "set_model_state_dict", [shown, edits.code(state)]
+            given = edits.code(state)
+            if kind.kind == FULL and _read_again(module, state):
+                given = f"dict({given})"  # in which the whole tensors are replaced by shards
+            function, values = "set_model_state_dict", [shown, given]
             if self.scene.evaluates and not self.scene.fresh(node, module):
                 self._reshard(module, node, receiver)
         text = self._made(module, node, function, values, options)
-        if method == "state_dict":
-            self._offloaded(module, node, kind, kind.cpu, options)
-        if method == "state_dict" and kind.kind == FULL and kind.cpu is True and "cpu_offload=True" not in options:
-            text = f"{{name: tensor.cpu() for name, tensor in {text}.items()}}"
+        offloaded = any("cpu_offload" in option for option in options)
+        if method == "state_dict" and kind.kind == FULL and kind.cpu and not offloaded:
+            # On every rank, FSDP2's own option would leave the state on the first one only.
+            where = "" if kind.cpu is True else f" if {kind.cpu} else tensor"
+            text = f"{{name: tensor.cpu(){where} for name, tensor in {text}.items()}}"
         edits.replace(module.span(node), text)
 
     def _made(self, module: Module, node: cst.CSTNode, function: str, values: list[str], options: list[str]) -> str:
@@ -286,3 +290,27 @@ def _in_group(node: cst.Call) -> bool:
 
 def move(scene: Scene) -> list[Undecided]:
     return StateDicts(scene).run()
+
+
+def _read_again(module: Module, state: cst.BaseExpression) -> bool:
+    """Whether a state dict may be read once more after it was loaded: it isn't made by the expression itself."""
+    if isinstance(state, cst.Attribute):
+        return True
+    root: cst.BaseExpression = state
+    while isinstance(root, (cst.Subscript, cst.Attribute)):
+        root = root.value
+    if not isinstance(root, cst.Name):
+        return False
+    shown, end = module.code(state), module.span(state)[1]
+    home = module.function(state)
+    loops = [a for a in module.ancestors(state) if isinstance(a, (cst.For, cst.While)) and module.function(a) is home]
+    made = [module.span(binding.node)[0] for binding in module.assignments(root)]
+    if any(all(at < module.span(loop)[0] for at in made) for loop in loops):
+        return True
+    return any(
+        module.span(read)[0] > end
+        for read in module.references(root)
+        if any(
+            module.code(one) == shown for one in (read, *module.ancestors(read)) if isinstance(one, cst.BaseExpression)
+        )
+    )

@@ -36,6 +36,7 @@ class Rewriting(Conditions):
         self._droppable: list[tuple[cst.Name | cst.Attribute, Module]] = []
         self._dropped: set[int] = set()  # values that stand in the new calls, or need not
         self.casting: dict[int, bool] = {}  # a precision's node: whether it says itself if groups' inputs are cast
+        self.named: dict[int, set[str]] = {}  # a statement's number: variables for models that are sharded above it
         self.by_name = False  # a sharding strategy is chosen at run time, so that all of them become their names
 
     def edits(self, module: Module) -> Edits:

@@ -52,7 +52,7 @@ def main():
         options=StateDictOptions(full_state_dict=True),
     )
     losses += train(model, optimizer)
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
     set_optimizer_state_dict(
         model,
         optimizer,

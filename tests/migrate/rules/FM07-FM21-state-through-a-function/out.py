@@ -45,7 +45,6 @@ class Trainer:
         self.model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
-
     def save(self):
         model = {name: tensor.clone() for name, tensor in get_model_state_dict(
             self.model,

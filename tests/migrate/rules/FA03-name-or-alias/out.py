@@ -1,0 +1,66 @@
+"""A strategy by its name, or by a shorter one."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def sharding_options(strategy, device_type):
+    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
+    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
+    shards = ranks = torch.distributed.get_world_size()
+    if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
+        shards = 1
+    elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # over the devices of a node, with a replica on each
+        shards = torch.get_device_module(device_type).device_count()
+    shape, names = ((ranks,), None) if shards == ranks else ((ranks // shards, shards), ("replicate", "shard"))
+    return {
+        "mesh": init_device_mesh(device_type, shape, mesh_dim_names=names),
+        "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
+    }
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def get_strategy(name):
+    strategy = name.upper() if name.upper() in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") else None
+    if strategy is None:
+        strategy = {"full": "FULL_SHARD", "none": "NO_SHARD"}[name]
+    return strategy
+
+
+def main():
+    losses = []
+    for name in ("full", "none", "shard_grad_op"):
+        model = build()
+        sharding = sharding_options(get_strategy(name), "cpu")
+        fully_shard(model, **sharding)
+        losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return losses
