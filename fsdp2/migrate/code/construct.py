@@ -267,6 +267,7 @@ class Construction(Placement):
         if made.buffers:
             dtype = f"{policy}.{made.buffers}_dtype" if made.buffers in ("param", "reduce") else made.buffers
             guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
+            guard = f" and {policy}.{made.when}" if made.when else guard
             self.edits.need("torch")
             ignored = self._left_alone()
             if made.norms or ignored:

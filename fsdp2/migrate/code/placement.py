@@ -165,6 +165,8 @@ class Placement:
             return '"cuda"'
         if "cpu" in text:
             return '"cpu"'
+        if node is not None and any(leaf.kind == "none" for leaf in self.rewriting.values.leaves(node, self.module)):
+            text = f'{text} if {text} is not None else "cuda"' if re.fullmatch(r"[\w.]+", text) else text
         made = re.fullmatch(r"torch\.device\([^()]*\)", text)
         return f"{text if made else f'torch.device({text})'}.type"
 

@@ -17,7 +17,7 @@ import libcst as cst
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp2.migrate.code.edits import Edits
-from fsdp2.migrate.code.given import ORDER, added
+from fsdp2.migrate.code.given import CONDITIONAL, ORDER, added
 from fsdp2.migrate.code.imports import imported, tidy
 from fsdp2.migrate.code.module import Module
 from fsdp2.migrate.code.program import Program
@@ -176,7 +176,10 @@ class _Spelling:
             {id(module.statement(read)) for read, _, _ in added(node, module)} if isinstance(node, cst.Name) else set()
         )
         beside = module.block_of(found.line)
-        for line, _ in found.changes:
+        for line, entries in found.changes:
+            under_condition = not any(line is known for known in beside)
+            if under_condition and any(key not in CONDITIONAL for key, _ in entries):
+                return True
             block = module.parent(line)
             above = module.parent(block) if block is not None else None
             simple = any(line is known for known in beside) or (

@@ -70,6 +70,16 @@ def changed(whole):
     return FSDP(build(), **options)
 
 
+def gated():
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block})}
+    if torch.cuda.is_available():
+        options["device_id"] = torch.cuda.current_device()
+        options["sync_module_states"] = True
+    else:
+        options["device_id"] = torch.device("cpu")
+    return FSDP(build(), **options)
+
+
 def get_options(low):
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
     if low:
@@ -79,7 +89,7 @@ def get_options(low):
 
 def main():
     losses = Trainer(low=False).fit() + Trainer(low=True).fit()
-    for model in (changed(True), changed(False)):
+    for model in (changed(True), changed(False), gated()):
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for low in (False, True):
         model = FSDP(build(), **get_options(low))

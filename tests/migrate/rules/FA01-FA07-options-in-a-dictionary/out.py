@@ -102,6 +102,26 @@ def changed(whole):
     return fully_shard(model, **sharding)
 
 
+def gated():
+    device_id = None
+    sync_module_states = False
+    if torch.cuda.is_available():
+        device_id = torch.cuda.current_device()
+        sync_module_states = True
+    else:
+        device_id = torch.device("cpu")
+    model = build()
+    if sync_module_states:
+        model.to(device_id)
+        for tensor in [*model.parameters(), *model.buffers()]:  # FSDP1's sync_module_states
+            dist.broadcast(tensor.detach(), src=0)
+    mesh = init_device_mesh(torch.device(device_id if device_id is not None else "cuda").type, (dist.get_world_size(),))
+    for module in reversed(list(model.modules())[1:]):
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def get_options(low):
     device_id = torch.device("cpu")
     mixed_precision = None
@@ -121,7 +141,7 @@ def get_options(low):
 
 def main():
     losses = Trainer(low=False).fit() + Trainer(low=True).fit()
-    for model in (changed(True), changed(False)):
+    for model in (changed(True), changed(False), gated()):
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for low in (False, True):
         model = get_options(low)(build())
