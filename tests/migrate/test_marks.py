@@ -35,6 +35,11 @@ HEAD = (
             "FC32",
             "net.init_weights()",
         ),
+        (
+            "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
+            "FC31",
+            "two._streams",
+        ),
     ],
 )
 def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code: str, kept: str) -> None:
@@ -53,6 +58,14 @@ def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code:
         # Whoever gets what wraps isn't in the program.
         "from functools import partial\n\n\ndef wrapper():\n    return partial(FSDP, use_orig_params=True)\n\n\n"
         "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
+        # Something else changes the options.
+        "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
+        # They are loaded with what the precision is.
+        "from torch.distributed.fsdp import MixedPrecision\n\n\ndef made(settings):\n"
+        "    return FSDP(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(**settings))\n",
+        # A function that returns options has another caller.
+        "def options(low):\n    made = {'use_orig_params': low}\n    return made\n\n\nprint(options(True))\n\n\n"
+        "def made(net):\n    return FSDP(net, **options(False))\n",
         # One unit has arguments of its own.
         "from torch.distributed.fsdp.wrap import enable_wrap, wrap\n\n\nclass Net(torch.nn.Module):\n"
         "    def __init__(self):\n        self.one = wrap(torch.nn.Linear(2, 2), use_orig_params=False)\n\n\n"

@@ -19,6 +19,10 @@ from fsdp2.migrate.row import CLASS
 SymbolOf = Callable[[cst.CSTNode, Module], str | None]
 
 
+# Asked for by name, to be shared among models.
+STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")
+
+
 def code_of(symbol: str, node: cst.CSTNode, module: Module) -> str:
     """The row that a use of FSDP1's name is about."""
     if symbol.startswith("private:"):
@@ -124,6 +128,9 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
                 problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
         for text in module.all(cst.SimpleString):
+            if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
+                said.add(id(line))
+                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module, blocking=False))
             if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
                 problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems

@@ -20,6 +20,9 @@ OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignor
 CONDITIONAL = ("mixed_precision", "cpu_offload", "auto_wrap_policy", "sharding_strategy", "backward_prefetch",
                "forward_prefetch", "limit_all_gathers", "use_orig_params", "device_mesh",
                "ignored_modules")  # fmt: skip
+# What only reads a dictionary that it gets.
+READING = ("print", "pprint", "info", "debug", "warning", "log", "len", "dict", "str", "repr", "dumps", "list",
+           "sorted", "items", "format", "partial", "deepcopy", "copy", "isinstance", "update")  # fmt: skip
 CHANGING = ("update", "pop", "popitem", "setdefault", "clear")
 
 
@@ -88,6 +91,11 @@ class Given:
         entries = added(node, module)
         if entries and (elsewhere := self._passed_on(node)):
             raise self._undecided(f"{node.value} is changed, and read in line {elsewhere} too")
+        for read in module.references(node):
+            above = module.parent(read)
+            outer = module.parent(above) if isinstance(above, cst.Arg) and not above.star else None
+            if isinstance(outer, cst.Call) and module.code(outer.func).rpartition(".")[2] not in READING:
+                raise self._undecided(f"{node.value} may be changed in line {module.line(read)}")
         for read, key, value in entries:
             line = module.statement(read)
             if line is None or key is None or value is None or module.span(read)[0] > module.span(self.node)[0]:

@@ -21,7 +21,7 @@ from fsdp2.migrate.code.values import string
 PREFIX = "_fsdp_wrapped_module"
 # What FSDP1's models have of their own, and FSDP2's haven't.
 ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device",
-              "training_state", "_handle", "_handles", "_flat_param", "params")  # fmt: skip
+              "training_state", "_handle", "_handles", "_flat_param", "params", "_streams")  # fmt: skip
 # What a body under summon_full_params may call and still only read.
 READING = {
     "abs", "all", "allclose", "any", "append", "barrier", "buffers", "clone", "cpu", "data_ptr", "detach", "dict",
@@ -87,6 +87,8 @@ def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str
     name = node.attr.value
     if name not in ATTRIBUTES or not scene.calls or isinstance(module.parent(node), cst.AssignTarget):
         return ""
+    if name == "_streams":  # nothing else of torch's has them, but a class may have its own
+        return "" if module.code(node.value) == "self" else "FC31"
     if not scene.is_model(node.value, module):
         return ""
     if name == "params" and any(re.search(r"self\.params\s*[:=]", where.text) for where in scene.modules):

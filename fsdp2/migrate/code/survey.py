@@ -55,6 +55,8 @@ class Survey:
                 self._use(module, use, symbol)
             self._models(module)
             for text in module.all(cst.SimpleString):
+                if string(text) in beyond.STREAMS and self.scene.calls:
+                    self._add(module, text, "FC31")
                 if PREFIX in (string(text) or "") and not isinstance(module.parent(text), cst.Expr):
                     self._add(module, text, "FC09")
             if any(where is module for _, where in self.scene.calls):
