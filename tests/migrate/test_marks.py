@@ -60,6 +60,9 @@ def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code:
         "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
         # Something else changes the options.
         "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
+        # Somebody else gets them too.
+        "def made(net):\n    options = {}\n    options.update(use_orig_params=True)\n"
+        "    return FSDP(net, **options), options\n",
         # They are loaded with what the precision is.
         "from torch.distributed.fsdp import MixedPrecision\n\n\ndef made(settings):\n"
         "    return FSDP(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(**settings))\n",

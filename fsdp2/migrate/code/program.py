@@ -112,6 +112,11 @@ class Program:
     def parsed(self) -> list[Module]:
         return [module for module in self._modules.values() if module is not None]
 
+    def said_elsewhere(self, name: str) -> bool:
+        """Whether a file that hasn't been parsed has this word."""
+        word, parsed = re.compile(rf"\b{name}\b"), {module.path.resolve() for module in self.parsed}
+        return any(word.search(source.text) for path, source in self.sources.items() if path not in parsed)
+
     # --- from one file to another ---
 
     def file_of(self, dotted: str, importer: Module) -> Path | None:

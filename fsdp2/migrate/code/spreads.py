@@ -82,7 +82,11 @@ class _Spelling:
     def _spell(self, node: cst.BaseExpression, module: Module, done: set[int]) -> None:
         """All that is done with the dictionary that a call spreads, or none of it."""
         try:
-            found = self._function(node, module) or self._variable(node, module)
+            found = self._function(node, module)
+            if found is None:
+                found = self._variable(node, module)
+                if found.returned is not None:
+                    raise _Unclear  # somebody else gets it too
         except _Unclear:
             return
         if id(found.line) not in done:
@@ -105,7 +109,9 @@ class _Spelling:
         elif isinstance(node, cst.Attribute) and module.code(node.value) == "self":
             name = node.attr.value
             uses = [(n, m) for m in self.program.parsed for n in m.all(cst.Attribute) if n.attr.value == name]
-            if any(m is not module or module.code(use.value) != "self" for use, m in uses):
+            if self.program.said_elsewhere(name) or any(
+                m is not module or module.code(use.value) != "self" for use, m in uses
+            ):
                 raise _Unclear
             targets = [use for use, _ in uses if isinstance(module.parent(use), (cst.AssignTarget, cst.AnnAssign))]
             reads = [use for use, _ in uses if not any(use is target for target in targets)]
@@ -145,14 +151,10 @@ class _Spelling:
                 found.reads.append((above, key))
                 return
             set_ = module.parent(outer)
-            if (
-                not isinstance(set_, cst.Assign)
-                or len(set_.targets) > 1
-                or not isinstance(line, cst.SimpleStatementLine)
-            ):
+            single = isinstance(set_, cst.Assign) and len(set_.targets) == 1
+            if not single or not alone or not isinstance(line, cst.SimpleStatementLine):
                 raise _Unclear
-            if not alone:
-                raise _Unclear
+            assert isinstance(set_, cst.Assign)
             found.changes.append((line, _known([(key, set_.value)])))
         elif isinstance(above, cst.Attribute) and above.attr.value == "update" and isinstance(outer, cst.Call):
             given = dictionary(outer.args[0].value) if len(outer.args) == 1 and not outer.args[0].keyword else None
@@ -203,6 +205,8 @@ class _Spelling:
         if place is None:
             return None
         function, where = place
+        if self.program.said_elsewhere(function.name.value):
+            raise _Unclear
         returns = [r for r in where.within(function, cst.Return) if where.function(r) is function]
         if (
             len(returns) != 1

@@ -6,7 +6,6 @@ reads it is translated too.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 import libcst as cst
@@ -254,9 +253,7 @@ class Rewriting(Conditions):
         self, name: cst.Attribute, module: Module
     ) -> tuple[list[cst.CSTNode], list[tuple[cst.CSTNode, Module]]] | None:
         """Where attributes of a name are set in this file and where they are read; None if it isn't all known."""
-        word = re.compile(rf"\b{name.attr.value}\b")
-        parsed = {where.path.resolve() for where in self.program.parsed}
-        if any(word.search(source.text) for path, source in self.program.sources.items() if path not in parsed):
+        if self.program.said_elsewhere(name.attr.value):
             return None
         uses = [(n, m) for m in self.program.parsed for n in m.all(cst.Attribute) if n.attr.value == name.attr.value]
         set_ = [(n, m) for n, m in uses if isinstance(m.parent(n), (cst.AssignTarget, cst.AnnAssign))]
