@@ -194,7 +194,8 @@ IN_CODE = rows(
         "model.process_group",
         "next(model.parameters()).device_mesh.get_group(-1)",
         EXACT,
-        "The ranks that hold the shards of one replica: the mesh's last dimension.",
+        "The ranks that hold the shards of one replica: the mesh's last dimension. Gathered parameters have none: "
+        "model.reshard() first, after an evaluation.",
     ),
     (
         "other attributes of FSDP1's models",

@@ -278,5 +278,6 @@ def test_memory_is_bounded_by_a_tensor_and_not_by_the_model(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     peaks = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("peak ")]
     assert len(peaks) == 12
-    # 160 MB in 40 tensors; a tensor is read, cast and written, and what torch loads late is counted too.
-    assert [command for size, command in peaks if int(size) > 40_000_000] == []
+    # 160 MB in 40 tensors; a tensor is read, cast and written, and what torch loads late is counted too: 0 to 39 MB
+    # from run to run, and once more than 40. Whoever held the model would need 160.
+    assert [command for size, command in peaks if int(size) > 80_000_000] == []

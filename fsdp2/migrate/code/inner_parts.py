@@ -50,7 +50,7 @@ def _sharded(scene: Scene, module: Module, node: cst.Attribute, resharded: list[
     if not differs or scene.symbol(target.comparator, module) != "ShardingStrategy.NO_SHARD":
         return
     asked: list[tuple[cst.CSTNode, Module]] = [(compared, module)]
-    if module.enclosing(compared, cst.If, cst.Return, cst.FunctionDef).__class__ is cst.Return:
+    if isinstance(module.enclosing(compared, cst.If, cst.Return, cst.FunctionDef), cst.Return):
         function = module.function(compared)
         asked = list(scene.values.calls(function, module)) if function is not None else []
     guards = [(where.enclosing(one, cst.If), where, one) for one, where in asked]

@@ -40,7 +40,9 @@ class Module:
             self._scopes: Mapping[cst.CSTNode, Scope | None] = wrapper.resolve(ScopeProvider)
             # libcst has providers of parents and of qualified names too; each walks all of the file once more.
             self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
-            self._all = list(self._walk(self.tree, self._parents))
+            self._all: list[cst.CSTNode] = []
+            self._spans: dict[int, Span] = {}  # of a node and all below it, among all nodes
+            self._number(self.tree)
         except cst.ParserSyntaxError as error:
             cell, line, _ = source.place(self._offset_in(text, error.raw_line, 0))
             where = f"cell {cell}, line {line}" if cell is not None else f"line {line}"
@@ -139,14 +141,24 @@ class Module:
         return self._of_kinds[kinds]
 
     def within(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> list[Any]:
-        return [found for found in self._walk(node) if isinstance(found, kinds)]
+        if id(node) in self._spans:
+            start, end = self._spans[id(node)]
+            return [found for found in self._all[start:end] if isinstance(found, kinds)]
+        return [found for found in self._walk(node) if isinstance(found, kinds)]  # one that isn't of the text
 
-    def _walk(self, node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode] | None = None) -> Iterator[cst.CSTNode]:
+    def _number(self, node: cst.CSTNode) -> None:
+        """Once, since asking libcst for the nodes below a node is slow."""
+        start = len(self._all)
+        self._all.append(node)
+        for child in node.children:
+            self._parents[child] = node
+            self._number(child)
+        self._spans[id(node)] = start, len(self._all)
+
+    def _walk(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield node
         for child in node.children:
-            if parents is not None:
-                parents[child] = node
-            yield from self._walk(child, parents)
+            yield from self._walk(child)
 
     # --- what names are ---
 
