@@ -18,9 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp2.checkpoint.source import printable
+
+# Longer than any refusal of ours; what is echoed of a user's value can be of any length.
+LONGEST_REFUSAL = 1200
+
 
 class ConfigError(ValueError):
     """A wrong flag, value or combination. The message is one line that names the flag and the fix."""
+
+    def __init__(self, message: str) -> None:
+        text = printable(message)
+        half = LONGEST_REFUSAL // 2  # the flag stands at the start, the fix at the end
+        super().__init__(text if len(text) <= LONGEST_REFUSAL else f"{text[:half]} … {text[-half:]}")
 
 
 Parse = Callable[[Any], Any]

@@ -28,6 +28,13 @@ T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 20.0
 
 
+class RunStopped(RuntimeError):
+    """What ends a run by intention, on all ranks after the same step: no fault of the program, so no traceback.
+
+    The message is one line that says what happened, what is left, and what to do.
+    """
+
+
 @dataclass(frozen=True)
 class World:
     """Where this process stands among all of them. Made before any process group."""
@@ -164,17 +171,18 @@ def lost_peer(text: str) -> bool:
 def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
-    A ConfigError is one line and status 2; from rank 0 alone, if all ranks have it. An error shows its
+    A ConfigError is one line and status 2, a RunStopped one line and status 1; from rank 0 alone, if all ranks have
+    it. Another error shows its
     traceback and ends this process at once, so that ranks that wait for it notice; those show one line, since
     the cause is elsewhere.
     """
     try:
         yield
-    except ConfigError as error:
-        if world().rank > 0 and _ended_by_launcher():
-            sys.exit(2)
-        print(f"fsdp2: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    except (ConfigError, RunStopped) as error:
+        status, kind = (1, "stopped") if isinstance(error, RunStopped) else (2, "error")
+        if world().rank == 0 or not _ended_by_launcher():
+            print(f"fsdp2: {kind}: {error}", file=sys.stderr, flush=True)
+        sys.exit(status)
     except RuntimeError as error:
         if not lost_peer(str(error)):
             raise

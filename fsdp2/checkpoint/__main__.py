@@ -16,9 +16,9 @@ from fsdp2.checkpoint.diff import diff
 from fsdp2.checkpoint.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.import_ import import_
 from fsdp2.checkpoint.opening import KINDS
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.source import Refused, printable
 from fsdp2.checkpoint.store import DamagedCheckpoint
-from fsdp2.checkpoint.tables import list_checkpoints, printable, show, verify_checkpoints
+from fsdp2.checkpoint.tables import list_checkpoints, show, verify_checkpoints
 
 NEXT = {
     "pt": "torch.load({out!r}, weights_only=True)",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.opening import opened
-from fsdp2.checkpoint.source import Source, weights, weights_prefix
-from fsdp2.checkpoint.tables import printable, short_repr
+from fsdp2.checkpoint.source import Source, printable, weights, weights_prefix
+from fsdp2.checkpoint.tables import short_repr
 
 # Compared so many elements at a time, so that a difference takes no memory of a tensor's size.
 _BLOCK = 1 << 20

@@ -49,6 +49,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
+def printable(text: str) -> str:
+    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def dotted(path: TreePath) -> str:
     return ".".join(map(str, path))
 

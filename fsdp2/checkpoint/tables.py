@@ -11,7 +11,7 @@ from typing import Any
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.checkpoint.opening import CHECKPOINT_NAME, METADATA, files_at, is_checkpoint, opened
-from fsdp2.checkpoint.source import Refused, Source, part_of
+from fsdp2.checkpoint.source import Refused, Source, part_of, printable
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 
 
@@ -25,11 +25,6 @@ def size_text(size: int) -> str:
         if number < 1000 or unit == "TB":
             break
     return f"{number:.1f} {unit}"
-
-
-def printable(text: str) -> str:
-    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:

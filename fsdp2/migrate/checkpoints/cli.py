@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2 import models
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.source import Refused, printable
 from fsdp2.checkpoint.store import DamagedCheckpoint
-from fsdp2.checkpoint.tables import printable
 from fsdp2.migrate.checkpoints.back import back
 from fsdp2.migrate.checkpoints.code import Code, optimizer_class
 from fsdp2.migrate.checkpoints.convert import Converted, convert

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.tables import printable
+from fsdp2.checkpoint.source import printable
 from fsdp2.options import ConfigError
 
 LIMIT = 4 << 20  # bytes; the longest Python file of a public training repository has 0.5 MB
