@@ -1,0 +1,29 @@
+"""`fsdp2.minimal` is `fsdp2.train` on one screen: the same losses, bit for bit, and it goes on where it was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fsdp2 import minimal
+from tests.harness import Ranks, losses, main_in_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_losses_are_those_of_train_also_after_a_resume_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    flags = ["--epochs=2", "--clip-grad-norm", "--explicit-prefetching=1", "--no-save-model", "--threads=1"]
+    events = ranks.run(main_in_ranks, [*flags, "--device=cpu", f"--run-dir={tmp_path / 'run'}"])[0]
+    first = ranks.run(minimal.train, tmp_path / "minimal", CPU, 1)[0]
+    (tmp_path / "minimal" / "unfinished").mkdir()  # what a kill in the middle of a save leaves
+    (tmp_path / "minimal" / "unfinished" / "__0_0.distcp").write_bytes(b"torn")
+    second = ranks.run(minimal.train, tmp_path / "minimal", CPU, 2)[0]
+    assert first + second == losses(events)
+    third = ranks.run(minimal.train, tmp_path / "minimal", CPU, 3, ranks=3)[0]
+    assert len(third) == 8  # 1,437 samples in steps of 3 x 64
+    assert third[-1] < second[-1]
+
+
+def test_one_screen() -> None:
+    assert len(Path(minimal.__file__).read_text().splitlines()) <= 90
