@@ -206,7 +206,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, so that all refusals look and exit alike."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(re.sub(r"\S{81,}", lambda long: shown(long[0]), message))
+        raise ConfigError(re.sub(r"\S{100,}", lambda long: shown(long[0]), message.removeprefix("argument ")))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

@@ -31,13 +31,13 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; see {self.prog} --help")
+        raise Refused(refusal(f"{message}; see {self.prog} --help"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for word in words:
             if not is_name(word) or (word.startswith("--") and word.endswith("=")):
-                raise Refused(f"{word or repr(word)}: is empty, or no UTF-8 text; give a value, or drop it")
+                self.error(f"{word or repr(word)}: is empty, or no UTF-8 text; give a value, or drop it")
         return super().parse_args(words, namespace)
 
 
