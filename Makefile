@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train resume infer test test-slow test-oldest test-ray test-zero chaos lint format clean
+.PHONY: help train resume infer test test-slow test-oldest test-ray test-zero chaos fuzz lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
@@ -221,6 +221,10 @@ test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 
 chaos: $(VENV)/.tools  ## kill real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(BIN)/tox run -e chaos -- $(ARGS)
+
+FUZZ_MINUTES ?= 60
+fuzz: $(VENV)/.tools  ## bad input of every kind, each time another, for an hour (FUZZ_MINUTES=5)
+	$(BIN)/tox run -e fuzz -- --minutes $(FUZZ_MINUTES) $(ARGS)
 
 lint: $(VENV)/.tools  ## ruff and the type checker
 	$(BIN)/tox run -e lint

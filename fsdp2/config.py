@@ -15,6 +15,8 @@ from fsdp2 import data, models
 from fsdp2.options import (
     ConfigError,
     check_values,
+    is_step,
+    location,
     make_parser,
     number,
     one_of,
@@ -23,6 +25,7 @@ from fsdp2.options import (
     or_off,
     patterns,
     read_values,
+    shown,
     switch,
     text,
     unknown,
@@ -45,6 +48,15 @@ def _reshard(value: Any) -> bool | int:
         raise ValueError("must be true, false or a number of ranks from 2 up") from None
 
 
+def _resume(value: Any) -> str:
+    if isinstance(value, str):
+        return str(whole(0)(value)) if is_step(value) else location(value)
+    try:
+        return str(whole(0)(value))  # files write resume = 120 as a number
+    except ValueError:
+        raise ValueError("must be auto, never, a step, or the path of a checkpoint or run") from None
+
+
 def _granularity(value: Any) -> int | str:
     if value in ("layer", "root"):
         return value
@@ -64,8 +76,8 @@ class Config:
     dataset: str = option(
         None, "unset = digits for images, source-text for language", one_of(*data.NAMES), metavar="NAME"
     )
-    data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", text)
-    seq_len: int = option(128, "tokens in a sequence (language)", whole(1))
+    data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
+    seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))
 
     # How long, and in what portions.
     epochs: int = option(12, "passes over the training set", whole(1))
@@ -75,7 +87,9 @@ class Config:
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
     )
     test_batch_size: int = option(1000, "samples per forward in evaluation", whole(1))
-    loader_workers: int = option(0, "processes per rank that prepare batches; 0 = in the training process", whole(0))
+    loader_workers: int = option(
+        0, "processes per rank that prepare batches; 0 = in the training process", whole(0, 256)
+    )
 
     # The optimizer.
     optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), metavar="|".join(OPTIMIZERS))
@@ -87,13 +101,13 @@ class Config:
         0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
     )
     clip_grad_norm: float | None = option(
-        None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, open_minimum=True)), bare=1.0
+        None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
     )
-    grad_accumulation: int = option(1, "microbatches per optimizer step; communicates once a step", whole(1))
+    grad_accumulation: int = option(1, "microbatches per optimizer step; communicates once a step", whole(1, 2**16))
     freeze: tuple[str, ...] = option(
         (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True
     )
-    seed: int = option(1, "of initial values, sample order and dropout", whole(0))
+    seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
     # How it is distributed.
     strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), metavar="|".join(STRATEGIES))
@@ -113,13 +127,13 @@ class Config:
     bucket_mb: float | None = option(
         None,
         "DDP, ZeRO: MiB of gradients that one exchange takes; unset = 25",
-        number(0, open_minimum=True),
+        number(0, 2**20, open_minimum=True),
     )
     fsdp1_sharding: str = option(
         "full-shard", "FSDP1's sharding strategy", one_of(*FSDP1_SHARDINGS), metavar="|".join(FSDP1_SHARDINGS)
     )
     min_wrap_params: int | None = option(
-        None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1)
+        None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1, 10**15)
     )
     fsdp1_backward_prefetch: str = option(
         "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of("pre", "post", "never")
@@ -127,7 +141,7 @@ class Config:
 
     overlap_comm: bool = option(False, "ZeRO: exchange gradients while backward goes on", switch)
     deepspeed_config: str | None = option(
-        None, "ZeRO: a DeepSpeed configuration that overrides what is made from the flags", text
+        None, "ZeRO: a DeepSpeed configuration that overrides what is made from the flags", location
     )
 
     # What saves memory or time.
@@ -140,7 +154,7 @@ class Config:
     reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of("fp32", "bf16", "fp16"))
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
     nvme_offload: str | None = option(
-        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", text
+        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
     )
     activation_checkpointing: Literal["block", "op"] | None = option(
         None,
@@ -152,11 +166,12 @@ class Config:
 
     # The machine.
     device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"))
-    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1))
+    # 100,000 threads make OpenMP crash the process; no machine has more than 4,096.
+    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 4096))
 
     # What is written and read.
-    run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", text)
-    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", text)
+    run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)
+    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", _resume)
     checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
     keep: int = option(3, "newest checkpoints that are kept", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
@@ -173,7 +188,7 @@ class Config:
     resume_partial: bool = option(
         False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
     )
-    init_from: str | None = option(None, "start from the weights of a full-model.pt", text)
+    init_from: str | None = option(None, "start from the weights of a full-model.pt", location)
     save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
@@ -187,15 +202,14 @@ class Config:
     tensorboard: bool = option(False, "also write TensorBoard event files", switch)
 
     def __post_init__(self) -> None:
-        # Files write resume = 120 as a number.
-        object.__setattr__(self, "resume", str(self.resume))
         check_values(self)
         spec = models.get(self.model)
         if self.model_size is None:
             object.__setattr__(self, "model_size", next(iter(spec.sizes)))
         elif self.model_size not in spec.sizes:
             raise ConfigError(
-                f"--model-size {self.model_size}: for {self.model} it {unknown(self.model_size, list(spec.sizes))}"
+                f"--model-size {shown(self.model_size)}: for {self.model} it "
+                f"{unknown(shown(self.model_size), list(spec.sizes))}"
             )
         if self.dataset is None:
             object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])

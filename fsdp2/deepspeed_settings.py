@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
+from fsdp2.options import ConfigError, shown
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.settings_file import parse_json, read_bytes
 
 BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
 
@@ -32,15 +31,16 @@ def settings(config: Config, device_type: str) -> dict[str, Any]:
     )
     if config.deepspeed_config is None:
         return made
-    flag = f"--deepspeed-config {config.deepspeed_config}"
+    flag = f"--deepspeed-config {shown(config.deepspeed_config)}"
     try:
-        given = json.loads(Path(config.deepspeed_config).read_text())
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot be read ({error.strerror}); give an existing file") from None
+        given = parse_json(read_bytes(config.deepspeed_config))
     except ValueError as error:
-        raise ConfigError(f"{flag}: is not valid JSON ({error})") from None
+        raise ConfigError(f"{flag}: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{flag}: must hold a table of settings, such as {{"zero_optimization": {{…}}}}')
+    for key, value in given.items():
+        if not isinstance(value, dict) and (isinstance(made.get(key), dict) or key in ("bf16", "fp16")):
+            raise ConfigError(f"{flag}: {key} must be a table, and not {shown(value)}")
     # A table of its replaces ours key by key, so that what it doesn't mention stays as the flags say.
     merged = {**made, **{key: _over(made.get(key), value) for key, value in given.items()}}
     for key, ours, flags in (
@@ -52,7 +52,7 @@ def settings(config: Config, device_type: str) -> dict[str, Any]:
         if merged.get(key) != ours:
             raise ConfigError(f"{flag}: sets {key}, which is a flag's here; drop it there and use {flags}")
     if merged["zero_optimization"]["stage"] != made["zero_optimization"]["stage"]:
-        stage = merged["zero_optimization"]["stage"]
+        stage = shown(merged["zero_optimization"]["stage"])
         raise ConfigError(f"{flag}: is for stage {stage}; use --strategy zero{stage} or change the file")
     for name in ("bf16", "fp16"):
         if merged.get(name, {}).get("enabled", False) != (config.mixed_precision == name):

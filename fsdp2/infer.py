@@ -30,7 +30,7 @@ from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
-from fsdp2.options import ConfigError, Parser
+from fsdp2.options import ConfigError, Parser, checked, location
 from fsdp2.parallel.precision import DTYPES, autocast
 from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_data, checkpoint_at
@@ -150,7 +150,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
     """
     world = runtime.world()
     run = RunDir(run_path)
-    config, _ = read_config(run)
+    config = read_config(run)
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
         config, data_root=data_root or config.data_root, cpu_offload=False, replicas=1, reshard_after_forward=None
@@ -204,7 +204,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-root", metavar="FOLDER", help="in torchvision's layout, if the data is not embedded")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write accuracy, count and samples here")
     parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    for flag, value in (("RUN", arguments.run), ("--data-root", arguments.data_root), ("--json", arguments.json)):
+        if value is not None:
+            checked(flag, str(value), location)
+    return arguments
 
 
 def cli() -> None:

@@ -11,26 +11,23 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
-import json
 import math
-import tomllib
+import os
+import re
+import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdp2.checkpoint.source import printable
-
-# Longer than any refusal of ours; what is echoed of a user's value can be of any length.
-LONGEST_REFUSAL = 1200
+from fsdp2.checkpoint.source import is_name, printable, refusal
+from fsdp2.settings_file import read_table
 
 
 class ConfigError(ValueError):
     """A wrong flag, value or combination. The message is one line that names the flag and the fix."""
 
     def __init__(self, message: str) -> None:
-        text = printable(message)
-        half = LONGEST_REFUSAL // 2  # the flag stands at the start, the fix at the end
-        super().__init__(text if len(text) <= LONGEST_REFUSAL else f"{text[:half]} … {text[-half:]}")
+        super().__init__(refusal(message))
 
 
 Parse = Callable[[Any], Any]
@@ -54,35 +51,46 @@ def flag_of(name: str) -> str:
 
 # --- parse functions: text or value in, value out, ValueError with the reason otherwise ----------------
 
+# The most that an option without a bound of its own takes: it fits the 32 bits of what counts in C.
+COUNT = 2**31 - 1
+LONGEST_TEXT = 4096
+# Linux ends a name at 255 bytes and a path at 4,096; what a run writes below a folder takes 200 of them.
+LONGEST_NAME, LONGEST_PATH = 255, 3840
 
-def whole(minimum: int) -> Parse:
+
+def whole(minimum: int, maximum: int = COUNT) -> Parse:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError("must be a whole number")
         try:
+            if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
+                raise ValueError
             number = int(value)
-        except (TypeError, ValueError):
+            if number != value and not isinstance(value, str):  # 1.5
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             raise ValueError("must be a whole number") from None
         if number < minimum:
             raise ValueError(f"must be {minimum} or more")
+        if number > maximum:
+            raise ValueError(f"must be {maximum} or less")
         return number
 
     return parse
 
 
-def number(minimum: float, maximum: float = math.inf, *, open_minimum: bool = False) -> Parse:
+def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Parse:
     def parse(value: Any) -> float:
         try:
+            if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
+                raise ValueError
             result = float(value)
         except (TypeError, ValueError):
             raise ValueError("must be a number") from None
+        except OverflowError:  # a whole number of hundreds of digits
+            result = math.inf
         if not math.isfinite(result):
             raise ValueError("must be a finite number")
         if result < minimum or result > maximum or (open_minimum and result == minimum):
-            raise ValueError(
-                f"must be {'above' if open_minimum else 'at least'} {minimum:g}"
-                + (f" and at most {maximum:g}" if maximum < math.inf else "")
-            )
+            raise ValueError(f"must be {'above' if open_minimum else 'at least'} {minimum:g} and at most {maximum:g}")
         return result
 
     return parse
@@ -91,7 +99,7 @@ def number(minimum: float, maximum: float = math.inf, *, open_minimum: bool = Fa
 def one_of(*choices: str) -> Parse:
     def parse(value: Any) -> str:
         if value not in choices:
-            raise ValueError(unknown(str(value), choices))
+            raise ValueError(unknown(shown(value), choices))
         return value
 
     return parse
@@ -105,10 +113,25 @@ def or_off(parse: Parse) -> Parse:
 def text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("must be some text")
+    if len(value) > LONGEST_TEXT:
+        raise ValueError(f"has {len(value)} characters; {LONGEST_TEXT} are the most")
+    if not is_name(value):
+        raise ValueError("has a character that no name can have: a NUL, or a byte that isn't UTF-8")
+    return value
+
+
+def location(value: Any) -> str:
+    """The name of a file or folder, or a URL, that a system can have: else each use of it fails in a way of its own."""
+    if max(len(part.encode()) for part in text(value).split("/")) > LONGEST_NAME:
+        raise ValueError(f"has a name of more than {LONGEST_NAME} bytes, which no file system takes; shorten it")
+    if len((value if "://" in value else os.path.abspath(value)).encode()) > LONGEST_PATH:
+        raise ValueError(f"is a path of more than {LONGEST_PATH} bytes, which leaves no room below it; shorten it")
     return value
 
 
 def patterns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (str, list, tuple)):
+        raise ValueError("must be some text, or a list of texts")
     return tuple(text(one) for one in ([value] if isinstance(value, str) else value))
 
 
@@ -127,6 +150,40 @@ def unknown(value: str, choices: Sequence[str]) -> str:
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
+def is_step(value: str) -> bool:
+    """Whether the text is the number of a step: `²` and `٣` are digits to Python, but no number of ours."""
+    return value.isascii() and value.isdigit()
+
+
+class _Short(reprlib.Repr):
+    """Bounded in depth and length whatever the value is."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out more than 4,300 digits.
+        digits = math.floor(x.bit_length() * math.log10(2)) + 1
+        return repr(x) if digits < 40 else f"a number of {digits} digits"
+
+
+_SHORT = _Short()
+SHOWN = 80  # characters of a value in a refusal
+
+
+def shown(value: Any, most: int = SHOWN) -> str:
+    """A value as a refusal repeats it: printable, and short enough that the fix after it is still read."""
+    if value is None or isinstance(value, bool) or value == "":
+        return {None: "null", True: "true", False: "false", "": '""'}[value]
+    line = printable(value[: most + 1] if isinstance(value, str) else _SHORT.repr(value))
+    return line if len(line) <= most else f"{line[:most]}…"
+
+
+def checked(flag: str, value: Any, parse: Parse) -> Any:
+    """The parsed value. Raises ConfigError that begins with the flag and the value."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {shown(value)}: {error}") from None
+
+
 # --- from a dataclass of options to values ---------------------------------------------------------------
 
 
@@ -136,10 +193,7 @@ def check_values(config: Any) -> None:
         value = getattr(config, field.name)
         if value is None and field.default is None:
             continue
-        try:
-            object.__setattr__(config, field.name, field.metadata["parse"](value))
-        except ValueError as error:
-            raise ConfigError(f"{flag_of(field.name)} {value}: {error}") from None
+        object.__setattr__(config, field.name, checked(flag_of(field.name), value, field.metadata["parse"]))
 
 
 def require(module: str, extra: str, what: str) -> None:
@@ -152,15 +206,20 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, so that all refusals look and exit alike."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(re.sub(r"\S{100,}", lambda long: shown(long[0]), message.removeprefix("argument ")))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        values, extra = self.parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        for before, word in zip(["", *words], words, strict=False):
+            flag, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+            if not value and (equals or not word):
+                self.error(f'{flag} "": is empty; give a value, or drop it'.lstrip())
+        values, extra = self.parse_known_args(words, namespace)
         if extra:
             known = [name for action in self._actions for name in action.option_strings]
-            close = difflib.get_close_matches(extra[0].split("=")[0], known, 1)
+            close = difflib.get_close_matches(extra[0].split("=")[0][:SHOWN], known, 1)
             hint = f"did you mean {close[0]}?" if close else "see --help"
-            self.error(f"{extra[0]}: no such flag; {hint}")
+            self.error(f"{shown(extra[0])}: no such flag; {hint}")
         return values
 
 
@@ -199,37 +258,38 @@ def add_options(parser: argparse._ActionsContainer, options: type) -> None:
 
 
 def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a parsed command line over its `--config` file."""
+    """Merge a parsed command line over its `--config` file. Raises ConfigError."""
     values = dict(given)
-    path = values.pop("config", None)
-    return {**(read_file(options, Path(path)) if path else {}), **values}
+    place = values.pop("config", None)
+    return {**({} if place is None else read_file(options, checked("--config", place, location))), **values}
 
 
-def read_file(options: type, path: Path) -> dict[str, Any]:
-    """Flags from a TOML or JSON file, or from the `config.json` of an earlier run.
+def read_file(options: type, place: str, *, called: str = "--config") -> dict[str, Any]:
+    """Flags from a TOML or JSON file, or from the `config.json` of an earlier run. Raises ConfigError.
 
     The latter's run directory and resume point belong to that run and are left out.
     """
+    where = f"{called} {shown(place, LONGEST_NAME)}".lstrip()
     try:
-        content = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); give an existing file") from None
-    try:
-        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+        values = read_table(place)
     except ValueError as error:
-        raise ConfigError(f"--config {path}: is not valid {path.suffix[1:] or 'TOML'} ({error})") from None
-    if isinstance(values, dict) and "flags" in values:
+        raise ConfigError(f"{where}: {error}") from None
+    if "flags" in values:
+        beside = sorted(values.keys() - {"flags", "environment"})
+        if beside:
+            raise ConfigError(
+                f"{where}: has {shown(beside[0])} beside flags, where nothing reads it; move it into flags"
+            )
+        if not isinstance(values["flags"], dict):
+            raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume")}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must hold a table of flags, such as batch-size = 64")
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(key, list(known), 1)
-            raise ConfigError(
-                f"--config {path}: {key} is not a flag" + (f"; did you mean {close[0]}?" if close else "")
-            )
-    return {known[key]: value for key, value in values.items() if value is not None}
+            close = difflib.get_close_matches(key[:SHOWN], list(known), 1)
+            hint = f"did you mean {close[0]}?" if close else "the flags are those of fsdp2.train --help"
+            raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
+    return {known[key]: value for key, value in values.items()}
 
 
 def to_flags(config: Any) -> dict[str, Any]:

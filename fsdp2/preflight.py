@@ -22,7 +22,7 @@ from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
-from fsdp2.options import ConfigError, require, to_flags
+from fsdp2.options import ConfigError, is_step, require, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, SwapFiles, WriterLock, default_path, shapes_of
 from fsdp2.runtime import World, broadcast, gather
@@ -276,7 +276,7 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
         if committed:
             job.keep_up_to(-1)
             notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
-    elif wanted.isdigit():
+    elif is_step(wanted):
         if int(wanted) not in committed:
             raise ConfigError(
                 f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "

@@ -26,7 +26,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec
-from fsdp2.options import ConfigError, read_values, to_flags
+from fsdp2.options import ConfigError, read_file, shown, to_flags
 
 
 class RunDir:
@@ -95,7 +95,8 @@ def _local_folder(url: str) -> Path:
     """The same folder for the same URL, so that a resumed run finds its own, and no other's for another."""
     url = url.rstrip("/")
     digest = hashlib.sha256(url.encode()).hexdigest()[:8]
-    return (Path("runs") / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url)}-{digest}").absolute()
+    # The digest tells them apart; a file system takes no name of more than 255 bytes.
+    return (Path("runs") / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url)[:200]}-{digest}").absolute()
 
 
 def default_path(model: str) -> Path:
@@ -221,9 +222,12 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
     }
 
 
-def read_config(run: RunDir) -> tuple[Config, dict[str, Any]]:
-    """The Config and the environment of a run. Raises ConfigError if there is none."""
-    if not run.config.is_file():
+def read_config(run: RunDir) -> Config:
+    """The Config of a run. Raises ConfigError if there is none, or if it can't be used."""
+    if not os.path.lexists(run.config):
         raise ConfigError(f"{run.path}: holds no config.json, so it is not a run; give the folder of a run")
-    config = Config(**read_values(Config, {"config": str(run.config)}))
-    return config, json.loads(run.config.read_text())["environment"]
+    values = read_file(Config, str(run.config), called="")
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{shown(str(run.config))}: {error}") from None

@@ -14,14 +14,18 @@ def size(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+MOST_BYTES = 2**60  # an exbibyte
+
+
 def byte_count(value: object) -> int:
     """The inverse: `500MB`, `1.5 GB`, `2GiB` or a plain number. Raises ValueError."""
-    match = re.fullmatch(r"([0-9.]+)\s*(?:([kMGT]?)(i?)B?)", str(value), re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else 0.0
-    except ValueError:
-        number = 0.0
-    if match is None or number <= 0:
-        raise ValueError("must be a number of bytes such as 500MB or 2GiB")
-    base = 1024 if match[3] else 1000
-    return int(number * base ** "kmgt".index(match[2].lower()) * base) if match[2] else int(number)
+    is_huge = isinstance(value, int) and value > MOST_BYTES  # Python writes out no number of thousands of digits
+    match = re.fullmatch(
+        r"([0-9]*\.?[0-9]+)\s*(?:([kMGT]?)(i?)B?)", "" if is_huge else str(value)[:40], re.IGNORECASE | re.ASCII
+    )
+    count = 0.0
+    if match is not None:
+        count = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")
+    if not 1 <= count <= MOST_BYTES:
+        raise ValueError("must be a number of bytes such as 500MB or 2GiB, and at most 1EiB")
+    return int(count)

@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 
 from fsdp2.config import Config
 from fsdp2.config import parser as train_parser
-from fsdp2.options import ConfigError, add_options, check_values, number, one_of, option, read_values, text, whole
+from fsdp2.options import (
+    ConfigError,
+    add_options,
+    check_values,
+    location,
+    number,
+    one_of,
+    option,
+    read_values,
+    shown,
+    text,
+    whole,
+)
 
 
 class Workers(NamedTuple):
@@ -24,12 +36,16 @@ class Workers(NamedTuple):
         return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
 
 
+MOST_WORKERS = 100_000
+_count = whole(1, MOST_WORKERS)
+
+
 def _workers(value: Any) -> Workers:
-    least, colon, most = str(value).partition(":")
+    least, colon, most = (value if isinstance(value, str) else shown(value)).partition(":")
     try:
-        workers = Workers(whole(1)(least), whole(1)(most if colon else least))
+        workers = Workers(_count(least), _count(most if colon else least))
     except ValueError:
-        raise ValueError("must be a whole number from 1 up, or two as MIN:MAX") from None
+        raise ValueError(f"must be a whole number from 1 to {MOST_WORKERS}, or two as MIN:MAX") from None
     if workers.least > workers.most:
         raise ValueError("must be MIN:MAX with MIN no greater than MAX")
     return workers
@@ -43,10 +59,10 @@ class RayOptions:
     use_gpu: str = option("auto", "a GPU for each worker: auto, yes or no", one_of("auto", "yes", "no"))
     max_failures: int = option(1, "how often workers that died are started again", whole(0))
     resize_every: float = option(
-        60, "seconds between looks for nodes that have come, with MIN:MAX workers", number(0, open_minimum=True)
+        60, "seconds between looks for nodes that have come, with MIN:MAX workers", number(0, 10**7, open_minimum=True)
     )
-    storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see, or a URL", text)
-    name: str | None = option(None, "of the run; the same name and storage resumes", text)
+    storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see, or a URL", location)
+    name: str | None = option(None, "of the run; the same name and storage resumes", location)
     address: str | None = option(None, "a running cluster, such as 10.0.0.1:6379; unset = one on this machine", text)
 
     def __post_init__(self) -> None:
@@ -86,9 +102,14 @@ def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple
         for flag, value in (("--storage-path", options.storage_path), ("--name", options.name)):
             if value is not None:
                 raise ConfigError(f"{flag} {value}: --run-dir says it already, as {config.run_dir}; give one of them")
-        storage, _, name = config.run_dir.rstrip("/").rpartition("/")
+        # Absolute first: `rpartition` of /name would leave nothing above it, which is this folder.
+        where = config.run_dir.rstrip("/") if "://" in config.run_dir else str(Path(config.run_dir).absolute())
+        storage, _, name = where.rpartition("/")
         if storage.endswith(":/"):
             raise ConfigError(f"--run-dir {config.run_dir}: is a bucket; name a folder in it: {config.run_dir}/run")
+        if not name:
+            raise ConfigError(f"--run-dir {config.run_dir}: is the root of everything; name a folder in it")
+        storage = storage or "/"
     else:
         storage = (options.storage_path or "runs").rstrip("/")
         name = options.name or f"{prefix}_{config.dataset.replace('-', '_')}_{uuid.uuid4().hex[:8]}"
@@ -96,7 +117,7 @@ def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple
             raise ConfigError(f"--name {name}: is the name of one folder; put what is above it in --storage-path")
     if "://" not in storage:
         storage = str(Path(storage).absolute())
-    return storage, name, dataclasses.replace(config, run_dir=f"{storage}/{name}")
+    return storage, name, dataclasses.replace(config, run_dir=f"{storage.rstrip('/')}/{name}")
 
 
 def same_global_batch(workers: Workers, config: Config) -> Config:

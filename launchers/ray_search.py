@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import os
 import runpy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError, flag_of
+from fsdp2.options import ConfigError, flag_of, shown
 
 # Ray Tune's names, which users know, and how many arguments they take.
 WAYS = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "choice": None, "grid": None}
@@ -25,12 +25,17 @@ class Choice(NamedTuple):
     way: str
     arguments: tuple[Any, ...]
 
-    def example(self) -> Any:
-        """Some value that a trial may get."""
-        return self.arguments[0]
+    def examples(self) -> tuple[Any, ...]:
+        """Values that a trial may get: all of a choice, both ends of a range."""
+        if WAYS[self.way] is None:
+            return self.arguments
+        low, high = self.arguments[:2]
+        return low, high - 1 if self.way == "randint" else high
 
 
 Space = dict[str, Choice]
+# Deep nesting and numbers of thousands of digits are no syntax errors to Python.
+_NO_EXPRESSION = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def parse_search(texts: Sequence[str]) -> Space:
@@ -41,11 +46,13 @@ def parse_search(texts: Sequence[str]) -> Space:
             name = flag.removeprefix("--").replace("-", "_")
             known = [f.name for f in dataclasses.fields(Config) if f.name not in NOT_SEARCHED]
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
+                close = difflib.get_close_matches(name[:80], known, 1)
                 hint = f"; did you mean {flag_of(close[0])[2:]}?" if close else ""
-                raise ConfigError(f"--search {text}: {flag} is not a flag that trials can differ in{hint}")
+                raise ConfigError(
+                    f"--search {shown(text)}: {shown(flag)} is not a flag that trials can differ in{hint}"
+                )
             if name in space:
-                raise ConfigError(f"--search {text}: {flag} is varied already; say it once")
+                raise ConfigError(f"--search {shown(text)}: {shown(flag)} is varied already; say it once")
             space[name] = _choice(expression, text)
     if not space:
         raise ConfigError('--search: nothing to vary; give, say, --search "lr=loguniform(1e-4, 1e-2)"')
@@ -57,14 +64,14 @@ def _entries(text: str) -> list[tuple[str, str]]:
         flag, equals, expression = text.partition("=")
         if not equals:
             raise ConfigError(
-                f'--search {text}: must be flag=way(…), such as "lr=loguniform(1e-4, 1e-2)", or a .py file'
+                f'--search {shown(text)}: must be flag=way(…), such as "lr=loguniform(1e-4, 1e-2)", or a .py file'
             )
         return [(flag.strip(), expression)]
-    if not Path(text).is_file():
-        raise ConfigError(f"--search {text}: there is no such file")
+    if not os.path.isfile(text):
+        raise ConfigError(f"--search {shown(text)}: there is no such file")
     space = runpy.run_path(text).get("space")
     if not isinstance(space, dict) or not all(isinstance(value, str) for value in space.values()):
-        raise ConfigError(f'--search {text}: must set space = {{"lr": "loguniform(1e-4, 1e-2)", …}}')
+        raise ConfigError(f'--search {shown(text)}: must set space = {{"lr": "loguniform(1e-4, 1e-2)", …}}')
     return list(space.items())
 
 
@@ -72,25 +79,28 @@ def _choice(expression: str, text: str) -> Choice:
     """`way(a, b)` as data: nothing in it is run."""
     try:
         call = ast.parse(expression.strip(), mode="eval").body
-    except SyntaxError:
+    except _NO_EXPRESSION:
         call = None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in WAYS):
-        raise ConfigError(f"--search {text}: must be one of {', '.join(f'{way}(…)' for way in WAYS)}")
+        raise ConfigError(f"--search {shown(text)}: must be one of {', '.join(f'{way}(…)' for way in WAYS)}")
     way = call.func.id
     try:
         # A bare word is text: model=choice(vit, cnn).
         values = tuple(a.id if isinstance(a, ast.Name) else ast.literal_eval(a) for a in call.args)
-    except ValueError:
-        raise ConfigError(f"--search {text}: takes numbers, words and quoted text") from None
+    except _NO_EXPRESSION:
+        raise ConfigError(f"--search {shown(text)}: takes numbers, words and quoted text") from None
     if call.keywords or len(values) != (WAYS[way] or len(values)) or not values:
-        raise ConfigError(f"--search {text}: {way} takes {WAYS[way] or 'one or more'} values")
+        raise ConfigError(f"--search {shown(text)}: {way} takes {WAYS[way] or 'one or more'} values")
     if WAYS[way]:
         numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
         if len(numbers) < len(values) or numbers[0] >= numbers[1] or (way == "loguniform" and numbers[0] <= 0):
-            raise ConfigError(f"--search {text}: {way} takes numbers, the lower before the higher")
+            raise ConfigError(f"--search {shown(text)}: {way} takes numbers, the lower before the higher")
     return Choice(way, values)
 
 
 def example_config(config: Config, space: Space) -> None:
-    """Raises ConfigError if the first values of a space make no sense with the other flags."""
-    dataclasses.replace(config, **{name: choice.example() for name, choice in space.items()})
+    """Raises ConfigError if a value makes no sense with the other flags and the first value of each other one."""
+    first = {name: choice.examples()[0] for name, choice in space.items()}
+    for name, choice in space.items():
+        for value in choice.examples():
+            dataclasses.replace(config, **{**first, name: value})

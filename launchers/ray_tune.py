@@ -25,6 +25,7 @@ from fsdp2.console import short
 from fsdp2.options import ConfigError, check_values, flag_of, one_of, option, patterns, switch, to_flags, whole
 from fsdp2.preflight import check_data, check_versions, check_world
 from fsdp2.runtime import World
+from fsdp2.settings_file import parse_json
 from launchers import ray_train
 from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch
 from launchers.ray_search import Choice, Space, example_config, parse_search
@@ -41,7 +42,7 @@ SECONDS_TO_DIE = 5.0
 @dataclass(frozen=True)
 class TuneOptions:
     search: tuple[str, ...] = option((), "flag=way(…), or a .py file; repeatable", patterns, many=True)
-    trials: int = option(8, "samples of the search space; of a grid, rounds", whole(1))
+    trials: int = option(8, "samples of the search space; of a grid, rounds", whole(1, 10**6))
     metric: str = option("accuracy", "what is best: accuracy, test_loss or loss", one_of(*HIGHER_IS_BETTER))
     stop_early: bool = option(True, "stop trials that fall behind (ASHA)", switch)
     grace: int = option(1, "epochs before a trial may be stopped", whole(1))
@@ -106,7 +107,12 @@ def refuse_another_search(place: str, what: dict[str, Any]) -> None:
     files = open_files(place)
     if files.size(SEARCH) is None:
         return
-    before = json.loads(files.read(SEARCH))
+    try:
+        before = parse_json(files.read(SEARCH))
+        if not isinstance(before, dict):
+            raise ValueError("holds no table")
+    except ValueError as error:
+        raise ConfigError(f"{place}/{SEARCH}: {error}; use another --name, or remove what is there") from None
     for flag, value in what.items():
         if before.get(flag) != value:
             raise ConfigError(

@@ -137,7 +137,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags: list[str], parts: li
         ('{"batch-size": "many"}', "--batch-size many: must be a whole number"),
         ('{"cpu-offload": "yes"}', "--cpu-offload yes: is either true or false"),
         ("[1]", "must hold a table"),
-        ("{", "is not valid json"),
+        ("{", "is not valid JSON"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, content: str, part: str) -> None:

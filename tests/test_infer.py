@@ -88,7 +88,7 @@ def _shards_only(run: Path) -> float:
 
     infer.parallelize = spy
     try:
-        config, _ = read_config(RunDir(run))
+        config = read_config(RunDir(run))
         checkpoint = RunDir(run).store.checkpoint(RunDir(run).store.committed()[-1])
         infer.load_sharded(config, models.get(config.model), checkpoint, runtime.world(), torch.device("cpu"))
     finally:

@@ -10,13 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdp2.checkpoint.diff import diff
 from fsdp2.checkpoint.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.import_ import import_
 from fsdp2.checkpoint.opening import KINDS
-from fsdp2.checkpoint.source import Refused, printable
+from fsdp2.checkpoint.source import Refused, is_name, printable, refusal
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.checkpoint.tables import list_checkpoints, show, verify_checkpoints
 
@@ -31,17 +31,25 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; see {self.prog} --help")
+        raise Refused(refusal(f"{message}; see {self.prog} --help"))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            if not is_name(word) or (word.startswith("--") and word.endswith("=")):
+                self.error(f"{word or repr(word)}: is empty, or no UTF-8 text; give a value, or drop it")
+        return super().parse_args(words, namespace)
 
 
 def byte_size(text: str) -> int:
     """`4GB`, `500MB`, `1.5GiB` or a number of bytes."""
     units = {"": 1, "B": 1, **{p + "B": 1000**i for i, p in enumerate("KMGT", 1)}}
     units |= {p + "IB": 1024**i for i, p in enumerate("KMGT", 1)}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not found or found[2] not in units or not (size := int(float(found[1]) * units[found[2]])):
-        raise argparse.ArgumentTypeError(f"{text} is no size; give such as 4GB, 500MB or a number of bytes")
-    return size
+    found = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]*)", text.strip().upper())
+    size = float(found[1]) * units[found[2]] if found and found[2] in units else 0.0
+    if not 1 <= size <= 2**60:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is no size; give such as 4GB, 500MB or a number of bytes")
+    return int(size)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (Refused, DamagedCheckpoint, OSError) as error:
-        print(f"fsdp2.checkpoint: error: {printable(str(error))}", file=sys.stderr)
+        print(f"fsdp2.checkpoint: error: {refusal(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -24,7 +24,18 @@ from fsdp2.compare.measure import Measured, measure
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.config import Config
 from fsdp2.console import short
-from fsdp2.options import ConfigError, flag_of, make_parser, read_values, require, unknown, whole
+from fsdp2.options import (
+    ConfigError,
+    checked,
+    flag_of,
+    location,
+    make_parser,
+    read_values,
+    require,
+    shown,
+    unknown,
+    whole,
+)
 from fsdp2.rundir import environment
 from fsdp2.strategies import STRATEGIES
 from fsdp2.units import byte_count
@@ -103,17 +114,20 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
     defaults = {"strategies": "ddp,fsdp1,fsdp2", "variants": "default", "nproc": 2, "steps": 20, "repeats": 3}
     values: dict[str, Any] = {"budget": None, "out": None, **defaults}
     values |= {name: given.pop(name) for name in list(values) if name in given}
-    for name, parse in (("nproc", whole(1)), ("steps", whole(2)), ("repeats", whole(1)), ("budget", byte_count)):
+    for name, parse in (
+        ("nproc", whole(1, 256)),
+        ("steps", whole(2, 10**6)),
+        ("repeats", whole(1, 1000)),
+        ("budget", byte_count),
+        ("out", location),
+    ):
         if values[name] is not None:
-            try:
-                values[name] = parse(values[name])
-            except ValueError as error:
-                raise ConfigError(f"--{name} {values[name]}: {error}") from None
+            values[name] = checked(f"--{name}", values[name], parse)
     for name in ("strategies", "variants"):
         values[name] = list(dict.fromkeys(part.strip() for part in values[name].split(",")))
     for strategy in values["strategies"]:
         if strategy not in STRATEGIES:
-            raise ConfigError(f"--strategies {strategy}: {unknown(strategy, STRATEGIES)}")
+            raise ConfigError(f"--strategies {shown(strategy)}: {unknown(shown(strategy), STRATEGIES)}")
     return values, read_values(Config, given)
 
 

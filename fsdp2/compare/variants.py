@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError, unknown
+from fsdp2.options import ConfigError, shown, unknown
 
 # Most names are of https://docs.ray.io/en/latest/train/examples/pytorch/pytorch-fsdp/README.html; sizes of `wrap` are
 # those of https://docs.pytorch.org/tutorials/intermediate/FSDP1_tutorial.html.
@@ -45,17 +45,18 @@ def rows(strategies: Sequence[str], variants: Sequence[str], training: Mapping[s
     """
     for variant in variants:
         if variant not in VARIANTS:
-            raise ConfigError(f"--variants {variant}: {unknown(variant, list(VARIANTS))}")
-    Config(**{**training, "strategy": "fsdp2"})  # so that a wrong flag ends it, rather than failing every row
-    return [_row(strategy, variant, training, ranks) for strategy in strategies for variant in variants]
+            raise ConfigError(f"--variants {shown(variant)}: {unknown(shown(variant), list(VARIANTS))}")
+    # Parsed once before the rows, so that a wrong flag ends it rather than failing every row.
+    accumulation = Config(**{**training, "strategy": "fsdp2"}).grad_accumulation
+    return [_row(strategy, variant, training, ranks, accumulation) for strategy in strategies for variant in variants]
 
 
-def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int) -> Row:
+def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int, accumulation: int) -> Row:
     name = strategy if variant == "default" else f"{strategy} {variant}"
     values = {**training, **VARIANTS[variant], "strategy": strategy}
     if strategy == "none":
         # One process that computes the ranks' parts one after the other: the same global batch.
-        values["grad_accumulation"] = values.get("grad_accumulation", 1) * ranks
+        values["grad_accumulation"] = accumulation * ranks
         ranks = 1
     try:
         return Row(name, ranks, Config(**values))

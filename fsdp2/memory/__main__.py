@@ -13,7 +13,7 @@ from fsdp2 import runtime
 from fsdp2.checkpoint.places import open_files
 from fsdp2.console import short
 from fsdp2.memory.read import exchanges, read_timelines
-from fsdp2.options import ConfigError, Parser, require
+from fsdp2.options import ConfigError, Parser, checked, location, require
 from fsdp2.recording.timeline import Timeline, file_name
 from fsdp2.units import size
 
@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--out", metavar="DIR", help="where the pages go; unset = into the run, or here for a URL")
     parser.add_argument("--no-pages", action="store_true", help="print the summary alone")
     options = parser.parse_args(arguments)
+    for flag, value in (("RUN", options.run), ("--out", options.out)):
+        if value is not None:
+            checked(flag, value, location)
     files = open_files(options.run)
     lines = read_timelines(files, options.run)
     print(summary(lines))

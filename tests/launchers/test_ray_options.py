@@ -59,8 +59,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--num-workers 0", "--num-workers 0: must be a whole number from 1 up, or two as MIN:MAX"),
-        ("--num-workers 2:", "--num-workers 2:: must be a whole number from 1 up, or two as MIN:MAX"),
+        ("--num-workers 0", "--num-workers 0: must be a whole number from 1 to 100000, or two as MIN:MAX"),
+        ("--num-workers 2:", "--num-workers 2:: must be a whole number from 1 to 100000, or two as MIN:MAX"),
         ("--num-workers 3:2", "--num-workers 3:2: must be MIN:MAX with MIN no greater than MAX"),
         ("--resize-every 0", "--resize-every 0: must be above 0"),
         ("--resize-every 5", "--resize-every 5 with --num-workers 2: a fixed number is never resized"),

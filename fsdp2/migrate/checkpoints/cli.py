@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,9 @@ from fsdp2.migrate.checkpoints.flat import Recover
 from fsdp2.migrate.checkpoints.origin import Choice
 from fsdp2.migrate.checkpoints.prove import Differs
 from fsdp2.migrate.checkpoints.resume_runs import RANKS, Task, compare_runs
-from fsdp2.options import ConfigError, whole
+from fsdp2.options import ConfigError, checked, location, whole
 from fsdp2.rundir import shapes_of
+from fsdp2.settings_file import parse_json, read_bytes
 
 NAME = "checkpoint"
 OF_THE_CODE = ("model", "model_size", "wrap", "loss", "prove", "optimizer_class")
@@ -69,6 +69,14 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
+    for flag, value in (
+        ("SRC", given.source),
+        ("DST", given.out),
+        ("--optimizer", given.optimizer),
+        ("--optimizer-names", given.optimizer_names),
+    ):
+        if value is not None:
+            checked(flag, value, location)
     if given.to == "fsdp1-full":
         for flag in ("optimizer", "no_optimizer", "model_key", "optimizer_names", *OF_THE_CODE):
             if getattr(given, flag):
@@ -126,10 +134,7 @@ def _code(given: argparse.Namespace) -> Code | None:
 
 
 def _steps(given: argparse.Namespace) -> int:
-    try:
-        return 0 if given.prove is None else int(whole(1)(given.prove))
-    except ValueError as error:
-        raise ConfigError(f"--prove {given.prove}: {error}") from None
+    return 0 if given.prove is None else int(checked("--prove", given.prove, whole(1, 10_000)))
 
 
 def _optimizer(given: argparse.Namespace, done: Converted) -> tuple[str, list[dict[str, Any]]]:
@@ -141,9 +146,9 @@ def _optimizer(given: argparse.Namespace, done: Converted) -> tuple[str, list[di
 
 def _names(file: str) -> list[str]:
     try:
-        names = json.loads(Path(file).read_text())
+        names = parse_json(read_bytes(file))
     except ValueError as error:
-        raise ConfigError(f"--optimizer-names {file}: is no JSON ({error})") from None
+        raise ConfigError(f"--optimizer-names {file}: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"--optimizer-names {file}: must hold a list of names, in the optimizer's order")
     return names

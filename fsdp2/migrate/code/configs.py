@@ -167,7 +167,7 @@ def _kind(source: Source, data: Mapping[str, Any]) -> Config | None:
         made = Config(source, "accelerate" if ours else "composer")
         made.head = _place(source, data, "fsdp_config")
         made.places = [_place(source, held, str(key)) for key in held]
-        made.version = int(held.get("fsdp_version", 1)) if str(held.get("fsdp_version", 1)).isdigit() else 1
+        made.version = 2 if str(held.get("fsdp_version")) == "2" else 1
         return made
     found = _lightning(source, data)
     if found is not None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.checkpoint.source import printable
-from fsdp2.options import ConfigError
+from fsdp2.options import ConfigError, checked, location
 
 LIMIT = 4 << 20  # bytes; the longest Python file of a public training repository has 0.5 MB
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml", ".json")
@@ -100,8 +101,10 @@ class Source:
 def read(path: Path) -> Source:
     """Raises Unreadable: too large, binary, not text in its encoding, or not a notebook."""
     try:
-        size = path.stat().st_size
-        if size > LIMIT:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Unreadable("is not a regular file")  # a pipe, say, would keep this process waiting
+        if (size := found.st_size) > LIMIT:
             raise Unreadable(f"has {size:,} bytes; files of more than {LIMIT:,} aren't read")
         data = path.read_bytes()
     except OSError as error:
@@ -148,7 +151,7 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for given in paths:
-        path = Path(given)
+        path = Path(checked("PATH", os.fspath(given), location))
         if path.is_dir():
             found.update(dict.fromkeys(_below(path)))
         elif not path.exists():
