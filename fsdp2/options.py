@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.source import printable
 
 # Longer than any refusal of ours; what is echoed of a user's value can be of any length.
@@ -175,7 +177,9 @@ def make_parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="flags from a .toml or .json file; the command line wins")
+    parser.add_argument(
+        "--config", metavar="FILE", help="flags from a .toml or .json file, or one at a URL; the command line wins"
+    )
     add_options(parser, options)
     parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
     return parser
@@ -202,32 +206,50 @@ def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a parsed command line over its `--config` file."""
     values = dict(given)
     path = values.pop("config", None)
-    return {**(read_file(options, Path(path)) if path else {}), **values}
+    return {**(read_file(options, str(path)) if path else {}), **values}
 
 
-def read_file(options: type, path: Path) -> dict[str, Any]:
+def files_at(place: str, flag: str) -> Files:
+    """The files of a folder or URL. Raises ConfigError, naming the flag, for a URL that can't be used."""
+    try:
+        return open_files(place)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{flag} {place}: {error}") from None
+
+
+def read_text(place: str, flag: str) -> str:
+    """The text of a file at a path or URL. Raises ConfigError, naming the flag, if it can't be read."""
+    try:
+        if "://" not in place:
+            return Path(place).read_text()
+        scheme, _, rest = place.partition("://")
+        folder, _, name = rest.rpartition("/")
+        return files_at(f"{scheme}://{folder}", flag).read(name).decode()
+    except OSError as error:
+        reason = "there is none" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise ConfigError(f"{flag} {place}: cannot be read ({reason}); give an existing file") from None
+
+
+def read_file(options: type, place: str) -> dict[str, Any]:
     """Flags from a TOML or JSON file, or from the `config.json` of an earlier run.
 
     The latter's run directory and resume point belong to that run and are left out.
     """
-    try:
-        content = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); give an existing file") from None
+    content, path = read_text(place, "--config"), Path(place)
     try:
         values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
     except ValueError as error:
-        raise ConfigError(f"--config {path}: is not valid {path.suffix[1:] or 'TOML'} ({error})") from None
+        raise ConfigError(f"--config {place}: is not valid {path.suffix[1:] or 'TOML'} ({error})") from None
     if isinstance(values, dict) and "flags" in values:
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume")}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must hold a table of flags, such as batch-size = 64")
+        raise ConfigError(f"--config {place}: must hold a table of flags, such as batch-size = 64")
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(key, list(known), 1)
             raise ConfigError(
-                f"--config {path}: {key} is not a flag" + (f"; did you mean {close[0]}?" if close else "")
+                f"--config {place}: {key} is not a flag" + (f"; did you mean {close[0]}?" if close else "")
             )
     return {known[key]: value for key, value in values.items() if value is not None}
 

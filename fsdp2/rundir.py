@@ -26,7 +26,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec
-from fsdp2.options import ConfigError, read_values, to_flags
+from fsdp2.options import ConfigError, read_text, read_values, to_flags
 
 
 class RunDir:
@@ -65,6 +65,35 @@ class RunDir:
             with local.open(name) as source, there.create(name) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         there.write(MARKER, local.read(MARKER))
+
+    def fetch_full_model(self) -> None:
+        """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
+
+        Raises DamagedCheckpoint if it isn't there, or isn't as its marker says; ConfigError if a run of this machine is
+        writing here; OSError.
+        """
+        if not self.is_remote:
+            return
+        name = self.full_model.name
+        here, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        marker = read_marker(there)
+        with suppress(DamagedCheckpoint):
+            if read_marker(here) == marker:
+                verify(here, [name])
+                return
+        lock = WriterLock(self.path, flag="RUN")
+        try:
+            here.mkdir("")
+            for old in (MARKER, aside := f"{name}.tmp"):
+                if here.size(old) is not None:
+                    here.unlink(old)
+            with there.open(name) as source, here.create(aside) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            here.rename(aside, name)
+            publish(here, MARKER, there.read(MARKER))
+            verify(here, [name])
+        finally:
+            lock.release()
 
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
@@ -223,7 +252,14 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
 def read_config(run: RunDir) -> tuple[Config, dict[str, Any]]:
     """The Config and the environment of a run. Raises ConfigError if there is none."""
-    if not run.config.is_file():
-        raise ConfigError(f"{run.path}: holds no config.json, so it is not a run; give the folder of a run")
-    config = Config(**read_values(Config, {"config": str(run.config)}))
-    return config, json.loads(run.config.read_text())["environment"]
+    place = f"{run.place}/{run.config.name}"
+    try:
+        exists = run.files.size(run.config.name) is not None
+    except OSError as error:
+        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
+    if not exists:
+        raise ConfigError(
+            f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
+        )
+    config = Config(**read_values(Config, {"config": place}))
+    return config, json.loads(read_text(place, "RUN"))["environment"]

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2 import runtime
-from fsdp2.checkpoint.places import open_files
 from fsdp2.console import short
 from fsdp2.memory.read import exchanges, read_timelines
-from fsdp2.options import ConfigError, Parser, require
+from fsdp2.options import ConfigError, Parser, files_at, require
 from fsdp2.recording.timeline import Timeline, file_name
 from fsdp2.units import size
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--out", metavar="DIR", help="where the pages go; unset = into the run, or here for a URL")
     parser.add_argument("--no-pages", action="store_true", help="print the summary alone")
     options = parser.parse_args(arguments)
-    files = open_files(options.run)
+    files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
     print(summary(lines))
     if options.no_pages:
