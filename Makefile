@@ -196,11 +196,11 @@ ray-tune: $(VENV)/.installed  ## search over flags with Ray Tune: 4 learning rat
 
 resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
 	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
-	$(TRAIN) --config $(RUN)config.json --run-dir $(RUN) $(ARGS)
+	$(TRAIN) --config "$(RUN:%/=%)/config.json" --run-dir "$(RUN:%/=%)" $(ARGS)
 
 infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… another)
 	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
-	$(BIN)/python -m fsdp2.infer $(RUN) $(ARGS)
+	$(BIN)/python -m fsdp2.infer "$(RUN:%/=%)" $(ARGS)
 
 # --- development --------------------------------------------------------------------------------------
 

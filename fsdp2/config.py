@@ -39,13 +39,20 @@ OPTIMIZERS = ("adam", "adamw", "adadelta", "sgd")
 FSDP1_SHARDINGS = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
 
 
-def _reshard(value: Any) -> bool | int:
+def _reshard(value: Any) -> bool | int | None:
+    # No `off`: it would read as false, and undo what a file says.
+    if value is None or value == "auto":
+        return None
     if isinstance(value, bool) or value in ("true", "false"):
         return value in (True, "true")
     try:
         return whole(2)(value)
     except ValueError:
-        raise ValueError("must be true, false or a number of ranks from 2 up") from None
+        raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule") from None
+
+
+def _prefetch(value: Any) -> int | str:
+    return "off" if value == "off" else whole(1)(value)
 
 
 def _resume(value: Any) -> str:
@@ -86,7 +93,9 @@ class Config:
     global_batch_size: int | None = option(
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
     )
-    test_batch_size: int = option(1000, "samples per forward in evaluation", whole(1))
+    test_batch_size: int = option(
+        None, "samples per forward in evaluation; unset = 1000 for images, the batch size for language", whole(1)
+    )
     loader_workers: int = option(
         0, "processes per rank that prepare batches; 0 = in the training process", whole(0, 256)
     )
@@ -115,14 +124,18 @@ class Config:
     shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", _granularity)
     reshard_after_forward: bool | int | None = option(
         None,
-        "true (root too), false, or N ranks; unset = torch's rule: blocks yes, root no",
-        or_off(_reshard),
+        "true (root too), false, or N ranks; unset or auto = torch's rule: blocks yes, root no",
+        _reshard,
     )
     explicit_prefetching: int | None = option(
         None, "all-gather N groups ahead, forward and backward; bare = 2", or_off(whole(1)), bare=2
     )
-    forward_prefetch: int | None = option(None, "groups ahead in forward alone", or_off(whole(1)))
-    backward_prefetch: int | None = option(None, "groups ahead in backward alone", or_off(whole(1)))
+    forward_prefetch: int | Literal["off"] | None = option(
+        None, "groups ahead in forward, or off; unset = as --explicit-prefetching", _prefetch
+    )
+    backward_prefetch: int | Literal["off"] | None = option(
+        None, "groups ahead in backward, or off; unset = as --explicit-prefetching", _prefetch
+    )
 
     bucket_mb: float | None = option(
         None,
@@ -213,6 +226,9 @@ class Config:
             )
         if self.dataset is None:
             object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])
+        if self.test_batch_size is None:
+            # A forward of language gives a number for each token and each word of the vocabulary.
+            object.__setattr__(self, "test_batch_size", 1000 if spec.kind == "image" else self.batch_size)
         check_strategy(self)
         for check in (
             self._check_data,
@@ -298,10 +314,11 @@ class Config:
     @property
     def prefetches(self) -> tuple[int | None, int | None]:
         """Groups to prefetch in forward and in backward; the specific flags win over the common one."""
-        return (
-            self.forward_prefetch or self.explicit_prefetching,
-            self.backward_prefetch or self.explicit_prefetching,
+        forward, backward = (
+            self.explicit_prefetching if own is None else None if own == "off" else own
+            for own in (self.forward_prefetch, self.backward_prefetch)
         )
+        return forward, backward
 
 
 def parser(prog: str = "fsdp2.train", *, add_help: bool = True) -> Any:

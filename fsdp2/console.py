@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -97,6 +98,7 @@ class Console:
     def _end(self, data: dict[str, Any]) -> None:
         self._close_bar()
         run = short(data["run_dir"])
+        quoted = shlex.quote(run)  # so that the command can be pasted
         if data["reason"] == "already finished":
             self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
         elif data["reason"] == "finished":
@@ -107,6 +109,7 @@ class Console:
         if data.get("accuracy") is not None:
             self.line(f"test accuracy: {data['accuracy']:.2%}")
         if data["reason"] in ("finished", "already finished"):
-            self.line(f"next: python -m fsdp2.infer {run}")
+            self.line(f"next: python -m fsdp2.infer {quoted}")
         else:
-            self.line(f"next: the same command with --config {run}/config.json --run-dir {run} goes on from there")
+            flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}"
+            self.line(f"next: the same command with {flags} goes on from there")

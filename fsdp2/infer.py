@@ -30,7 +30,7 @@ from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
-from fsdp2.options import ConfigError, Parser, checked, location
+from fsdp2.options import ConfigError, Parser, checked, files_at, location
 from fsdp2.parallel.precision import DTYPES, autocast
 from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_data, checkpoint_at
@@ -142,14 +142,16 @@ def draw(samples: Sequence[dict[str, Any]], inputs: Tensor, dataset: Dataset, pa
     pyplot.close(figure)
 
 
-def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False) -> dict[str, Any]:
+def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False) -> dict[str, Any]:
     """Predict ten test samples and measure the accuracy on the whole test set.
 
     Returns {"accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct}}.
-    Raises ConfigError if the run, its model or its data can't be used.
+    `place` is the run's folder or URL; the full model of a URL is copied to the run's local folder. Raises ConfigError
+    if the run, its model or its data can't be used.
     """
     world = runtime.world()
-    run = RunDir(run_path)
+    files_at(str(place), "RUN")  # refuses what is no URL that can be used
+    run = RunDir(place)
     config = read_config(run)
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
@@ -163,12 +165,19 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
         )
     if sharded and config.strategy not in ("fsdp2", *ZERO):
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
-    if not sharded and not run.full_model.is_file():
-        raise ConfigError(
-            f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had --no-save-model; "
-            "use --sharded, or finish it"
-        )
-    checkpoint = open_files(checkpoint_at(str(run.path))) if sharded else None
+    if not sharded:
+        try:
+            run.fetch_full_model()
+        except (DamagedCheckpoint, OSError) as error:
+            raise ConfigError(
+                f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it"
+            ) from None
+        if not run.full_model.is_file():
+            raise ConfigError(
+                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had "
+                "--no-save-model; use --sharded, or finish it"
+            )
+    checkpoint = open_files(checkpoint_at(run.place)) if sharded else None
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)
@@ -191,6 +200,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
             right = sum(sample["correct"] for sample in samples)
             print(f"{right} of {len(samples)} samples right")
             picture = run.path / "predictions.png"
+            picture.parent.mkdir(parents=True, exist_ok=True)  # a URL's
             draw(samples, inputs, dataset, picture)
             print(f"picture: {short(picture)}")
             print(f"test accuracy: {result['accuracy']:.2%} of {result['count']}")
@@ -200,7 +210,7 @@ def main(run_path: Path, *, data_root: str | None = None, sharded: bool = False)
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
     parser = Parser(prog="fsdp2.infer", description="Predict with the model of a run.", allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("run", metavar="RUN", help="folder or URL of a run")
     parser.add_argument("--data-root", metavar="FOLDER", help="in torchvision's layout, if the data is not embedded")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write accuracy, count and samples here")
     parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.source import is_name, printable, refusal
 from fsdp2.settings_file import read_table
 
@@ -234,7 +236,9 @@ def make_parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="flags from a .toml or .json file; the command line wins")
+    parser.add_argument(
+        "--config", metavar="FILE", help="flags from a .toml or .json file, or one at a URL; the command line wins"
+    )
     add_options(parser, options)
     parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
     return parser
@@ -290,6 +294,14 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
             hint = f"did you mean {close[0]}?" if close else "the flags are those of fsdp2.train --help"
             raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
     return {known[key]: value for key, value in values.items()}
+
+
+def files_at(place: str, flag: str) -> Files:
+    """The files of a folder or URL. Raises ConfigError, naming the flag, for a URL that can't be used."""
+    try:
+        return open_files(place)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{flag} {place}: {error}") from None
 
 
 def to_flags(config: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
-from fsdp2.options import ConfigError, is_step, require, to_flags
+from fsdp2.options import ConfigError, files_at, is_step, require, to_flags
 from fsdp2.parallelize import freeze
 from fsdp2.rundir import RunDir, SwapFiles, WriterLock, default_path, shapes_of
 from fsdp2.runtime import World, broadcast, gather
@@ -255,10 +255,7 @@ def check_url(url: str, world: World) -> None:
             f"--run-dir {url} with {world.world_size} ranks: memory:// lives inside one process, so the shards of the "
             "others would be lost; use a folder that all ranks see"
         )
-    try:
-        open_files(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"--run-dir {url}: {error}") from None
+    files_at(url, "--run-dir")
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
@@ -312,10 +309,7 @@ def damaged(error: Exception) -> ConfigError:
 def checkpoint_at(place: str) -> str:
     """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
     place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
-    try:
-        files = open_files(place)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"--resume {place}: {error}") from None
+    files = files_at(place, "--resume")
     if files.size(MARKER) is not None:
         return place
     store = RunDir(place).store

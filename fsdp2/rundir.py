@@ -66,6 +66,35 @@ class RunDir:
                 shutil.copyfileobj(source, target, 1 << 20)
         there.write(MARKER, local.read(MARKER))
 
+    def fetch_full_model(self) -> None:
+        """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
+
+        Raises DamagedCheckpoint if it isn't there, or isn't as its marker says; ConfigError if a run of this machine is
+        writing here; OSError.
+        """
+        if not self.is_remote:
+            return
+        name = self.full_model.name
+        here, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        marker = read_marker(there)
+        with suppress(DamagedCheckpoint):
+            if read_marker(here) == marker:
+                verify(here, [name])
+                return
+        lock = WriterLock(self.path, flag="RUN")
+        try:
+            here.mkdir("")
+            for old in (MARKER, aside := f"{name}.tmp"):
+                if here.size(old) is not None:
+                    here.unlink(old)
+            with there.open(name) as source, here.create(aside) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            here.rename(aside, name)
+            publish(here, MARKER, there.read(MARKER))
+            verify(here, [name])
+        finally:
+            lock.release()
+
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
         for files in [LocalFiles(self.path), self.files][: 1 + self.is_remote]:
@@ -223,11 +252,18 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
 
 def read_config(run: RunDir) -> Config:
-    """The Config of a run. Raises ConfigError if there is none, or if it can't be used."""
-    if not os.path.lexists(run.config):
-        raise ConfigError(f"{run.path}: holds no config.json, so it is not a run; give the folder of a run")
-    values = read_file(Config, str(run.config), called="")
+    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used."""
+    place = f"{run.place}/{run.config.name}"
+    try:
+        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
+    except OSError as error:
+        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
+    if not exists:
+        raise ConfigError(
+            f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
+        )
+    values = read_file(Config, place, called="")
     try:
         return Config(**values)
     except ConfigError as error:
-        raise ConfigError(f"{shown(str(run.config))}: {error}") from None
+        raise ConfigError(f"{shown(place)}: {error}") from None

@@ -3,6 +3,7 @@ find out who launched it."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import random
@@ -20,9 +21,12 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from fsdp2 import STARTED_BY
 from fsdp2.options import ConfigError
 
 T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 # How much later than another rank rank 0 may come to the same refusal.
 SECONDS_FOR_RANK_0 = 20.0
@@ -52,6 +56,23 @@ def world() -> World:
     else:
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def launcher_gone() -> bool:
+    """Whether torchrun started this process and has died since, so that nobody will end it or start it again."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != STARTED_BY
+
+
+def end_with_launcher() -> None:
+    """Under torchrun, get SIGTERM when that dies: the training loop takes it as a stop signal, anything else ends.
+
+    Without this, ranks that start up wait for half an hour for a store that has died with torchrun, and rank 0 keeps
+    the run directory from others.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if launcher_gone():  # before that call
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def pick_device(wanted: str, world: World) -> torch.device:
@@ -94,6 +115,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    end_with_launcher()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -158,8 +180,15 @@ def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
     return ended.wait(seconds)
 
 
-# What gloo and nccl say when the other side of a connection has gone.
-_PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket closed")
+# What gloo, nccl and the store say when the other side of a connection has gone.
+_PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Socket closed",
+    "remote server shutdown",
+)
 
 
 def lost_peer(text: str) -> bool:
@@ -172,9 +201,8 @@ def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
     A ConfigError is one line and status 2, a RunStopped one line and status 1; from rank 0 alone, if all ranks have
-    it. Another error shows its
-    traceback and ends this process at once, so that ranks that wait for it notice; those show one line, since
-    the cause is elsewhere.
+    it. Another error shows its traceback and ends this process at once, so that ranks that wait for it notice;
+    those show one line, since the cause is elsewhere.
     """
     try:
         yield
@@ -187,7 +215,8 @@ def exit_status() -> Iterator[None]:
         if not lost_peer(str(error)):
             raise
         print(
-            f"fsdp2: rank {world().rank} stopped because another rank ended; its traceback is the cause",
+            f"fsdp2: rank {world().rank} stopped because another rank ended or was killed; its traceback, or "
+            "the signal that torchrun names below (exitcode -9: SIGKILL, perhaps for want of memory), is the cause",
             file=sys.stderr,
             flush=True,
         )

@@ -73,9 +73,9 @@ def check_strategy(config: Any) -> None:
 
 
 def given(config: Any, options: tuple[str, ...]) -> Iterator[str]:
-    """Those of the options that differ from their default."""
+    """Those of the options that ask for something: that differ from their default and aren't `off`."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return (option for option in options if getattr(config, option) != defaults[option])
+    return (option for option in options if getattr(config, option) not in (defaults[option], "off"))
 
 
 def _check_fsdp1(config: Any) -> None:

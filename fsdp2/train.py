@@ -7,7 +7,7 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 from __future__ import annotations
 
 import math
-import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ from fsdp2.reports import Reports
 from fsdp2.rundir import RunDir, checkpoint_info, write_config
 from fsdp2.runtime import World
 from fsdp2.saving import Saving, resume
-from fsdp2.signals import StopSignals
+from fsdp2.signals import LAUNCHER_GONE, StopSignals
 
 
 def main(
@@ -133,7 +133,7 @@ def main(
                 for microbatches in batches:
                     lr = engine.optimizer.param_groups[0]["lr"]
                     facts, values = train_step(
-                        engine, microbatches, spec, config, world, [stop.received != 0, saving.poll()]
+                        engine, microbatches, spec, config, world, [stop.reason is not None, saving.poll()]
                     )
                     progress.step += 1
                     place = {"step": progress.step, "epoch": batches.epoch, "step_in_epoch": batches.steps_done()}
@@ -161,6 +161,7 @@ def main(
 
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
+            reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
             if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
                 engine.gather_state()
                 save_full(full_state_api(config), model, optimizer, run.full_model, progress.step)
@@ -172,7 +173,7 @@ def main(
                 "step": progress.step,
                 "epoch": batches.epoch,
                 "steps": progress.step - first_step,
-                "reason": why_it_ended(log, stop, changed=changed),
+                "reason": reason,
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,
                 "run_dir": run.place,
@@ -271,16 +272,12 @@ def with_users_parts(parts: dict[str, Part], also_saved: Mapping[str, Part] | No
     return {**parts, **(also_saved or {})}
 
 
-def why_it_ended(log: StepLog, stop: StopSignals, *, changed: bool) -> str:
-    if log.stop:
-        return signal.Signals(stop.received).name if stop.received else "a stop signal on another rank"
-    return "finished" if changed else "already finished"
-
-
 @record  # lets torchrun show the traceback of the rank that failed first
 def cli() -> None:
     with runtime.exit_status():
-        main(parse())
+        end = main(parse())
+    # For torchrun on other nodes: to it this is a failure, after which it may start again from what was saved.
+    sys.exit(end["reason"] == LAUNCHER_GONE)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable
@@ -40,6 +41,34 @@ def test_bare_flags_have_a_value() -> None:
     assert parse(["--explicit-prefetching", "--backward-prefetch", "1"]).prefetches == (2, 1)
 
 
+def test_off_is_off_and_not_unset(tmp_path: Path) -> None:
+    config = parse(["--explicit-prefetching", "--forward-prefetch", "off"])
+    assert config.prefetches == (None, 2)
+    assert parse(["--explicit-prefetching", "3", "--backward-prefetch=off"]).prefetches == (3, None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"flags": to_flags(config)}))
+    assert parse(["--config", str(file)]) == config
+    # What asks for nothing is no reason to refuse: it may undo what a file says.
+    parse(["--strategy", "ddp", "--forward-prefetch", "off"])
+    # Nowhere does `off` mean unset while unset means something else.
+    fields = [field for field in dataclasses.fields(Config) if "unset = " in field.metadata["help"]]
+    assert [field.name for field in fields if parsed(field.metadata["parse"], "off") is None] == []
+
+
+def parsed(parse: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        return error
+
+
+def test_language_is_evaluated_in_the_batches_of_training() -> None:
+    assert parse([]).test_batch_size == parse(["--model=cnn", "--batch-size=8"]).test_batch_size == 1000
+    assert parse(["--model=transformer"]).test_batch_size == 64
+    assert parse(["--model=transformer", "--batch-size=8"]).test_batch_size == 8
+    assert parse(["--model=transformer", "--test-batch-size=100"]).test_batch_size == 100
+
+
 def test_the_guides_commands_parse() -> None:
     for flags in (["--explicit-prefetching"], ["--mixed-precision"], ["--dcp-api"]):
         parse(flags)
@@ -47,7 +76,7 @@ def test_the_guides_commands_parse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("false", False), ("2", 2), ("off", None)], ids=["true", "false", "2", "off"]
+    ("text", "value"), [("true", True), ("false", False), ("2", 2), ("auto", None)], ids=["true", "false", "2", "auto"]
 )
 def test_reshard_values(text: str, value: Any) -> None:
     assert parse(["--reshard-after-forward", text]).reshard_after_forward is value
@@ -104,6 +133,7 @@ BAD = [
     (["--strategy", "ddp", "--explicit-prefetching"], ["--explicit-prefetching with --strategy ddp"]),
     (["--strategy", "ddp", "--inspect"], ["--inspect with --strategy ddp"]),
     (["--strategy", "ddp", "--reshard-after-forward", "true"], ["--reshard-after-forward with --strategy ddp"]),
+    (["--reshard-after-forward", "off"], ["--reshard-after-forward off: must be true, false", "auto for torch's rule"]),
     (["--strategy", "ddp", "--shard-granularity", "layer"], ["--shard-granularity with --strategy ddp"]),
     (["--strategy", "fsdp1", "--dcp-api"], ["--dcp-api with --strategy fsdp1", "drop --dcp-api"]),
     (["--profile", "--memory-snapshot"], ["--profile with --memory-snapshot", "use one after the other"]),

@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
+from fsdp2.parallel.fsdp2 import FSDP2Engine
+from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
@@ -50,6 +54,36 @@ def test_activation_checkpointing_recomputes_blocks_or_only_what_is_cheap(ranks:
     assert [count.get(gelu, 0) for count in (plain, block, op)] == [0, 2, 2]
     assert plain.get(linear, 0) == op.get(linear, 0) == 0
     assert block[linear] > 0
+
+
+def _norms() -> list[tuple[float, float, int]]:
+    """For models sharded by one mesh and by several: this engine's norm, that of the full gradients, all-reduces."""
+    flat, rows = make_mesh("cpu", 4), make_mesh("cpu", 4, replicas=2)
+    found = []
+    for meshes in ([flat, flat], [rows, rows], [flat, rows["shard"]], [flat, rows], [rows, rows["shard"]]):
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 8))
+        for layer, mesh in zip(model, meshes, strict=True):
+            fully_shard(layer, mesh=mesh)
+        torch.manual_seed(3)
+        full = [torch.randn(parameter.shape) for parameter in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), full, strict=True):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        engine = FSDP2Engine(model, None, torch.amp.GradScaler("cpu", enabled=False), early_unshard=False)
+        with CommDebugMode() as collectives:
+            norm = engine._total_norm(gradients)
+        expected = torch.cat([gradient.flatten() for gradient in full]).norm()
+        found.append((float(norm), float(expected), collectives.get_total_counts()))
+    return found
+
+
+def test_the_norm_is_that_of_the_full_gradients_also_on_several_meshes(ranks: Ranks) -> None:
+    results = ranks.run(_norms, ranks=4)
+    assert results == [results[0]] * 4
+    for norm, expected, _ in results[0]:
+        assert norm == pytest.approx(expected, rel=1e-6)
+    assert [count for _, _, count in results[0]] == [1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adadelta", "sgd"])

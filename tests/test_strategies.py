@@ -15,7 +15,7 @@ from fsdp2.config import Config
 from fsdp2.options import ConfigError
 from fsdp2.parallel.fsdp1 import PREFETCH, SHARDING
 from fsdp2.train import main
-from tests.harness import Ranks, losses, make_engine, of_kind, one_step
+from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -55,6 +55,21 @@ def test_fsdp1_offloads_on_a_gpu_alone(tmp_path: Path) -> None:
     ):
         main(Config(strategy="fsdp1", cpu_offload=True, device="cpu", run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def _memory_of_ddps_gradients() -> tuple[int, int]:
+    """How many pieces of memory hold the gradients, and how many gradients there are."""
+    engine = make_engine("--strategy=ddp")
+    for _ in range(2):  # the buckets are made new after the first backward
+        one_step(engine)
+    engine.backward(loss_of(engine), last_microbatch=True)
+    gradients = engine.gradients()
+    return len({gradient.untyped_storage().data_ptr() for gradient in gradients}), len(gradients)
+
+
+def test_ddps_gradients_are_in_its_buckets_and_not_in_memory_twice(ranks: Ranks) -> None:
+    buckets, gradients = ranks.run(_memory_of_ddps_gradients)[0]
+    assert (buckets, gradients) == (1, 32)
 
 
 def test_every_sharding_strategy_and_prefetch_of_fsdp1_has_a_name() -> None:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2 import runtime
-from fsdp2.checkpoint.places import open_files
 from fsdp2.console import short
 from fsdp2.memory.read import exchanges, read_timelines
-from fsdp2.options import ConfigError, Parser, checked, location, require
+from fsdp2.options import ConfigError, Parser, checked, files_at, location, require
 from fsdp2.recording.timeline import Timeline, file_name
 from fsdp2.units import size
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     for flag, value in (("RUN", options.run), ("--out", options.out)):
         if value is not None:
             checked(flag, value, location)
-    files = open_files(options.run)
+    files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
     print(summary(lines))
     if options.no_pages:

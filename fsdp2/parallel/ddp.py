@@ -19,8 +19,13 @@ def replicate(model: nn.Module, mesh: DeviceMesh, bucket_mb: float | None) -> Di
         bucket_mb: MiB of gradients that are all-reduced together, as soon as backward has them all: small buckets
             start early and are many, one large one waits for the end of backward. None is torch's 25.
     """
-    # init_sync=False: initial values are the same on every rank already.
-    return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False, bucket_cap_mb=bucket_mb)
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        init_sync=False,  # initial values are the same on every rank already
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,  # else each gradient is in memory twice: as itself, and in its bucket
+    )
 
 
 class DDPEngine(AutocastEngine):

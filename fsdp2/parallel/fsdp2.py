@@ -7,6 +7,7 @@ its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -94,13 +95,19 @@ class FSDP2Engine(Engine):
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
         # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
-        # since each operation on them is dispatched by layout. In HSDP the last dimension is the one that shards, and
-        # all replicas have the same sum.
-        shards = cast(list[DTensor], gradients)
-        squared = super()._total_norm([shard.to_local() for shard in shards]).square()
-        mesh = shards[0].device_mesh
-        dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
-        return squared.sqrt()
+        # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
+        # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
+        groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+        for gradient in cast(list[DTensor], gradients):
+            assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
+            dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+            groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
+        squares = []
+        for (mesh, dims), shards in groups.items():  # in the same order on all ranks
+            squares.append(super()._total_norm(shards).square())
+            for dim in dims:
+                dist.all_reduce(squares[-1], group=mesh.get_group(dim))
+        return functools.reduce(torch.add, squares).sqrt()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

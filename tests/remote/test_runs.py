@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp2 import infer
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, verify
-from fsdp2.config import Config
+from fsdp2.config import Config, parse
+from fsdp2.console import Console
+from fsdp2.memory import __main__ as memory
 from fsdp2.options import ConfigError
 from fsdp2.preflight import preflight
 from fsdp2.runtime import World
 from tests.harness import Ranks, full_files, losses, of_kind, same, small
 from tests.remote.runs import Events, Run, folder_of, good, main_at, refusal, steps_in
-from tests.remote.s3 import EVER, Bucket, Proxy
+from tests.remote.s3 import EVER, Bucket, Proxy, environment, surroundings
 from tests.test_resume import metrics_of
 
 Train = Callable[..., Events]
@@ -85,6 +93,66 @@ def test_a_local_run_goes_on_from_one_at_a_url(run_at: Run, train: Train, bucket
     assert losses(second) == whole[3:]
     assert of_kind(second, "resume")[0]["checkpoint"] == f"{bucket.url()}/checkpoints/step-00000003"
     assert bucket.objects() == before
+
+
+def _next_commands(environment: dict[str, str], folder: Path, ends: list[dict[str, Any]]) -> list[Any]:
+    """What the `next:` lines do that are printed after these `end` events, on a machine that has nothing yet."""
+    folder.mkdir()
+    done: list[Any] = []
+    with surroundings(environment, folder):
+        for end in ends:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                Console(0, 1, 1)("end", end)
+            words = shlex.split(printed.getvalue().splitlines()[-1])
+            if "fsdp2.infer" in words:
+                arguments = infer.parse(words[words.index("fsdp2.infer") + 1 :])
+                done += [infer.main(arguments.run), infer.main(arguments.run, sharded=True)]
+            else:
+                done.append(parse(words[words.index("--config") : words.index("goes")]))
+    return done
+
+
+def test_the_next_commands_work_when_pasted(
+    run_at: Run, ranks: Ranks, proxy: Proxy, bucket: Bucket, tmp_path: Path
+) -> None:
+    url = f"{bucket.url()} 2"  # a name that a shell takes apart
+    events = good(run_at("--checkpoint-every=2", steps=4, url=url, n=1))
+    (end,) = of_kind(events, "end")
+    ends = [end, {**end, "reason": "SIGTERM"}]
+    arguments = (environment(proxy.endpoint), tmp_path / "other", ends)
+    full, sharded, config = ranks.run(_next_commands, *arguments, ranks=1)[0]
+    assert full == sharded
+    assert full["accuracy"] == of_kind(events, "eval")[-1]["accuracy"]
+    assert (config.run_dir, config.max_steps, config.checkpoint_every) == (url, 4, 2)
+
+
+def test_infer_at_a_url_trusts_the_marker_there(run_at: Run, bucket: Bucket, here: None) -> None:
+    url = bucket.url()
+    good(run_at(steps=2, n=1, machine="trained"))
+    name = "run/full_model/full-model.pt"
+    content = bytearray(bucket.get(name))
+    content[-1] ^= 1
+    bucket.put(name, bytes(content))
+    with pytest.raises(ConfigError, match=r"full-model\.pt has another content than was committed.*; use --sharded"):
+        infer.main(url)
+    bucket.delete(f"run/full_model/{MARKER}")
+    with pytest.raises(ConfigError, match=r"its full model can't be used \(.*COMMIT.json can't be read"):
+        infer.main(url)
+    for wrong, why in [
+        (f"{url}/none", "holds no config.json, so it is not a run; give the folder or URL of a run"),
+        ("s3://", "RUN s3://: names no bucket; give s3://bucket/run"),
+        ("gopher://x/y", "RUN gopher://x/y: gopher:// is no kind of place"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            infer.main(wrong)
+    for wrong, why in [
+        (f"{url}/none.json", f"--config {url}/none.json: cannot be read (there is none); give an existing file"),
+        ("s3://config.json", "--config s3://: names no bucket; give s3://bucket/run"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            parse(["--config", wrong])
+    with pytest.raises(ConfigError, match="RUN gopher://x: gopher:// is no kind of place"):
+        memory.main(["gopher://x"])
 
 
 def test_old_checkpoints_are_removed_and_newer_ones_set_aside(run_at: Run, bucket: Bucket, here: None) -> None:

@@ -1,0 +1,117 @@
+"""Which signal to whom does what: each row of the table in docs/checkpoints.md, done for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp2.runtime import lost_peer
+from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
+
+LINES = [line for line in (ROOT / "docs/checkpoints.md").read_text().splitlines() if line.startswith("| SIG")]
+TABLE = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in LINES]
+
+TORCHRUN, GROUP, ONE_RANK = "torchrun", "torchrun's process group (Ctrl-C)", "one rank"
+ONE_NODE, ALONE = "torchrun of one of two nodes", "the process, without torchrun"
+
+# The others take a launch each, too.
+QUICK = {
+    ("SIGINT", GROUP),
+    ("SIGUSR1", ONE_RANK),
+    ("SIGUSR1", TORCHRUN),
+    ("SIGKILL", TORCHRUN),
+}
+
+TO: dict[str, Callable[[Started, signal.Signals], None]] = {
+    TORCHRUN: lambda process, number: os.kill(process.pid, number),
+    GROUP: lambda process, number: os.killpg(process.pid, number),
+    ONE_RANK: lambda process, number: os.kill(ranks_of(process)[-1], number),
+    ONE_NODE: lambda process, number: os.kill(process.pid, number),
+    ALONE: lambda process, number: os.kill(process.pid, number),
+}
+
+
+def ranks_of(process: Started) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"fsdp2.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def started(to: str, folder: Path, *flags: str) -> list[Started]:
+    """What gets the signal, and the other node if there is one."""
+    program = ["-m", "fsdp2.train", *SMALL, *flags]
+    if to == ALONE:
+        return [start([sys.executable, *program], folder)]
+    if to != ONE_NODE:
+        return [start(torchrun(2, *program), folder)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [start([*nodes, f"--node-rank={node}", *program], folder) for node in (0, 1)]
+
+
+def test_the_table_has_each_case() -> None:
+    cases = [row[:2] for row in TABLE]
+    assert len(cases) == len(set(cases))
+    assert {to for _, to in cases} == set(TO)
+    for to in (TORCHRUN, ONE_RANK):
+        assert {number for number, there in cases if there == to} >= {"SIGINT", "SIGTERM", "SIGUSR1", "SIGKILL"}
+    assert set(cases) >= QUICK
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row[:2] in QUICK else pytest.mark.slow, id=" to ".join(row[:2])) for row in TABLE],
+)
+def test_a_signal_does_what_the_table_says(tmp_path: Path, row: tuple[str, ...]) -> None:
+    name, to, saves, reason, ends_with = row
+    run = tmp_path / "run"
+    processes = started(to, tmp_path, f"--run-dir={run}", "--max-steps=400", "--checkpoint-every=2")
+    wait_for_step(run, processes[0])
+    TO[to](processes[0], signal.Signals[name])
+    status, out, err = finish(processes[-1], timeout=60)  # its pipes are open for as long as one of its ranks lives
+    for other in processes[:-1]:
+        finish(other, timeout=60)
+    assert ends_with == (f"its own {signal.Signals(-status).name}" if status < 0 else str(status)), err
+    ends, saved = metrics(run, "end"), metrics(run, "checkpoint")[-1]["step"]
+    if saves == "yes":
+        (end,) = ends
+        assert end["reason"] == reason.strip("`")
+        assert 3 <= end["step"] == saved < 400
+        assert [record["step"] for record in metrics(run, "train")] == list(range(1, saved + 1))
+        if len(processes) == 1:
+            assert f"{end['reason']}: saved at step {saved}" in out
+        assert "fsdp2/train.py" not in err, "no rank shows a traceback"
+    else:
+        assert (ends, reason) == ([], "")
+        assert saved % 2 == 0, "what --checkpoint-every=2 has saved is what there is"
+
+
+def test_ranks_that_start_up_end_with_their_launcher(tmp_path: Path) -> None:
+    (process,) = started(TORCHRUN, tmp_path, f"--run-dir={tmp_path / 'run'}")
+    while len(ranks_of(process)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    # Else they wait for half an hour for the store that was in torchrun, and rank 0 holds the run directory.
+    assert finish(process, timeout=60)[0] == -signal.SIGKILL
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:9999",
+        "Read error [127.0.0.1]:21455: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
+def test_a_lost_peer_is_told_from_a_cause(text: str) -> None:
+    assert lost_peer(text)
+    assert not lost_peer("CUDA out of memory")
