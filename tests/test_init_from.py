@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fsdp2.config import parse
 from fsdp2.options import ConfigError
 from fsdp2.preflight import preflight
 from fsdp2.runtime import World
-from tests.harness import Ranks, losses, make_engine, same, small
+from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, make_engine, of_kind, same, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 APIS = {"dtensor": full_dtensor, "dcp": full_dcp}
@@ -75,3 +76,36 @@ def test_a_file_that_only_rank_0_finds_unreadable_ends_every_rank(ranks: Ranks, 
     (tmp_path / "full.pt").write_bytes(b"no state dict")
     for messages in ranks.run(_loaded, tmp_path / "full.pt"):
         assert all("full.pt can't be read" in text for text in messages)
+
+
+def test_what_vouches_for_the_file_is_said(train: Train, tmp_path: Path) -> None:
+    train(run="first", steps=2)
+    file = tmp_path / "first" / "full_model" / "full-model.pt"
+    (tmp_path / "copy.pt").write_bytes(file.read_bytes())
+    for path, verdict in ((file, "verified, step 2"), (tmp_path / "copy.pt", "unverified, since no marker")):
+        note = of_kind(train(f"--init-from={path}", run=verdict[:4], steps=1), "start")[0]["note"]
+        assert note.startswith(f"--init-from {path}: {verdict}")
+    flip_a_bit(file)
+    with pytest.raises(ConfigError, match=r"--init-from .* is damaged: .*full-model\.pt has another content"):
+        preflight(parse(small(tmp_path / "run", f"--init-from={file}")), World(0, 1, 0, 1))
+
+
+@pytest.mark.parametrize(("api", "value", "word"), [("", math.nan, "NaN"), ("--dcp-api", -math.inf, "infinity")])
+def test_weights_that_are_no_numbers_are_called_so(
+    ranks: Ranks, tmp_path: Path, api: str, value: float, word: str
+) -> None:
+    state = models.get("vit").build("tiny").state_dict()
+    for name in ("class_token", "heads.head.bias"):
+        state[name].view(-1)[-1] = value  # in the last rank's shard
+    torch.save(state, tmp_path / "full.pt")
+    line = small(tmp_path / "run", f"--init-from={tmp_path / 'full.pt'}", *api.split())
+    for message in ranks.run(refusal, line):
+        assert f"full.pt: holds {word}: 2 of {len(state)} tensors (class_token, heads.head.bias)" in message
+
+
+def refusal(flags: list[str]) -> str:
+    try:
+        main_in_ranks(flags)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
