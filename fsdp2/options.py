@@ -219,7 +219,7 @@ def read_file(options: type, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--config {path}: is not valid {path.suffix[1:] or 'TOML'} ({error})") from None
     if isinstance(values, dict) and "flags" in values:
-        values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume")}
+        values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold a table of flags, such as batch-size = 64")
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}

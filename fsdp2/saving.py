@@ -121,20 +121,17 @@ class Saving:
             text += f"; {error}"
         self._saver.close()
         last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
-        raise RunStopped(
-            f"{text}; {last}; look at --lr, --clip-grad-norm, --mixed-precision and the data of that step, or use "
-            "--on-nonfinite skip"
-        )
+        advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
+        raise RunStopped(printable(f"{text}; {last}; {advice}"))
 
     def _last_finite(self) -> str:
         store = self.run.store
         try:
             step = store.newest_finite(store.committed())
         except OSError as error:
-            return f"which checkpoint is the last good one can't be read ({error})"
-        if step is None:
-            return "no checkpoint with finite weights is there"
-        return f"the last one with finite weights is {printable(str(store.checkpoint(step)))}"
+            return f"the last finite checkpoint can't be looked up ({error})"
+        found = "there is no finite checkpoint"
+        return found if step is None else f"the last finite checkpoint is {store.checkpoint(step)}"
 
     def finish(self) -> None:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""

@@ -219,11 +219,9 @@ def train_step(
     total = torch.stack(losses).double().sum()
     sums = torch.stack([total, *(torch.full_like(total, vote) for vote in votes)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
-    facts: dict[str, Any] = {"samples": batch.samples}
-    if engine.scaler.is_enabled():
-        facts |= {"loss_scale": engine.scaler.get_scale()}
-    if may_skip or engine.scaler.is_enabled():
-        facts |= {"skipped": not updated}
+    scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
+    skipped = {"skipped": not updated} if may_skip or scale else {}
+    facts: dict[str, Any] = {"samples": batch.samples, **scale, **skipped}
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 

@@ -57,7 +57,7 @@ def test_every_rank_stops_after_the_step_and_saves_nothing(
     for message, events, threads in results:
         assert message == results[0][0]
         assert message.startswith("step 3: the gradient norm is nan; nothing was saved after it; ")
-        assert f"the last one with finite weights is {run}/checkpoints/step-00000002; look at --lr" in message
+        assert f"the last finite checkpoint is {run}/checkpoints/step-00000002; look at --lr" in message
         assert [event["step"] for event in of_kind(events, "checkpoint")] == [1, 2]
         assert not of_kind(events, "eval")
         assert not threads
@@ -73,7 +73,7 @@ def test_every_rank_stops_after_the_step_and_saves_nothing(
 def test_a_step_whose_checkpoint_and_evaluation_are_due_has_neither(ranks: Ranks, tmp_path: Path) -> None:
     message, events, _ = ranks.run(_stopped, small(tmp_path / "run", *DIVERGES[:2], "--max-steps=3"))[0]
     assert message.startswith("step 3: ")
-    assert "no checkpoint with finite weights is there" in message
+    assert "there is no finite checkpoint" in message
     assert [kind for kind, _ in events] == ["start", "train", "train", "train", "failure"]
     assert _store(tmp_path / "run").committed() == []
 
