@@ -198,6 +198,11 @@ class Config:
     on_checkpoint_failure: str = option(
         "stop", "when a save fails: stop, or report it and continue", one_of("stop", "continue")
     )
+    on_nonfinite: str = option(
+        "stop",
+        "when loss or gradients are NaN or infinite: stop, skip the update (each step waits for the GPU), or continue",
+        one_of("stop", "skip", "continue"),
+    )
     resume_partial: bool = option(
         False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from fsdp2.metrics import nonfinite
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -28,7 +31,8 @@ class Console:
         self.active, self.steps_per_epoch, self.epochs = rank == 0, steps_per_epoch, epochs
         self.in_terminal = sys.stderr.isatty()
         self._bar: Any = None
-        self._printed = 0.0
+        self._printed = self._warned = 0.0
+        self._nonfinite = 0
 
     def line(self, text: str) -> None:
         if self.active:
@@ -56,11 +60,18 @@ class Console:
         self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch']}{seeded}")
 
     def _train(self, data: dict[str, Any]) -> None:
-        if data.get("skipped"):
+        if data.get("skipped") and "loss_scale" in data:
             self.line(
                 f"step {data['step']}: gradients overflowed in fp16; step skipped, "
                 f"loss scale now {data['loss_scale']:g}"
             )
+        elif what := nonfinite(data):
+            self._nonfinite += 1
+            if self._nonfinite == 1 or time.monotonic() - self._warned > SECONDS_BETWEEN_LINES:
+                self._warned = time.monotonic()
+                update = "; parameters are not updated" if data.get("skipped") else ""
+                so_far = f"; {self._nonfinite} such steps so far" if self._nonfinite > 1 else ""
+                self.line(f"step {data['step']}: {what}{update}{so_far}")
         figures = (
             f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {data['samples_per_second']:.0f} samples/s"
         )
@@ -86,6 +97,11 @@ class Console:
             f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
             f"test accuracy {data['accuracy']:.2%}"
         )
+        if not math.isfinite(data["loss"]):
+            self.line(
+                f"step {data['step']}: the test loss is no number: a sample's outputs overflow, or weights are NaN, "
+                "which the next save finds out"
+            )
 
     def _failure(self, data: dict[str, Any]) -> None:
         self._close_bar()
@@ -105,6 +121,8 @@ class Console:
             self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s")
         else:
             self.line(f"{data['reason']}: saved at step {data['step']} after {data['seconds']:.1f} s")
+        if data["nonfinite_steps"]:
+            self.line(f"in {data['nonfinite_steps']} of {data['steps']} steps the loss or gradients were no numbers")
         self.line(f"run directory: {run}")
         if data.get("accuracy") is not None:
             self.line(f"test accuracy: {data['accuracy']:.2%}")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from fsdp2 import models, runtime
 from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.full_dtensor import read_full
+from fsdp2.checkpoint.full_dtensor import differences, read_full
+from fsdp2.checkpoint.full_model import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.save import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
@@ -28,6 +29,7 @@ from fsdp2.console import short
 from fsdp2.data.loader import Batch
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
+from fsdp2.finite import require_finite
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options import ConfigError, Parser, checked, files_at, location
@@ -40,6 +42,7 @@ from fsdp2.strategies import ZERO
 from fsdp2.train import load_data
 
 SAMPLES = 10
+SHARDED = ("fsdp2", *ZERO)  # strategies whose checkpoints are read into a sharded model
 
 
 def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Tensor]:
@@ -50,9 +53,16 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     """
     model: nn.Module = spec.build(config.model_size)
     try:
-        model.load_state_dict(read_full(file))
+        full = read_full(file)
     except ValueError as error:
-        raise ConfigError(f"{short(file)}: can't be loaded ({error}); finish the run again, or use --sharded") from None
+        raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
+    if wrong := differences(full, model.state_dict()):
+        raise ConfigError(
+            f"{short(file)}: is of another model than config.json says; {len(wrong)} tensors differ "
+            f"({'; '.join(wrong[:3])}); {other_ways(config)}"
+        )
+    model.load_state_dict(full)
+    require_finite(model, short(file))
     model.to(device).eval()
     casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2", *ZERO)
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
@@ -67,6 +77,31 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     return forward
 
 
+def vouched(config: Config, run: RunDir) -> str:
+    """In words, what vouches for the full model of a run.
+
+    Raises ConfigError if it is damaged, or isn't known to be of the run's last state.
+    """
+    file, newest = short(run.full_model), max(run.store.committed(), default=None)
+    try:
+        step = vouched_step(run.full_model)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
+    if newest is not None and (step is None or step < newest):
+        state = "no marker beside it says of which step it is" if step is None else f"is of step {step}"
+        raise ConfigError(
+            f"{file}: {state}, and the newest checkpoint is of step {newest}: the run has gone on since, or was killed "
+            f"while it wrote the file; {other_ways(config)}"
+        )
+    return verdict(step)
+
+
+def other_ways(config: Config) -> str:
+    """What to do about a full model that can't be used."""
+    sharded = ", or use --sharded for its newest checkpoint" if config.strategy in SHARDED else ""
+    return f"give the training's command again, which writes it at its end{sharded}"
+
+
 def load_sharded(
     config: Config, spec: ModelSpec, checkpoint: Files, world: World, device: torch.device
 ) -> Callable[[Batch], Tensor]:
@@ -78,9 +113,9 @@ def load_sharded(
             f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
         ) from None
 
-    def set_weights(model: nn.Module) -> None:
-        reset_parameters(model, spec.initial_values, config.seed)  # for buffers that no checkpoint holds
+    def load_weights(model: nn.Module) -> None:
         read_weights(model, checkpoint)
+        require_finite(model, f"--sharded: {short(str(checkpoint))}")
 
     if config.strategy in ZERO:  # its checkpoints are FSDP2's
         config = Config(model=config.model, model_size=config.model_size, mixed_precision=config.mixed_precision)
@@ -88,7 +123,8 @@ def load_sharded(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=set_weights,
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=False,
@@ -145,9 +181,9 @@ def draw(samples: Sequence[dict[str, Any]], inputs: Tensor, dataset: Dataset, pa
 def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False) -> dict[str, Any]:
     """Predict ten test samples and measure the accuracy on the whole test set.
 
-    Returns {"accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct}}.
-    `place` is the run's folder or URL; the full model of a URL is copied to the run's local folder. Raises ConfigError
-    if the run, its model or its data can't be used.
+    Returns {"accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct}, "weights":
+    where they come from and what vouches for them}. `place` is the run's folder or URL; the full model of a URL is
+    copied to the run's local folder. Raises ConfigError if the run, its model or its data can't be used.
     """
     world = runtime.world()
     files_at(str(place), "RUN")  # refuses what is no URL that can be used
@@ -163,9 +199,13 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
         )
-    if sharded and config.strategy not in ("fsdp2", *ZERO):
+    if sharded and config.strategy not in SHARDED:
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
-    if not sharded:
+    if sharded:
+        checkpoint = open_files(checkpoint_at(run.place))
+        weights = f"{short(str(checkpoint))}, verified"
+    else:
+        checkpoint = None
         try:
             run.fetch_full_model()
         except (DamagedCheckpoint, OSError) as error:
@@ -177,7 +217,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
                 f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had "
                 "--no-save-model; use --sharded, or finish it"
             )
-    checkpoint = open_files(checkpoint_at(run.place)) if sharded else None
+        weights = f"{short(run.full_model)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)
@@ -192,6 +232,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             samples = samples_of(forward(batch), batch.targets, dataset)
             result = evaluate(forward, spec.loss, dataset.test, config.test_batch_size, world, device)
         if world.rank == 0:
+            print(f"weights: {weights}")
             for sample, one in zip(samples, inputs, strict=True):
                 mark = "✓" if sample["correct"] else "✗"
                 after = "" if inputs.dim() == 4 else f" after …{context_of(one, dataset)}"
@@ -204,7 +245,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             draw(samples, inputs, dataset, picture)
             print(f"picture: {short(picture)}")
             print(f"test accuracy: {result['accuracy']:.2%} of {result['count']}")
-    return {"accuracy": result["accuracy"], "count": result["count"], "samples": samples}
+    return {"accuracy": result["accuracy"], "count": result["count"], "samples": samples, "weights": weights}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -64,6 +64,15 @@ def _not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def nonfinite(record: dict[str, Any]) -> str:
+    """What of a `train` record is NaN or infinite, in words; "" if nothing is.
+
+    Under fp16 an overflow of gradients is no fault: the gradient scaler leaves out the step and lowers its scale.
+    """
+    names = {"loss": "loss"} if "loss_scale" in record else {"loss": "loss", "grad_norm": "gradient norm"}
+    return " and ".join(f"the {name} is {record[key]}" for key, name in names.items() if _not_finite(record[key]))
+
+
 class TensorBoard:
     """Train and eval figures as TensorBoard scalars, written by rank 0."""
 
@@ -91,12 +100,18 @@ class StepLog:
 
     The values are copied from the device while the next step is being issued; reading them at once would
     make the CPU wait for the GPU in every step. `stop` is how many ranks have had a stop signal, `failed`
-    how many have seen a save fail: all read the same sums at the same step, and so stop together.
+    how many have seen a save fail, `nonfinite` in how many steps so far the loss or gradients were no numbers: all
+    read the same sums at the same step, and so stop together.
+
+    Args:
+        on_nonfinite: is called with the step and what of it was no number, when that is known.
     """
 
-    def __init__(self, emit: OnEvent, device: torch.device) -> None:
-        self.emit, self.device = emit, device
-        self.stop = self.failed = 0
+    def __init__(
+        self, emit: OnEvent, device: torch.device, on_nonfinite: Callable[[int, str], None] = lambda step, what: None
+    ) -> None:
+        self.emit, self.device, self.on_nonfinite = emit, device, on_nonfinite
+        self.stop = self.failed = self.nonfinite = 0
         self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
         self._clock = time.perf_counter()
 
@@ -136,7 +151,11 @@ class StepLog:
             "lr": data["lr"],
             "grad_norm": norm,
         }
-        self.emit("train", {**record, **data, "peak_memory_bytes": peak_memory_bytes(self.device)})
+        record |= {**data, "peak_memory_bytes": peak_memory_bytes(self.device)}
+        self.emit("train", record)
+        if what := nonfinite(record):
+            self.nonfinite += 1
+            self.on_nonfinite(data["step"], what)
 
     def restart_clock(self) -> None:
         """Leave what was done between steps (evaluation, a checkpoint) out of the next step's time."""

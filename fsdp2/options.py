@@ -286,7 +286,7 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
             )
         if not isinstance(values["flags"], dict):
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
-        values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume")}
+        values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:

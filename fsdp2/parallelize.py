@@ -36,6 +36,7 @@ def parallelize(
     build: Callable[[], nn.Module],
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
     set_weights: Callable[[nn.Module], None],
+    load_weights: Callable[[nn.Module], None] = lambda model: None,
     device: torch.device,
     world_size: int,
     training: bool = True,
@@ -45,7 +46,8 @@ def parallelize(
     Args:
         build: makes the model on the current device, which will be `meta`.
         blocks_of: its blocks in forward order: the unit of sharding, recomputation and compilation.
-        set_weights: gives every parameter and buffer its value: initial values, or a file's.
+        set_weights: gives every parameter and buffer its initial value.
+        load_weights: puts a file's weights on top, if there are any.
         training: False leaves out the optimizer.
 
     Raises RuntimeError if a parameter or buffer is left on `meta` or unset.
@@ -92,6 +94,8 @@ def parallelize(
     poison(model)
     set_weights(model)
     check_initialised(model)
+    # A file's weights come after the check: a NaN among them is the file's own. What is in no file is set by now.
+    load_weights(model)
 
     if config.strategy in ZERO:
         return with_deepspeed(config, model, build, mesh, device)

@@ -16,10 +16,11 @@ from torch import nn
 from fsdp2 import data, models
 from fsdp2.checkpoint.files import Files, Unreachable
 from fsdp2.checkpoint.full_dtensor import differences, read_full
+from fsdp2.checkpoint.full_model import verdict, vouched_step
 from fsdp2.checkpoint.lease import Lease, LeaseTaken
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.options import ConfigError, files_at, is_step, require, to_flags
@@ -175,7 +176,7 @@ def preflight(config: Config, world: World) -> Job:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
         if job.restore is None and config.init_from is not None:
-            check_init_from(config.init_from, model)
+            job.note = "; ".join(filter(None, [job.note, check_init_from(config.init_from, model)]))
         on_error.pop_all()
     return job
 
@@ -295,6 +296,8 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
     if job.restore is not None:
         try:
             verify(open_files(job.restore), hashes=False)
+            if not says_finite(read_marker(open_files(job.restore))):
+                notes.append(f"{job.restore}: its weights hold NaN or infinity; --resume STEP chooses an older one")
         except DamagedCheckpoint as error:
             raise damaged(error) from None
     job.note = "; ".join(notes) or None
@@ -351,10 +354,14 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
         )
 
 
-def check_init_from(file: str, model: nn.Module) -> None:
+def check_init_from(file: str, model: nn.Module) -> str:
+    """What vouches for the file, in words. Raises ConfigError if it is damaged or of another model."""
     try:
+        vouched = verdict(vouched_step(Path(file)))
         full = read_full(Path(file))
-    except ValueError as error:
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"--init-from {file}: is damaged: {error}; give another full-model.pt") from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--init-from {file}: can't be loaded ({error}); give a full-model.pt of a run") from None
     wrong = differences(full, model.state_dict())
     if wrong:
@@ -362,3 +369,4 @@ def check_init_from(file: str, model: nn.Module) -> None:
             f"--init-from {file}: is of another model; {len(wrong)} tensors differ ({'; '.join(wrong[:3])}); give the "
             "--model and --model-size it was made with"
         )
+    return f"--init-from {file}: {vouched}"

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp2 import runtime
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Saved, Saver
+from fsdp2.checkpoint.source import printable
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
+from fsdp2.finite import is_finite
 from fsdp2.options import ConfigError
 from fsdp2.preflight import Job, damaged
 from fsdp2.reports import Reports
 from fsdp2.rundir import RunDir
+from fsdp2.runtime import RunStopped
 
 
 class Saving:
@@ -29,9 +33,17 @@ class Saving:
     """
 
     def __init__(
-        self, config: Config, job: Job, run: RunDir, app: AppState, progress: Progress, device: torch.device
+        self,
+        config: Config,
+        job: Job,
+        run: RunDir,
+        app: AppState,
+        progress: Progress,
+        device: torch.device,
+        weights: Callable[[], Iterable[Tensor]],
     ) -> None:
-        self.config, self.job, self.run, self.progress = config, job, run, progress
+        """`weights`: this rank's part of the model."""
+        self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
         job.guard(run)
         self._saver = Saver(
             run.store,
@@ -52,7 +64,8 @@ class Saving:
     def save(self, epoch: int, *, last: bool = False) -> None:
         """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
 
-        Raises SaveFailed on every rank if a save failed and the run is to stop then.
+        Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
+        written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
         """
         step = self.progress.step
         if step == self._saved_step:
@@ -61,10 +74,14 @@ class Saving:
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
         self._end(self._failed or self._saver.wait())
+        known = runtime.gather((self._reports.metrics.position(), is_finite(self._weights())))
+        finite = all(finite for _, finite in known)
+        if not finite:
+            self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
         self._epochs[step], self._saved_step = epoch, step
         # The same on all ranks: DCP writes a plain value from whichever rank it likes.
-        self.progress.metrics_position = runtime.broadcast(self._reports.metrics.position())
-        self._end(self._saver.save(step, self._info, before_commit=self._before_commit()))
+        self.progress.metrics_position = known[0][0]
+        self._end(self._saver.save(step, {**self._info, "finite": finite}, before_commit=self._before_commit()))
 
     def _before_commit(self) -> Callable[[], None]:
         position = self.progress.metrics_position
@@ -92,6 +109,29 @@ class Saving:
         """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
         if ranks:
             self._end(self._failed or self._saver.wait())
+
+    def stop_if_nonfinite(self, step: int, what: str) -> None:
+        """Raise RunStopped if `--on-nonfinite` is stop. A save in flight, which is of an earlier step, ends first."""
+        if self.config.on_nonfinite != "stop":
+            return
+        text = f"step {step}: {what}; nothing was saved after it"
+        try:
+            self._end(self._failed or self._saver.wait())
+        except SaveFailed as error:
+            text += f"; {error}"
+        self._saver.close()
+        last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
+        advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
+        raise RunStopped(printable(f"{text}; {last}; {advice}"))
+
+    def _last_finite(self) -> str:
+        store = self.run.store
+        try:
+            step = store.newest_finite(store.committed())
+        except OSError as error:
+            return f"the last finite checkpoint can't be looked up ({error})"
+        found = "there is no finite checkpoint"
+        return found if step is None else f"the last finite checkpoint is {store.checkpoint(step)}"
 
     def finish(self) -> None:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""

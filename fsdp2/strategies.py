@@ -110,6 +110,11 @@ def _check_zero(config: Any) -> None:
             f"--compile with --strategy {config.strategy}: DeepSpeed's hooks inside of compiled blocks break their "
             "graphs; use --strategy fsdp2 or drop --compile"
         )
+    if config.on_nonfinite == "skip":
+        raise ConfigError(
+            f"--on-nonfinite skip with --strategy {config.strategy}: DeepSpeed tells the gradients' norm only after "
+            "its step; use --on-nonfinite stop or --strategy fsdp2"
+        )
     if config.nvme_offload is not None and config.cpu_offload:
         raise ConfigError("--nvme-offload with --cpu-offload: both say where the state is kept; drop one of them")
     if config.async_checkpoint is not None:

@@ -27,10 +27,12 @@ from fsdp2.config import Config, parse
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.evaluate import evaluate
+from fsdp2.finite import require_finite
 from fsdp2.metrics import OnEvent, StepLog
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.observing import observed
+from fsdp2.options import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_device, preflight
@@ -97,7 +99,7 @@ def main(
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
         first_step = progress.step
-        saving = Saving(config, job, run, app, progress, device)
+        saving = Saving(config, job, run, app, progress, device, engine.weights)
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -127,7 +129,7 @@ def main(
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            log = StepLog(reports.emit, device)
+            log = StepLog(reports.emit, device, saving.stop_if_nonfinite)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
@@ -176,6 +178,7 @@ def main(
                 "reason": reason,
                 "seconds": time.perf_counter() - started,
                 "accuracy": accuracy,
+                "nonfinite_steps": log.nonfinite,
                 "run_dir": run.place,
                 "peak_memory_bytes": runtime.peak_memory_bytes(device),
             }
@@ -211,13 +214,15 @@ def train_step(
         engine.backward(loss * share, last_microbatch=batch.last)
         losses.append(loss.detach() if batch.valid else torch.zeros_like(loss))
     norm = engine.clip(config.clip_grad_norm)
-    updated = engine.step()
+    # The norm is the same on all ranks. fp16's gradient scaler looks at the gradients itself.
+    may_skip = config.on_nonfinite == "skip" and not engine.scaler.is_enabled()
+    updated = engine.step(update=not may_skip or bool(norm.isfinite()))
     total = torch.stack(losses).double().sum()
     sums = torch.stack([total, *(torch.full_like(total, vote) for vote in votes)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
-    facts: dict[str, Any] = {"samples": batch.samples}
-    if engine.scaler.is_enabled():
-        facts |= {"loss_scale": engine.scaler.get_scale(), "skipped": not updated}
+    scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
+    skipped = {"skipped": not updated} if may_skip or scale else {}
+    facts: dict[str, Any] = {"samples": batch.samples, **scale, **skipped}
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 
@@ -243,16 +248,21 @@ def make_engine(
 ) -> Engine:
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
-    def set_weights(model: nn.Module) -> None:
-        reset_parameters(model, spec.initial_values, config.seed)
-        if config.init_from is not None and not restoring:  # on top: buffers that are in no file stay set
+    def load_weights(model: nn.Module) -> None:
+        if config.init_from is None or restoring:
+            return
+        try:
             full_state_api(config).load_full_model_state(model, Path(config.init_from))
+        except ValueError as error:
+            raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
+        require_finite(model, f"--init-from {config.init_from}")
 
     return parallelize(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=set_weights,
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=training,

@@ -6,6 +6,7 @@ Trains with the same flags under torchrun and through Ray, and compares the loss
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -59,9 +60,9 @@ def train(command: list[str], run: Path) -> dict[int, float]:
     """Step -> loss of a run. Raises ConfigError with what it said last if it failed."""
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        said = [line for line in (result.stdout + result.stderr).splitlines() if line.startswith("fsdp2: error: ")]
+        said = re.search(r"^fsdp2: (?:error|stopped): (.*)", result.stdout + result.stderr, re.MULTILINE)
         if said:
-            raise ConfigError(said[0].removeprefix("fsdp2: error: "))
+            raise ConfigError(said[1])
         print(result.stdout + result.stderr, file=sys.stderr)
         raise ConfigError(f"{run.name} ended with status {result.returncode}; what it said is above")
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

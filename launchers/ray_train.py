@@ -179,7 +179,7 @@ def fit(
         ),
     )
     try:
-        return trainer.fit()
+        result = trainer.fit()
     except TrainingFailedError as error:
         refused = refusal_in(error)
         if refused is not None:
@@ -188,6 +188,9 @@ def fit(
     except SystemExit:
         # Ray's own handler of Ctrl-C has ended the workers, and would end this program as if all were well.
         raise KeyboardInterrupt from None
+    if stopped := (result.return_value or {}).get("stopped"):
+        raise runtime.RunStopped(stopped)
+    return result
 
 
 class TrainingFailed(RuntimeError):

@@ -23,7 +23,8 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
         job: `config`, keyword arguments of a Config; `folder` and `environment` (of this project's variables), as
             they were where the run was started; `filesystem`, through which Ray reaches a run at a URL; `in_trial`.
 
-    Returns the data of the `end` event.
+    Returns the data of the `end` event; of a run that stops by intention, why, as `stopped`. Raised, that would make
+    Ray start it again from the same checkpoint, to the same end.
     """
     quiet()
     os.environ.update(job["environment"])
@@ -35,7 +36,10 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     group = ray.util.get_current_placement_group() if job.get("in_trial") else None
     if group is not None:
         reporter.always["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
-    return main(config, reporter)
+    try:
+        return main(config, reporter)
+    except runtime.RunStopped as error:
+        return {"stopped": str(error)}
 
 
 class Reporter:

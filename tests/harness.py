@@ -215,6 +215,15 @@ def full_files(run: Path) -> list[Any]:
     return [torch.load(run / "full_model" / name, weights_only=True) for name in ("full-model.pt", "full-optimizer.pt")]
 
 
+def flip_a_bit(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    with open(file, "r+b") as raw:
+        raw.seek(file.stat().st_size // 2)
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 1]))
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal trees with equal tensors."""
     if isinstance(a, torch.Tensor):

@@ -98,11 +98,13 @@ def test_the_command_line_wins_over_a_file(tmp_path: Path, suffix: str) -> None:
 
 
 def test_config_json_reads_back_but_for_run_dir_and_resume(tmp_path: Path) -> None:
-    config = Config(model="cnn", lr=0.5, run_dir="somewhere", resume="never", reshard_after_forward=True, keep=7)
+    config = Config(
+        model="cnn", lr=0.5, run_dir="somewhere", resume="2", resume_partial=True, reshard_after_forward=True
+    )
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"flags": to_flags(config), "environment": {}}))
     again = parse(["--config", str(file)])
-    assert again == Config(model="cnn", lr=0.5, reshard_after_forward=True, keep=7)
+    assert again == Config(model="cnn", lr=0.5, reshard_after_forward=True)
 
 
 @pytest.mark.parametrize("name", ["vit-fashion-mnist", "transformer", "cnn-mnist", "all-savers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import infer
 from fsdp2.options import ConfigError
-from tests.harness import Ranks, of_kind
+from tests.harness import Ranks, flip_a_bit, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -72,6 +73,45 @@ def _refused_shards(run: Path) -> str:
     except ConfigError as error:
         return str(error)
     return "read a damaged checkpoint"
+
+
+def _refused(run: Path, sharded: bool = False) -> str:
+    try:
+        infer.main(run, sharded=sharded)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_full_model_is_compared_with_its_marker(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train(steps=2)
+    folder = tmp_path / "run" / "full_model"
+    assert ranks.run(infer.main, tmp_path / "run", ranks=1)[0]["weights"].endswith("full-model.pt, verified, step 2")
+    train("--no-save-model", steps=3)  # outdates the full model, as a resumed run that is killed does
+    [stale] = ranks.run(_refused, tmp_path / "run", ranks=1)
+    assert "no marker beside it says of which step it is, and the newest checkpoint is of step 3" in stale
+    assert stale.endswith("or use --sharded for its newest checkpoint")
+    train(steps=3)  # which writes it again
+    shutil.copytree(folder, tmp_path / "kept")
+    train("--no-save-model", steps=4)
+    shutil.rmtree(folder)
+    (tmp_path / "kept").rename(folder)
+    assert "full-model.pt: is of step 3, and the newest" in ranks.run(_refused, tmp_path / "run", ranks=1)[0]
+    # One that was taken out of its run, with what tells its flags, has nothing to be compared with.
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    flip_a_bit(folder / "full-model.pt")
+    assert "full-model.pt has another content" in ranks.run(_refused, tmp_path / "run", ranks=1)[0]
+    flip_a_bit(folder / "full-model.pt")
+    (folder / "COMMIT.json").unlink()
+    assert "unverified" in ranks.run(infer.main, tmp_path / "run", ranks=1)[0]["weights"]
+
+
+def test_weights_that_are_no_numbers_are_called_so(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train("--optimizer=sgd", "--lr=900", "--on-nonfinite=continue", steps=6)
+    for sharded, n in ((False, 1), (True, 2)):
+        for message in ranks.run(_refused, tmp_path / "run", sharded, ranks=n):
+            assert "holds NaN" in message
+            assert "32 of 32 tensors (class_token, " in message
 
 
 def _shards_only(run: Path) -> float:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from fsdp2.checkpoint.full_dtensor import read_full, require_same
+from fsdp2.checkpoint.full_dtensor import read_same
 from fsdp2.checkpoint.spool import spool
 
 # Gathered tensors are moved to the CPU one by one and kept on rank 0 alone.
@@ -61,9 +61,11 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
     """Fill a sharded model from the file of `full_model_state`. A collective call.
 
     Rank 0 maps the file; torch broadcasts each tensor from there, and other ranks keep their shards. Raises
-    ValueError on every rank if names or shapes differ.
+    ValueError on every rank if the file can't be read, or if names, shapes or kinds of numbers differ; another floating
+    dtype is cast, for which rank 0 holds the whole model.
     """
-    full: dict[str, Any] = read_full(path) if dist.get_rank() == 0 else {}
     targets: dict[str, Any] = get_model_state_dict(model)
-    require_same(full, targets, path)
-    set_model_state_dict(model, full, options=_SCATTER)
+    full = read_same(path, targets)
+    # In the dtype that the others receive into: torch would make the parameters of each rank what that rank believes.
+    cast: dict[str, Any] = {name: value.to(targets[name].dtype) for name, value in full.items()}
+    set_model_state_dict(model, cast, options=_SCATTER)

@@ -67,14 +67,15 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
     """Fill a sharded model from the file of `full_model_state`. A collective call.
 
     Rank 0 maps the file and each tensor is scattered from there; other ranks allocate one at a time to
-    receive into. Raises ValueError on every rank if names or shapes differ.
+    receive into. Raises ValueError on every rank if the file can't be read, or if names, shapes or kinds of numbers
+    differ; another floating dtype is cast.
     """
-    full = read_full(path) if dist.get_rank() == 0 else {}
     targets = plain_names(model)
-    require_same(full, targets, path)
+    full = read_same(path, targets)
     for name, target in targets.items():
         if isinstance(target, DTensor):
-            value = full[name] if full else torch.empty(target.shape, dtype=target.dtype)
+            # In the dtype that the others receive into: rank 0 would send bytes that they take for other numbers.
+            value = full[name].to(target.dtype) if full else torch.empty(target.shape, dtype=target.dtype)
             # Sends rank 0's shards over the mesh. Copied into the parameter rather than assigned as a new
             # one: hooks and optimizer hold on to the old. Local to local, since an offloaded shard is on the
             # CPU while its mesh is of GPUs.
@@ -110,20 +111,35 @@ def plain_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[str]:
-    """One line for each tensor that is in one of two state dicts only or has another shape."""
+    """One line for each tensor that is in one of two state dicts only, or whose shape or kind of numbers differs."""
     lines = [f"{name}: only in the file" for name in full.keys() - targets.keys()]
     lines += [f"{name}: only in the model" for name in targets.keys() - full.keys()]
-    lines += [
-        f"{name}: {tuple(full[name].shape)} in the file, {tuple(targets[name].shape)} in the model"
-        for name in full.keys() & targets.keys()
-        if full[name].shape != targets[name].shape
-    ]
+    for name in full.keys() & targets.keys():
+        there, here = full[name], targets[name]
+        if there.shape != here.shape:
+            lines.append(f"{name}: {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        elif there.dtype != here.dtype and not (there.is_floating_point() and here.is_floating_point()):
+            # Integers would be rounded or, as weights, are quantized: a cast makes other numbers of both.
+            lines.append(f"{name}: {there.dtype} in the file, {here.dtype} in the model")
     return sorted(lines)
 
 
-def require_same(full: Mapping[str, Tensor], targets: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ValueError on every rank if rank 0's `full` doesn't fit. A collective call."""
-    found = [differences(full, targets) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0)
-    if found[0]:
-        raise ValueError(f"{path} is of another model: {'; '.join(found[0][:20])}")
+def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that fit the targets, on rank 0, and {} elsewhere. A collective call.
+
+    A floating dtype may be another one than its target's. Raises ValueError on every rank if the file can't be read or
+    doesn't fit.
+    """
+    full: dict[str, Tensor] = {}
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            full = read_full(path)
+            if found := differences(full, targets):
+                problem = [f"{path} is of another model: {'; '.join(found[:20])}"]
+        except (OSError, ValueError) as error:
+            problem = [f"{path} can't be read: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    return full

@@ -14,7 +14,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from blake3 import blake3
@@ -72,6 +73,11 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({type(error).__name__}: {error})") from error
     return marker
+
+
+def says_finite(marker: Mapping[str, Any]) -> bool:
+    """Whether the weights were free of NaN and infinity when they were saved. Before markers said so, they count as."""
+    return marker.get("finite", True) is True
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
@@ -160,11 +166,25 @@ class Store:
         write_marker(self.checkpoint(step), content)
 
     def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
-        """Remove committed checkpoints but the newest `keep` and each `keep_every`th step; the steps removed."""
-        old = [step for step in self.committed()[:-keep] if not (keep_every and step % keep_every == 0)]
+        """Remove old committed checkpoints; the steps removed.
+
+        Those stay that are among the newest `keep` or of each `keep_every`th step, and the newest that is finite.
+        """
+        committed = self.committed()
+        old = [step for step in committed[:-keep] if not (keep_every and step % keep_every == 0)]
+        if old and (finite := self.newest_finite(committed)) in old:
+            old.remove(finite)
         for step in old:
             self._remove(self.name(step))
         return old
+
+    def newest_finite(self, committed: Sequence[int]) -> int | None:
+        """The last of these steps whose weights are numbers, as its marker says; normally one marker is read."""
+        for step in reversed(committed):
+            with suppress(DamagedCheckpoint):  # of which nothing is known
+                if says_finite(read_marker(self.checkpoint(step))):
+                    return step
+        return None
 
     def set_aside(self, after: int) -> list[str]:
         """Rename checkpoints newer than step `after`, which a run that goes back to it will write again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -124,7 +125,7 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
 def _reason(output: str) -> str:
     """The line that says why, of what a failed run has printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    refused = [line.partition("fsdp2: error: ")[2] for line in lines if "fsdp2: error: " in line]
+    refused = [found[1] for line in lines if (found := re.search(r"fsdp2: (?:error|stopped): (.*)", line))]
     raised = [line for line in lines if _raised(line)]
     return (refused or raised or lines or ["it ended without a word"])[0]
 

@@ -72,6 +72,11 @@ class Engine:
             "gradients": self.gradients(),
         }
 
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers as this rank holds them."""
+        held = self.held()
+        return held["parameters"] + held["buffers"]
+
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
@@ -116,13 +121,17 @@ class Engine:
         """The 2-norm of all gradients as one vector: 0-d, the same on every rank."""
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
-    def step(self) -> bool:
-        """Update the parameters; False if the gradient scaler skipped it because gradients overflowed."""
+    def step(self, *, update: bool = True) -> bool:
+        """Update the parameters; False if the gradient scaler skipped it because gradients overflowed.
+
+        Without `update` the gradients are dropped, and parameters and optimizer stay as they are.
+        """
         before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if update:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return self.scaler.get_scale() >= before
+        return update and self.scaler.get_scale() >= before
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from contextlib import redirect_stdout
 from io import StringIO
@@ -162,11 +163,12 @@ class ZeROEngine(Engine):
         self._norm = torch.zeros((), dtype=torch.float32, device=self.model.device)
         return self._norm
 
-    def step(self) -> bool:
+    def step(self, *, update: bool = True) -> bool:
+        assert update, "DeepSpeed's step tells the norm by which one would decide to leave it out"
         self.model.step()
         norm = self.model.get_global_grad_norm()
         if norm is not None:
-            self._norm.fill_(norm)
+            self._norm.fill_(norm if norm >= 0 else math.nan)  # it says -1 where the norm is infinite or NaN
         return self.model.was_step_applied()
 
 

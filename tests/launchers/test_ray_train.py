@@ -16,9 +16,11 @@ from fsdp2.checkpoint.store import Store, verify
 from fsdp2.options import ConfigError
 from fsdp2.recording.timeline import file_name
 from fsdp2.rundir import WriterLock
+from fsdp2.runtime import RunStopped
 from launchers import ray_train
 from tests.harness import full_files, losses, of_kind, same
 from tests.launchers.through_ray import kill_at, losses_in, through_ray
+from tests.test_nonfinite import DIVERGES
 from tests.test_resume import metrics_of
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -100,6 +102,14 @@ def goes_on_after_a_kill(train: Train, folder: Path, *further: str, which: int) 
     assert losses_in(folder / "run") == expected
     assert of_kind([(r["kind"], r) for r in metrics_of(folder / "run")], "resume"), "it was not restarted"
     assert result.metrics["step"] == 30
+
+
+@pytest.mark.ray
+def test_a_run_that_stops_by_intention_is_not_started_again(tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match=r"^step 3: the gradient norm is nan; .*step-00000002; look at --lr"):
+        through_ray(tmp_path / "run", *DIVERGES, "--max-failures=2", steps=9)
+    kinds = [record["kind"] for record in metrics_of(tmp_path / "run")]
+    assert kinds == ["start", "train", "checkpoint", "train", "checkpoint", "train", "failure"]
 
 
 @pytest.mark.parametrize(
