@@ -128,6 +128,10 @@ class Job:
         if self._newest_kept is not None:
             store.set_aside(self._newest_kept)
 
+    def add_note(self, text: str | None) -> None:
+        """Add to what the opening event says, on rank 0, which alone shows and writes it."""
+        self.note = "; ".join(filter(None, (self.note, text))) or None
+
     def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The `start` or `resume` event."""
         data = {**data, "note": self.note}

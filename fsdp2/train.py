@@ -117,7 +117,8 @@ def main(
                     for name, content in engine.files.items():
                         run.files.write(name, content)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
-            reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
+            position = progress.metrics_position if job.restores_own(run) else 0
+            job.add_note(reports.metrics.cut(position, progress.step))
             opening = header.lines(config, engine, spec, world, device, run)
             place = {"step": progress.step, "epoch": batches.epoch}
             reports.emit(*job.opening_event({"header": opening, **place, **restored}))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from fsdp2 import runtime
+from fsdp2 import records, runtime
 from fsdp2.console import short
 from fsdp2.options import ConfigError, to_flags
 from launchers.ray_options import parse
@@ -59,13 +59,17 @@ def train(command: list[str], run: Path) -> dict[int, float]:
     """Step -> loss of a run. Raises ConfigError with what it said last if it failed."""
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        said = [line for line in (result.stdout + result.stderr).splitlines() if line.startswith("fsdp2: error: ")]
+        lines = (result.stdout + result.stderr).splitlines()
+        said = [line for line in lines if line.startswith(("fsdp2: error: ", "fsdp2: stopped: "))]
         if said:
-            raise ConfigError(said[0].removeprefix("fsdp2: error: "))
+            raise ConfigError(said[0].split(": ", 2)[2])
         print(result.stdout + result.stderr, file=sys.stderr)
         raise ConfigError(f"{run.name} ended with status {result.returncode}; what it said is above")
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    try:
+        found = records.read(run / "metrics.jsonl")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return {record["step"]: record["loss"] for record in found if record["kind"] == "train"}
 
 
 def compare(torchrun: dict[int, float], ray: dict[int, float], where: str) -> int:

@@ -282,9 +282,7 @@ class _Stream:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
-) -> None:
+def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     stage = staging.Staging(torch.optim.Adam([weight]), torch.device("cpu"))
     gpu, copied, real = _Stream(), [], staging._copy

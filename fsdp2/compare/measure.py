@@ -18,6 +18,7 @@ from fsdp2.config import Config
 from fsdp2.memory.read import exchanges, last_steps, read_timelines
 from fsdp2.memory.series import Series, series
 from fsdp2.options import to_flags
+from fsdp2.records import read as read_records
 from fsdp2.rundir import RunDir
 
 RECORDED_STEPS = 4
@@ -118,13 +119,18 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         raise RunFailed(_reason(result.stderr or result.stdout))
-    return [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    try:
+        return read_records(RunDir(run).metrics)
+    except ValueError as error:
+        raise RunFailed(str(error)) from None
 
 
 def _reason(output: str) -> str:
     """The line that says why, of what a failed run has printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    refused = [line.partition("fsdp2: error: ")[2] for line in lines if "fsdp2: error: " in line]
+    refused = [
+        line.partition(kind)[2] for line in lines for kind in ("fsdp2: error: ", "fsdp2: stopped: ") if kind in line
+    ]
     raised = [line for line in lines if _raised(line)]
     return (refused or raised or lines or ["it ended without a word"])[0]
 
