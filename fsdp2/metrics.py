@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import records
+from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.runtime import peak_memory_bytes
 
@@ -36,15 +37,17 @@ class MetricsFile:
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if self._file is not None:
             record = {key: None if _not_finite(value) else value for key, value in {"kind": kind, **data}.items()}
-            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            with disk_errors(self._path):
+                self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+                self._file.flush()
 
     def position(self) -> int:
         """Bytes written; durable when this returns, because a checkpoint will refer to them."""
         if self._file is None:
             return 0
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END)
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
+            return self._file.seek(0, os.SEEK_END)
 
     def cut(self, position: int, step: int) -> str | None:
         """Forget what was written after `position`, where the file ended at the checkpoint of `step`.
@@ -59,7 +62,7 @@ class MetricsFile:
             lines, missing = records.readable(self._file, step)
             self._file.close()
             publish(LocalFiles(self._path.parent), self._path.name, lines)
-            self._file = open(self._path, "a+b")
+            self._file = open(self._path, "a+b")  # noqa: SIM115
             return missing
         self._file.seek(position)
         line = self._file.readline(records.LONGEST_LINE)
@@ -70,7 +73,8 @@ class MetricsFile:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with disk_errors(self._path):  # it writes what an earlier write could not
+                self._file.close()
 
 
 def _not_finite(value: Any) -> bool:

@@ -31,6 +31,7 @@ from fsdp2.metrics import OnEvent, StepLog
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.observing import observed
+from fsdp2.options import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.preflight import check_device, preflight
@@ -102,12 +103,8 @@ def main(
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
-        with (
-            Reports(config, run, world, batches.steps_per_epoch, on_event) as reports,
-            StopSignals() as stop,
-            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
-        ):
-            started = time.perf_counter()
+        with job.starting(run):
+            reports = Reports(config, run, world, batches.steps_per_epoch, on_event)
             if world.rank == 0:
                 job.set_aside_newer(run.store)
                 if not finished():
@@ -119,6 +116,13 @@ def main(
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             position = progress.metrics_position if job.restores_own(run) else 0
             job.add_note(reports.metrics.cut(position, progress.step))
+
+        with (
+            reports,
+            StopSignals() as stop,
+            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
+        ):
+            started = time.perf_counter()
             opening = header.lines(config, engine, spec, world, device, run)
             place = {"step": progress.step, "epoch": batches.epoch}
             reports.emit(*job.opening_event({"header": opening, **place, **restored}))
@@ -224,12 +228,15 @@ def train_step(
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
     """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
     with runtime.first_on_node(world):
-        return data.load(
-            config.dataset,
-            root=config.data_root,
-            seq_len=config.seq_len,
-            vocab_size=spec.vocab_size(config.model_size),
-        )
+        try:
+            return data.load(
+                config.dataset,
+                root=config.data_root,
+                seq_len=config.seq_len,
+                vocab_size=spec.vocab_size(config.model_size),
+            )
+        except data.DownloadFailed as error:
+            raise ConfigError(str(error)) from None
 
 
 def make_engine(
