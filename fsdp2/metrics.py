@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2 import records
+from fsdp2.checkpoint.disk import disk_errors
+from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.runtime import peak_memory_bytes
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -28,36 +31,50 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
         self._file = open(path, "a+b") if rank == 0 else None  # noqa: SIM115 - lives as long as the run
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if self._file is not None:
             record = {key: None if _not_finite(value) else value for key, value in {"kind": kind, **data}.items()}
-            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            with disk_errors(self._path):
+                self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+                self._file.flush()
 
     def position(self) -> int:
         """Bytes written; durable when this returns, because a checkpoint will refer to them."""
         if self._file is None:
             return 0
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END)
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
+            return self._file.seek(0, os.SEEK_END)
 
-    def cut(self, position: int) -> None:
-        """Forget what was written after `position`: steps that will be done again, or a torn line.
+    def cut(self, position: int, step: int) -> str | None:
+        """Forget what was written after `position`, where the file ended at the checkpoint of `step`.
 
-        The record of the checkpoint itself stays: it could only be written after the position was taken.
+        The steps after it will be done again. The record of the checkpoint itself stays: it could only be written
+        after the position was taken. A file that is damaged before the position is written again with the records
+        that can be read; then a line is returned that says what is missing.
         """
-        if self._file is not None:
-            self._file.seek(position)
-            line = self._file.readline()
-            if line.startswith(b'{"kind": "checkpoint"') and line.endswith(b"\n"):
-                position += len(line)
-            self._file.truncate(position)
+        if self._file is None:
+            return None
+        if not records.is_whole(self._file, position, step):
+            lines, missing = records.readable(self._file, step)
+            self._file.close()
+            publish(LocalFiles(self._path.parent), self._path.name, lines)
+            self._file = open(self._path, "a+b")  # noqa: SIM115
+            return missing
+        self._file.seek(position)
+        line = self._file.readline(records.LONGEST_LINE)
+        if line.startswith(b'{"kind": "checkpoint"') and line.endswith(b"\n"):
+            position += len(line)
+        self._file.truncate(position)
+        return None
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with disk_errors(self._path):  # it writes what an earlier write could not
+                self._file.close()
 
 
 def _not_finite(value: Any) -> bool:

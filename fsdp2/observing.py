@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,15 +47,16 @@ def observed(
         "blocks": blocks,
     }
     recorder: Recorder | None = None
+    record = functools.partial(saving.job.write, run)
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
             phases = observers.enter_context(Phases(engine, saving, step))
         if config.memory_snapshot or config.memory_limit:
-            write = run.files.write if config.memory_snapshot else None
+            write = record if config.memory_snapshot else None
             recorder = observers.enter_context(Recorder(engine, device, facts, write, config.memory_limit))
             phases.listeners.append(recorder.phase)
         if config.profile:
-            profile = observers.enter_context(Profile(world.rank, device, run.files.write))
+            profile = observers.enter_context(Profile(world.rank, device, record))
             phases.listeners.append(profile.phase)
         try:
             yield
@@ -67,7 +69,7 @@ def observed(
 
         name = f"rank{world.rank}_memory_profile.html"
         source = "torch.profiler, which sees nothing of what was allocated before its first step"
-        run.files.write(name, page(profile.timeline(facts), source).encode())
+        record(name, page(profile.timeline(facts), source).encode())
 
 
 def known_state(engine: Engine, device: torch.device) -> list[Allocation]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,19 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
+from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import Files, Unreachable
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.full_model import verdict, vouched_step
-from fsdp2.checkpoint.lease import Lease, LeaseTaken
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
+from fsdp2.job import Job
 from fsdp2.options import ConfigError, files_at, is_step, require, to_flags
 from fsdp2.parallelize import freeze
-from fsdp2.rundir import RunDir, SwapFiles, WriterLock, default_path, shapes_of
-from fsdp2.runtime import World, broadcast, gather
+from fsdp2.rundir import RunDir, default_path, shapes_of
+from fsdp2.runtime import World
 from fsdp2.strategies import ZERO
 
 OLDEST_TORCH = (2, 11)
@@ -41,104 +40,6 @@ KEPT = {
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
     "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
 }
-
-
-class Job:
-    """What was decided before the start: where the run is written, and what it resumes.
-
-    As a context it gives the run directory back at the end.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.restore: str | None = None  # where the checkpoint is
-        self.partial = False  # of it the weights that fit, and nothing else
-        self.note: str | None = None
-        self._newest_kept: int | None = None
-        self._lock: WriterLock | None = None
-        self._lease: Lease | None = None
-        self._swap_files: SwapFiles | None = None
-
-    def take_swap_files(self, folder: str, rank: int) -> None:
-        """Become the one user of a rank's files in the folder of `--nvme-offload`. Raises ConfigError."""
-        self._swap_files = SwapFiles(folder, rank)
-
-    def take(self, run: RunDir) -> None:
-        """Become the one writer of a run directory. Raises ConfigError if another run is."""
-        self._lock = WriterLock(run.path)
-        if isinstance(run.files, RemoteFiles):
-            try:
-                self._lease = Lease(run.files)
-            except (LeaseTaken, ValueError) as error:
-                raise ConfigError(f"--run-dir {run.place}: {error}") from None
-            except OSError as error:
-                raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
-            run.fetch()
-
-    def guard(self, run: RunDir) -> None:
-        """Refuse to write to a run at a URL from when another run may have taken it over."""
-        if self._lease is not None and isinstance(run.files, RemoteFiles):
-            self._lease.guard(run.files)
-
-    def still_ours(self) -> None:
-        """Raise LeaseLost if another run may have taken this run's URL over."""
-        if self._lease is not None:
-            self._lease.check()
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.release(refused=kind is not None)
-
-    def release(self, *, refused: bool) -> None:
-        """Give the run directory back; if nothing was run there, without the folder that was made for it."""
-        if self._swap_files is not None:
-            self._swap_files.release()
-        if self._lease is not None:
-            self._lease.release()
-        if self._lock is not None:
-            self._lock.release(refused=refused)
-
-    def agree(self) -> None:
-        """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.
-
-        Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
-        checkpoint would be missing there.
-        """
-        token = self._lock.token if self._lock is not None else ""
-        self.place, self.restore, self.note, token = broadcast((self.place, self.restore, self.note, token))
-        sees = "://" in self.place or WriterLock.is_seen(Path(self.place), token)
-        blind = [host for host in gather(None if sees else socket.gethostname()) if host is not None]
-        if blind:
-            raise ConfigError(
-                f"--run-dir {self.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what rank "
-                "0 writes there; give a folder that all nodes share, or a URL"
-            )
-
-    def restores_own(self, run: RunDir) -> bool:
-        """Whether the checkpoint is of this run, and not of another that this one goes on from."""
-        return self.restore is not None and self.restore.startswith(f"{run.store.files}/") and not self.partial
-
-    def keep_up_to(self, step: int) -> None:
-        """Let `set_aside_newer` leave the checkpoints up to `step`."""
-        self._newest_kept = step
-
-    def set_aside_newer(self, store: Store) -> None:
-        """On rank 0, rename the checkpoints that a run which goes back will write again."""
-        if self._newest_kept is not None:
-            store.set_aside(self._newest_kept)
-
-    def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The `start` or `resume` event."""
-        data = {**data, "note": self.note}
-        if self.restore is None:
-            return "start", data
-        return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
-
-    def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
-        """Whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call."""
-        return broadcast(changed or not run.has_full_model(step))
 
 
 def preflight(config: Config, world: World) -> Job:
@@ -175,8 +76,13 @@ def preflight(config: Config, world: World) -> Job:
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+        except OSError as error:
+            full = explained(error, run.path)
+            if full is None:
+                raise
+            raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
         if job.restore is None and config.init_from is not None:
-            job.note = "; ".join(filter(None, [job.note, check_init_from(config.init_from, model)]))
+            job.add_note(check_init_from(config.init_from, model))
         on_error.pop_all()
     return job
 

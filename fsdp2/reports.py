@@ -45,6 +45,11 @@ class Reports:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.emit("failure", {"rank": self.world.rank, "error": repr(error)})
-        self._open.close()
+        try:
+            with self._open:
+                if error is not None:
+                    self.emit("failure", {"rank": self.world.rank, "error": repr(error)})
+        except OSError as unwritten:
+            if error is None:
+                raise
+            error.add_note(f"the failure could not be reported: {unwritten}")  # nor may that hide it

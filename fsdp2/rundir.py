@@ -1,8 +1,7 @@
-"""The run directory: where things lie in it, who may write to it, and what a run was started with."""
+"""The run directory: where things lie in it, and what a run was started with."""
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -12,7 +11,6 @@ import re
 import shutil
 import subprocess
 import time
-import uuid
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +23,7 @@ from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
+from fsdp2.lock import WriterLock
 from fsdp2.models import ModelSpec
 from fsdp2.options import ConfigError, read_file, shown, to_flags
 
@@ -46,6 +45,23 @@ class RunDir:
         self.full_model = self.path / "full_model" / "full-model.pt"
         self.files = open_files(self.place)
         self.store = Store(self.files.at("checkpoints"))
+
+    def require_plain(self) -> None:
+        """Raise ConfigError if something else is where a file or folder of the run belongs.
+
+        A FIFO would be waited for without end, and a link that leads nowhere would be written through.
+        """
+        for path, is_right, what in (
+            (self.config, Path.is_file, "file"),
+            (self.metrics, Path.is_file, "file"),
+            (self.path / "checkpoints", Path.is_dir, "folder"),
+            (self.full_model.parent, Path.is_dir, "folder"),
+            (self.path / "tensorboard", Path.is_dir, "folder"),
+        ):
+            if os.path.lexists(path) and not is_right(path):
+                raise ConfigError(
+                    f"--run-dir {self.place}: {path} is no {what}; move it away or choose another run directory"
+                )
 
     def upload_metrics(self, position: int) -> None:
         """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
@@ -135,68 +151,6 @@ def default_path(model: str) -> Path:
     while (candidate := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return candidate
-
-
-class WriterLock:
-    """Holds a run directory for one writer; the operating system frees it when the process dies.
-
-    `flag` is what the directory was given by, and `name` the file that is locked.
-    """
-
-    def __init__(self, path: Path, *, flag: str = "--run-dir", name: str = ".lock") -> None:
-        """Raises ConfigError if the directory can't be written or another run has it."""
-        self._path, self._is_new = path / name, not path.exists()
-        try:
-            LocalFiles(path).mkdir("")
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"{flag} {path}: can't be written ({error.strerror}); choose a folder that can") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise ConfigError(
-                f"{flag} {path}: in use by a run that is still going; wait for it or choose another folder"
-            ) from None
-        self.token = uuid.uuid4().hex  # of this run, for who wants to know whether they see the same folder
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, self.token.encode(), 0)
-
-    @staticmethod
-    def is_seen(path: Path, token: str, *, seconds: float = 10.0) -> bool:
-        """Whether the writer with this token has this folder, waiting for a network file system to show it."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with suppress(FileNotFoundError):  # it may be on its way
-                if (path / ".lock").read_text() == token:
-                    return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.2)
-
-    def release(self, *, refused: bool = False) -> None:
-        """Let others in. A folder that was made for a run which is then refused is removed while it is empty."""
-        if refused and self._is_new and os.listdir(self._path.parent) == [self._path.name]:
-            self._path.unlink()
-            self._path.parent.rmdir()
-        os.close(self._file)
-
-
-class SwapFiles:
-    """The files in which DeepSpeed keeps a rank's state. They are one run's at a time, and removed when it ends.
-
-    After a kill they stay until the next run writes them anew: a checkpoint doesn't need them.
-    """
-
-    def __init__(self, folder: str, rank: int) -> None:
-        """Raises ConfigError if the folder can't be written or another run has it."""
-        self._folder, self._rank = Path(folder), rank
-        self._lock = WriterLock(self._folder, flag="--nvme-offload", name=f".rank{rank}.lock")
-
-    def release(self) -> None:
-        for path in self._folder.glob(f"zero_stage_3/*/rank{self._rank}"):
-            shutil.rmtree(path)
-        self._lock.release()
 
 
 def environment(world_size: int) -> dict[str, Any]:

@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import STARTED_BY
+from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.save import SaveFailed
 from fsdp2.options import ConfigError
 
 T = TypeVar("T")
@@ -144,14 +147,36 @@ def gather(value: T) -> list[T]:
     return box
 
 
+def end_together(error: Exception | None) -> None:
+    """Raise on every rank if one comes with an error: its own there, on the others a line that names it.
+
+    A ConfigError is one on all of them. A collective call, which is also a barrier.
+    """
+    errors = gather(None if error is None else (isinstance(error, ConfigError), str(error), type(error).__name__))
+    if error is not None:
+        raise error
+    for rank, found in enumerate(errors):
+        if found is not None:
+            refused, text, kind = found
+            raise ConfigError(text) if refused else RunStopped(f"rank {rank} has failed: {kind}: {text}")
+
+
 @contextmanager
 def first_on_node(world: World) -> Iterator[None]:
-    """Let one rank of each node run the body while the others wait; then those run it."""
+    """Let one rank of each node run the body while the others wait; then those run it. A collective call.
+
+    If the body fails on a rank, every rank ends with the reason, by `end_together`.
+    """
     if world.local_rank != 0:
-        dist.barrier()
-    yield
+        end_together(None)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    end_together(failure)
     if world.local_rank == 0:
-        dist.barrier()
+        end_together(None)
 
 
 def seed_everything(seed: int, *context: int) -> None:
@@ -200,17 +225,24 @@ def lost_peer(text: str) -> bool:
 def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
-    A ConfigError is one line and status 2, a RunStopped one line and status 1; from rank 0 alone, if all ranks have
-    it. Another error shows its traceback and ends this process at once, so that ranks that wait for it notice;
-    those show one line, since the cause is elsewhere.
+    A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
+    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error on one rank is one line, too. Another error
+    shows its traceback and ends this process at once, so that ranks that wait for it notice; those show one line,
+    since the cause is elsewhere.
     """
     try:
         yield
-    except (ConfigError, RunStopped) as error:
-        status, kind = (1, "stopped") if isinstance(error, RunStopped) else (2, "error")
+    except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
+        status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
         if world().rank == 0 or not _ended_by_launcher():
             print(f"fsdp2: {kind}: {error}", file=sys.stderr, flush=True)
         sys.exit(status)
+    except OSError as error:
+        found = explained(error, error.filename or os.curdir)
+        if found is None:
+            raise
+        print(f"fsdp2: stopped: rank {world().rank}: {found}", file=sys.stderr, flush=True)
+        os._exit(1)  # as below
     except RuntimeError as error:
         if not lost_peer(str(error)):
             raise

@@ -19,8 +19,9 @@ from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.finite import is_finite
+from fsdp2.job import Job
 from fsdp2.options import ConfigError
-from fsdp2.preflight import Job, damaged
+from fsdp2.preflight import damaged
 from fsdp2.reports import Reports
 from fsdp2.rundir import RunDir
 from fsdp2.runtime import RunStopped
@@ -29,7 +30,8 @@ from fsdp2.runtime import RunStopped
 class Saving:
     """The checkpoints of a run, as `--async-checkpoint`, `--keep`, `--keep-every` and `--on-checkpoint-failure` say.
 
-    Every method is called by all ranks after the same step.
+    Every method is called by all ranks after the same step. A run that has lost its directory ends there with
+    RunStopped, whatever `--on-checkpoint-failure` says.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class Saving:
         self._epochs[step], self._saved_step = epoch, step
         # The same on all ranks: DCP writes a plain value from whichever rank it likes.
         self.progress.metrics_position = known[0][0]
-        self._end(self._saver.save(step, {**self._info, "finite": finite}, before_commit=self._before_commit()))
+        info = {**self._info, "finite": finite}
+        self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
 
     def _before_commit(self) -> Callable[[], None]:
         position = self.progress.metrics_position
@@ -137,6 +140,7 @@ class Saving:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
         self._end(self._failed or self._saver.wait())
         self._saver.close()
+        self.job.stop_if_lost()
         if self._saved_step != self.progress.step:
             raise SaveFailed(
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
@@ -165,6 +169,7 @@ class Saving:
             except (OSError, NotTheWriter) as error:
                 text += f"; what it left was not removed: {error}"
         if self._stops(ended.error):
+            self.job.stop_if_lost()  # then that is the reason, and what is left elsewhere is worth more than the error
             raise ended.error
         if self._saved_step == ended.step:
             self._saved_step = -1  # so that the end of the run tries again

@@ -104,12 +104,8 @@ def main(
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
-        with (
-            Reports(config, run, world, batches.steps_per_epoch, on_event) as reports,
-            StopSignals() as stop,
-            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
-        ):
-            started = time.perf_counter()
+        with job.starting(run):
+            reports = Reports(config, run, world, batches.steps_per_epoch, on_event)
             if world.rank == 0:
                 job.set_aside_newer(run.store)
                 if not finished():
@@ -119,7 +115,15 @@ def main(
                     for name, content in engine.files.items():
                         run.files.write(name, content)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
-            reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0)
+            position = progress.metrics_position if job.restores_own(run) else 0
+            job.add_note(reports.metrics.cut(position, progress.step))
+
+        with (
+            reports,
+            StopSignals() as stop,
+            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
+        ):
+            started = time.perf_counter()
             opening = header.lines(config, engine, spec, world, device, run)
             place = {"step": progress.step, "epoch": batches.epoch}
             reports.emit(*job.opening_event({"header": opening, **place, **restored}))
@@ -229,12 +233,15 @@ def train_step(
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
     """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
     with runtime.first_on_node(world):
-        return data.load(
-            config.dataset,
-            root=config.data_root,
-            seq_len=config.seq_len,
-            vocab_size=spec.vocab_size(config.model_size),
-        )
+        try:
+            return data.load(
+                config.dataset,
+                root=config.data_root,
+                seq_len=config.seq_len,
+                vocab_size=spec.vocab_size(config.model_size),
+            )
+        except data.DownloadFailed as error:
+            raise ConfigError(str(error)) from None
 
 
 def make_engine(

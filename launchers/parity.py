@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from fsdp2 import runtime
+from fsdp2 import records, runtime
 from fsdp2.console import short
 from fsdp2.options import ConfigError, to_flags
 from launchers.ray_options import parse
@@ -65,8 +65,11 @@ def train(command: list[str], run: Path) -> dict[int, float]:
             raise ConfigError(said[1])
         print(result.stdout + result.stderr, file=sys.stderr)
         raise ConfigError(f"{run.name} ended with status {result.returncode}; what it said is above")
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    try:
+        found = records.read(run / "metrics.jsonl")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return {record["step"]: record["loss"] for record in found if record["kind"] == "train"}
 
 
 def compare(torchrun: dict[int, float], ray: dict[int, float], where: str) -> int:

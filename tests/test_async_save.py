@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +269,65 @@ def _failing_copy(folder: Path) -> str:
 def test_a_failed_copy_is_heard_of_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks.run(_failing_copy, tmp_path):
         assert "step 1 was not copied for saving: rank 1: MemoryError('no room for the copy')" in message
+
+
+class _Stream:
+    """Stands in for a GPU's stream and event: it notes what it is asked, and a tensor on `meta` for one on the GPU."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.asked.append(name)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    stage = staging.Staging(torch.optim.Adam([weight]), torch.device("cpu"))
+    gpu, copied, real = _Stream(), [], staging._copy
+    stage._stream = gpu  # type: ignore[assignment]
+    for name, value in (("current_stream", lambda: gpu), ("stream", lambda _: nullcontext()), ("Event", lambda: gpu)):
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def copy(pairs: Any, stream: Any = None) -> None:
+        copied.extend((pair[1].device.type, stream is gpu) for pair in pairs)
+        real([pair for pair in pairs if pair[1].device.type == "cpu"], stream)
+
+    monkeypatch.setattr(staging, "_copy", copy)
+    offloaded, sharded = torch.arange(3.0), torch.ones(2, device="meta")
+    buffer = torch.zeros(3)
+    stage._start([(buffer, offloaded), *([(torch.zeros(2), sharded)] if on_gpu else [])])
+    assert copied == [("meta", True)] * on_gpu, "a tensor on the CPU was given to the GPU's stream"
+    assert not stage._finished.is_set(), "the optimizer would change what is still to be copied"
+    stage.finish()
+    assert copied[-1] == ("cpu", False)
+    assert torch.equal(buffer, offloaded)
+    assert stage._finished.is_set()
+    stage._before_step()
+    assert gpu.asked == ["wait_stream", "record", "synchronize", "wait_event"], "both are waited for"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_on_a_gpu_with_tensors_on_both_sides(offloaded: bool) -> None:
+    """A state with parameters on the GPU and the optimizer's `step` on the CPU, or all of it on the CPU."""
+    device = torch.device("cuda", 0)
+    weight = torch.nn.Parameter(torch.ones(1 << 20, device="cpu" if offloaded else device))
+    optimizer = torch.optim.Adam([weight])
+    stage = staging.Staging(optimizer, device)
+    for step in (1, 2):  # the second time into buffers that are there
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        state = {"weight": weight.detach(), "buffer": torch.full((5,), step, device=device), **optimizer.state[weight]}
+        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        staged = stage.copy(state)
+        threading.Thread(target=stage.finish).start()
+        optimizer.step()  # waits for both sides
+        stage._finished.wait()
+        torch.cuda.synchronize()
+        assert same(staged, expected)
+        assert {name: tensor.is_pinned() for name, tensor in staged.items()} == {
+            name: tensor.is_cuda for name, tensor in state.items()
+        }
+    stage.close()

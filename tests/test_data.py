@@ -218,7 +218,7 @@ def test_a_download_that_fails_leaves_nothing_and_says_what_to_do(
 
     monkeypatch.setattr(torchvision_sets, "_class_of", lambda name: broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"--dataset mnist: the download failed .*--data-root"):
+    with pytest.raises(data.DownloadFailed, match=r"--dataset mnist: the download to .* failed .*--data-root"):
         data.load("mnist", root=None, seq_len=1, vocab_size=None)
     assert list((tmp_path / "fsdp2").iterdir()) == []
 

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import errno
+import functools
+import multiprocessing
 import os
+import pickle
 import resource
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fsdp2.checkpoint import files
+from fsdp2.checkpoint import files, full_dtensor
+from fsdp2.checkpoint.disk import DiskError, disk_errors
 from fsdp2.checkpoint.files import EagerFile, LocalFiles
-from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.checkpoint.save import SaveFailed, save, save_full
+from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
+from fsdp2.options import ConfigError
+from fsdp2.preflight import preflight
+from fsdp2.runtime import World, exit_status
 from fsdp2.train import main
-from tests.harness import Ranks, losses, of_kind, small
+from tests.harness import Ranks, losses, make_engine, of_kind, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -62,7 +71,8 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_when_there_is_room(
     line = small(small_disk / "run", "--max-steps=5", "--checkpoint-every=1", "--no-save-model", *mode.split())
     for message, _ in ranks.run(_run, line):
         assert "step 3 was not saved" in message
-        assert "No space left on device" in message
+        assert f"[Errno 28] No space left on device: the file system is {small_disk}, " in message
+        assert " kB were to be written, 0 B are free" in message
     store = Store(LocalFiles(small_disk / "run" / "checkpoints"))
     assert store.committed() == [1, 2]
     assert store.files.list("") == ["step-00000001", "step-00000002"], "the failed save still takes room"
@@ -90,16 +100,145 @@ def test_a_limit_on_one_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
     line = small(tmp_path / "run", "--max-steps=3", "--no-save-model")
     for message, _ in ranks.run(_run, line, 100_000):
         assert "step 3 was not saved" in message
-        assert "rank 1: OSError: [Errno 27] File too large" in message
+        assert "rank 1: DiskError: [Errno 27] File too large: the file system is /" in message
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).files.list("") == []
 
 
-def test_a_place_that_takes_no_checkpoints_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("a file in the way")
-    for message, _ in ranks.run(_run, small(tmp_path / "run", "--max-steps=2", "--no-save-model")):
-        assert "step 2 was not saved" in message
-        assert "rank 0: FileExistsError" in message or "rank 0: NotADirectoryError" in message
+def _saves_with_limits(folder: Path, limits: list[int]) -> list[str]:
+    """Saves, each with another limit on the size of a file on rank 1; what each failed with."""
+    engine = make_engine()
+    app, store = AppState(engine.model, engine.optimizer, {}), Store(LocalFiles(folder))
+    before, messages = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    for step, limit in enumerate(limits, 1):
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            save(store, app, step, info={}, keep=1)
+        except SaveFailed as error:
+            messages.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return messages
+
+
+def test_wherever_a_write_fails_the_disk_is_named_and_not_what_torch_made_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    limits = [0, 100, 704, 5_000, 20_000, 60_000, 100_000]
+    for messages in ranks.run(_saves_with_limits, tmp_path, limits):
+        assert len(messages) == len(limits)
+        for message in messages:
+            assert "rank 1: DiskError: [Errno 27] File too large: the file system is /" in message
+            assert " kB were to be written" in message
+            assert "unexpected pos" not in message
+
+
+def _fails_at_the_full_model(folder: Path) -> str:
+    engine = make_engine()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        save_full(full_dtensor, engine.model, engine.optimizer, folder / "full-model.pt", 1)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+def test_a_full_model_that_does_not_fit_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    (message,) = ranks.run(_fails_at_the_full_model, tmp_path, ranks=1)
+    assert message.startswith("DiskError: [Errno 27] File too large: the file system is /")
+    assert " kB were to be written" in message
+
+
+def _fill(disk: Path) -> None:
+    with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+
+
+def _full_at_the_start(line: list[str], disk: Path, *, new: bool) -> str:
+    """A run on a disk that is full already, with a run directory of its own or of an earlier run; its refusal."""
+    if not new:
+        main(parse([*line, "--max-steps=1"]))
+    if dist.get_rank() == 0:
+        _fill(disk)
+    dist.barrier()
+    try:
+        # Rank 0's refusal before any group is the launcher's to spread.
+        preflight(parse(line), World(0, 2, 0, 2)) if new else main(parse([*line, "--max-steps=2"]))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_disk_that_is_full_at_the_start_is_one_line_on_every_rank(ranks: Ranks, small_disk: Path, new: bool) -> None:
+    run = functools.partial(_full_at_the_start, new=new)
+    first, second = ranks.run(run, small(small_disk / "run", "--no-save-model"), small_disk)
+    assert first == second
+    assert first.startswith(f"--run-dir {small_disk / 'run'}: ")
+    assert f"No space left on device: the file system is {small_disk}, 0 B are free" in first
+    assert "choose a" in first
+    assert "\n" not in first
+
+
+def _full_in_the_middle(line: list[str], disk: Path) -> tuple[str, list[str], Events]:
+    events: Events = []
+
+    def on_event(kind: str, data: dict[str, Any]) -> None:
+        events.append((kind, data))
+        if (kind, data.get("step")) == ("train", 2):
+            _fill(disk)
+
+    try:
+        main(parse(line), on_event)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "__notes__", []), events
+    return "", [], events
+
+
+def test_a_disk_that_is_full_in_the_middle_is_named(ranks: Ranks, small_disk: Path) -> None:
+    line = small(small_disk / "run", "--max-steps=40", "--no-save-model", "--checkpoint-every=100")
+    ((message, notes, events),) = ranks.run(_full_in_the_middle, line, small_disk, ranks=1)
+    assert message == (f"DiskError: [Errno 28] No space left on device: the file system is {small_disk}, 0 B are free")
+    assert notes == ["the failure could not be reported: " + message.removeprefix("DiskError: ")]
+    assert not of_kind(events, "end")
+
+
+def test_a_disks_error_is_one_line_and_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def raw() -> None:
+        with exit_status():
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "file"))
+
+    process = multiprocessing.get_context("fork").Process(target=raw)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 1
+    said = capfd.readouterr().err
+    assert said.startswith("fsdp2: stopped: rank 0: [Errno 30] Read-only file system: the file system is /")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("hidden", ["raised from it", "raised in its handling", "raised from None", "both"])
+def test_the_disks_error_is_found_behind_others(tmp_path: Path, hidden: str) -> None:
+    disk = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    error = RuntimeError("unexpected pos 704 vs 598")
+    error.__cause__ = disk if hidden == "raised from it" else ValueError() if hidden == "both" else None
+    error.__context__ = disk if hidden != "raised from it" else error  # which is a circle
+    with pytest.raises(DiskError) as caught, disk_errors(tmp_path / "not" / "there", 3_000):
+        raise error
+    assert caught.value.errno == errno.EDQUOT
+    assert "3.0 kB were to be written" in str(caught.value)
+    assert "this user's quota is used up" in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))  # DCP sends it to the other ranks
+    assert (type(again), str(again)) == (DiskError, str(caught.value))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "gone"), KeyError("no"), OSError("of no number")])
+def test_other_errors_stay_as_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, disk_errors(tmp_path):
+        raise error
+    assert caught.value is error
 
 
 def test_a_read_only_disk_is_named(ranks: Ranks, small_disk: Path) -> None:
@@ -114,10 +253,6 @@ def test_a_read_only_disk_is_named(ranks: Ranks, small_disk: Path) -> None:
 
 
 def _refused(line: list[str]) -> str:
-    from fsdp2.options import ConfigError
-    from fsdp2.preflight import preflight
-    from fsdp2.runtime import World
-
     try:
         preflight(parse(line), World(0, 2, 0, 2))
     except ConfigError as error:

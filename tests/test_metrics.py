@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp2 import records
 from fsdp2.metrics import MetricsFile, StepLog
 
 
@@ -45,7 +47,7 @@ def test_cut_keeps_the_lines_up_to_a_checkpoint_and_its_own(tmp_path: Path, torn
     with open(path, "a") as raw:
         raw.write(torn)
     again = MetricsFile(path, rank=0)
-    again.cut(position)
+    assert again.cut(position, 1) is None
     again("train", {"step": 2, "again": True})
     again.close()
     assert [(record["kind"], record["step"]) for record in read(path)] == [
@@ -60,7 +62,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl", rank=1)
     file("train", {"step": 1})
     assert file.position() == 0
-    file.cut(0)
+    assert file.cut(0, 0) is None
     file.close()
     assert not (tmp_path / "m.jsonl").exists()
 
@@ -84,3 +86,99 @@ def test_a_step_is_reported_when_the_next_one_is_there() -> None:
     log.flush()
     assert seen == [1, 2]
     assert log.stop == 2
+
+
+def _written(path: Path) -> tuple[list[bytes], int]:
+    """The lines of a run that has saved at steps 2 and 4 and then did two more, and the position of step 4."""
+    file = MetricsFile(path, rank=0)
+    file("start", {"step": 0})
+    for step in range(1, 7):
+        file("train", {"step": step, "loss": 1 / step})
+        if step in (2, 4):
+            position = file.position()
+            file("checkpoint", {"step": step})
+    file("failure", {"rank": 0, "error": "gone"})
+    file.close()
+    return path.read_bytes().splitlines(keepends=True), position
+
+
+def _damage(lines: list[bytes], position: int, how: str) -> bytes:
+    whole = b"".join(lines)
+    return {
+        "shortened in a line": whole[: len(b"".join(lines[:4])) + 9],
+        "shortened at a line": b"".join(lines[:4]),
+        "gone": b"",
+        "its end is zeros": b"".join(lines[:4]) + bytes(position - len(b"".join(lines[:4]))),
+        "a line is zeros": b"".join([*lines[:4], bytes(len(lines[4]) - 1) + b"\n", *lines[5:]]),
+        "a line is no JSON": b"".join([*lines[:4], b"[" * 100_000 + b"\n\xff\n{}\n", *lines[5:]]),
+        "a line stands twice": b"".join([*lines[:5], lines[4], *lines[5:]]),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "missing", "steps"),
+    [
+        ("shortened in a line", "steps 3–4 are missing from it", [1, 2]),
+        ("shortened at a line", "steps 3–4 are missing from it", [1, 2]),
+        ("gone", "steps 1–4 are missing from it", []),
+        ("its end is zeros", "steps 3–4 are missing from it", [1, 2]),
+        ("a line is zeros", "step 3 is missing from it", [1, 2, 4]),
+        ("a line is no JSON", "step 3 is missing from it", [1, 2, 4]),
+        ("a line stands twice", "no step is missing from it", [1, 2, 3, 4]),
+    ],
+)
+def test_a_damaged_file_keeps_what_can_be_read_and_says_what_is_missing(
+    tmp_path: Path, how: str, missing: str, steps: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines, position = _written(path)
+    path.write_bytes(_damage(lines, position, how))
+    again = MetricsFile(path, rank=0)
+    assert again.cut(position, 4) == f"metrics.jsonl was damaged and is repaired: {missing}"
+    again("train", {"step": 5})
+    again.close()
+    assert [record["step"] for record in read(path) if record["kind"] == "train"] == [*steps, 5]
+    assert all(line in lines for line in path.read_bytes().splitlines(keepends=True)[:-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_stands_behind_a_step_is_no_part_of_a_repaired_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines, position = _written(path)
+    later = b'{"kind": "resume", "step": 4}\n{"kind": "train", "step": 5}\n{"kind": "end", "step": 5}\n'
+    path.write_bytes(b"".join([*lines[:4], *lines[5:7], lines[7], later]))
+    again = MetricsFile(path, rank=0)
+    assert again.cut(position, 4) is not None
+    again.close()
+    assert [(record["kind"], record["step"]) for record in read(path)] == [
+        ("start", 0), ("train", 1), ("train", 2), ("checkpoint", 2), ("train", 4), ("checkpoint", 4),
+    ]  # fmt: skip
+
+
+def test_a_file_that_was_begun_at_a_later_step_misses_nothing_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "resume", "step": 7}\n{"kind": "train", "step": 8}\n\0\0\0')
+    again = MetricsFile(path, rank=0)
+    assert again.cut(999, 11) == "metrics.jsonl was damaged and is repaired: steps 9–11 are missing from it"
+    again.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "tra', bytes(7), b"[]\n"])
+def test_readers_name_a_line_that_is_none(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines, _ = _written(path)
+    assert [json.dumps(record).encode() + b"\n" for record in records.read(path)] == lines
+    path.write_bytes(b"".join(lines[:2]) + torn)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3 is no whole record"):
+        records.read(path)
+
+
+def test_a_resume_repairs_the_file_and_says_so(train: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    train("--checkpoint-every=2", steps=4)
+    before = read(path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]) + b'{"kind": "trai')
+    (resumed,) = [data for kind, data in train("--checkpoint-every=2", steps=6) if kind == "resume"]
+    assert resumed["note"] == "metrics.jsonl was damaged and is repaired: steps 3–4 are missing from it"
+    assert read(path)[:3] == before[:3]
+    assert [record["step"] for record in read(path) if record["kind"] == "train"] == [1, 2, 5, 6]

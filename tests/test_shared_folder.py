@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fsdp2 import preflight
+from fsdp2 import job
+from fsdp2 import lock as lock_module
 from fsdp2.config import parse
+from fsdp2.lock import WriterLock
 from fsdp2.options import ConfigError
-from fsdp2.rundir import WriterLock
 from fsdp2.train import main
 from tests.harness import Ranks, small
 
@@ -23,7 +24,7 @@ def _on_a_node_without_the_folder(run: Path, elsewhere: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             seen = functools.partial(WriterLock.is_seen, elsewhere, seconds=0.5)
-            patch.setattr(preflight.WriterLock, "is_seen", lambda path, token: seen(token))
+            patch.setattr(job.WriterLock, "is_seen", lambda path, token, **_: seen(token))
         with pytest.raises(ConfigError) as caught:
             main(parse(small(run, "--max-steps=1")))
     return str(caught.value)
@@ -44,17 +45,21 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_by_all(ranks: Ranks, tmp_p
 
 def test_a_writer_is_seen_as_soon_as_a_slow_file_system_shows_it(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path / "run")
-    calls: list[Any] = []
-    real = Path.read_text
+    calls: list[Path] = []
+    said: list[str] = []
+    real = Path.read_bytes
 
-    def late(path: Path, *arguments: Any) -> str:
+    def late(path: Path) -> bytes:
         calls.append(path)
-        if len(calls) == 1:
-            raise FileNotFoundError(path)
-        return real(path, *arguments)
+        if len(calls) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle") if len(calls) == 1 else FileNotFoundError(path)
+        return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_text", late)
-        assert WriterLock.is_seen(tmp_path / "run", lock.token)
-    assert len(calls) == 2
+        patch.setattr(Path, "read_bytes", late)
+        patch.setattr(lock_module, "_SECONDS_IN_SILENCE", 0.0)
+        assert WriterLock.is_seen(tmp_path / "run", lock.token, say=said.append)
+    assert len(calls) == 3
+    assert len(said) == 1, "what is waited for is said once"
+    assert f"waiting up to 90 s to see what rank 0 has written to {tmp_path / 'run'}" in said[0]
     lock.release()

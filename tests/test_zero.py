@@ -16,9 +16,9 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
+from fsdp2.lock import SwapFiles
 from fsdp2.options import ConfigError
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
-from fsdp2.rundir import SwapFiles
 from tests.harness import Ranks, full_files, losses, of_kind, same
 
 needs_deepspeed = pytest.mark.skipif(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.safe_reader import load_metadata
 from fsdp2.checkpoint.store import HASH, new_hash
@@ -126,38 +127,63 @@ class ShardWriter(dcp.FileSystemWriter):
     """Writes shards into a directory that `begin` makes, and ends with `commit` of all files' fingerprints.
 
     Both are called on rank 0 alone, inside DCP's own protocol: `begin` when all ranks have a plan and none has
-    written, `commit` when all have said that their files are durable. A failure in either, or on any rank, is
-    a failure of the save on every rank.
+    written, `commit` when all have said that their files are durable. Before both, `still_ours` raises NotTheWriter if
+    another run may have the place; so it does on any rank where a file operation has failed. A failure in any of
+    them, or on any rank, is a failure of the save on every rank. DCP sends it there without what it was caused by, so
+    a disk's error is put into words before.
     """
 
     def __init__(
-        self, files: Files, begin: Callable[[], None], commit: Callable[[Mapping[str, Mapping[str, Any]]], None]
+        self,
+        files: Files,
+        begin: Callable[[], None],
+        commit: Callable[[Mapping[str, Mapping[str, Any]]], None],
+        still_ours: Callable[[], None] = lambda: None,
     ) -> None:
         # Syncing is `DcpFiles`' work, so that it is seen by whatever stands in for the files.
         super().__init__("", sync_files=False)
         self.fs: Any = DcpFiles(files)
         self.path = ""
-        self._begin, self._commit = begin, commit
+        self._begin, self._commit, self._still_ours = begin, commit, still_ours
+
+    @contextmanager
+    def _failing_clearly(self, needed: int | None = None) -> Generator[None, None, None]:
+        try:
+            with disk_errors(self.fs.files, needed):
+                yield
+        except OSError:
+            self._still_ours()
+            raise
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # torch's would look for an older checkpoint in a directory that doesn't exist yet
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._begin()
+        with self._failing_clearly():
+            self._still_ours()
+            self._begin()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        with self._failing_clearly(_bytes_of_tensors(plan)):
+            results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result(Written(results, self.fs.written))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)  # writes .metadata
-        files = dict(self.fs.written)
-        for rank in results:
-            files.update(cast(Written, rank).files)
-        self._commit(files)
+        with self._failing_clearly():
+            self._still_ours()  # .metadata replaces a file of that name
+            super().finish(metadata, results)  # writes it
+            files = dict(self.fs.written)
+            for rank in results:
+                files.update(cast(Written, rank).files)
+            self._commit(files)
+
+
+def _bytes_of_tensors(plan: SavePlan) -> int:
+    entries = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(entry.chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in entries)
 
 
 class SafeReader(dcp.FileSystemReader):

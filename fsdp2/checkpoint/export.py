@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.dcp_write import write_dcp
+from fsdp2.checkpoint.disk import chain, explained
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.opening import opened, require_undamaged
 from fsdp2.checkpoint.pt_file import write_pt
@@ -45,7 +46,7 @@ def export(place: str, out: str, to: str, *, dtype: str | None = None, max_shard
 
         folder = LocalFiles(target.parent)
         folder.mkdir("")
-        with whole_or_absent(aside):
+        with whole_or_absent(aside, sum(tensor.nbytes for tensor in tensors.values())):
             if to == "pt":
                 write_pt(aside, tensors, read)
             else:
@@ -72,21 +73,21 @@ def new_path(out: str, hint: str = "nothing is overwritten; choose another path"
 
 
 @contextmanager
-def whole_or_absent(path: Path) -> Iterator[None]:
-    """Remove what is written at a path if that ends with an error, or an interrupt."""
+def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt."""
     try:
         yield
     except BaseException as error:
+        # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
+        # free now is not what was free.
+        cause = explained(error, path.parent, needed)
+        cause = cause or next((one for one in chain(error) if isinstance(one, OSError)), None)
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
         if isinstance(error, (Refused, DamagedCheckpoint)):
             raise
-        # torch.save, which could not write, fails with an error of its own because of it.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
         if cause is not None:
             raise OSError(f"{path} was not written: {cause}") from error
         raise

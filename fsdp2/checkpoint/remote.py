@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
+from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import NotTheWriter, Unreachable, inside
 from fsdp2.checkpoint.store import MARKER
 
@@ -295,7 +296,9 @@ class _Upload(io.RawIOBase):
                 raise self._local(error) from error
 
     def _local(self, error: OSError) -> OSError:
-        return OSError(f"{error.strerror} in {tempfile.gettempdir()}, where {self._name} is collected; set TMPDIR")
+        found = explained(error, tempfile.gettempdir()) or error
+        text = f"{found.strerror}; {self._name} is collected there, set TMPDIR to a folder with room"
+        return type(found)(found.errno, text)
 
     def close(self) -> None:
         if self.closed:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from fsdp2.checkpoint.dcp_files import HashingStream, SafeReader, ShardWriter
+from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import Files, LocalFiles, NotTheWriter
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.state import AppState, WeightsOnly
@@ -37,6 +38,7 @@ def save(
     info: Mapping[str, Any],
     keep: int,
     keep_every: int | None = None,
+    still_ours: Callable[[], None] = lambda: None,
     before_commit: Callable[[], None] = lambda: None,
     group: dist.ProcessGroup | None = None,
 ) -> str | None:
@@ -45,6 +47,8 @@ def save(
     Args:
         state: an AppState, or the tree that one gives.
         info: what the marker shall say beside step, world size and files.
+        still_ours: raises NotTheWriter if this run has lost the place. Rank 0 calls it before anything is written and
+            before the commit, every rank when a file operation has failed.
         before_commit: runs on rank 0 when all shards are durable; if it raises, nothing is committed.
         group: of all ranks, with a CPU backend; unset = the default one.
 
@@ -63,7 +67,7 @@ def save(
         except OSError as error:
             not_removed.append(f"step {step} is saved, but old checkpoints could not be removed: {error}")
 
-    writer = ShardWriter(store.checkpoint(step), begin=lambda: store.begin(step), commit=commit)
+    writer = ShardWriter(store.checkpoint(step), lambda: store.begin(step), commit, still_ours)
     try:
         dcp.save({"app": state}, storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -91,29 +95,36 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
     """
     folder, files = LocalFiles(path.parent), {}
     if dist.get_rank() == 0:
-        folder.mkdir("")
-        if folder.size(MARKER) is not None:
-            folder.unlink(MARKER)
-            folder.fsync("")
+        with disk_errors(folder):
+            folder.mkdir("")
+            if folder.size(MARKER) is not None:
+                folder.unlink(MARKER)
+                folder.fsync("")
     for name, gather in (
         (path.name, lambda: api.full_model_state(model, folder.root)),
         ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
     ):
         state = gather()
         if dist.get_rank() == 0:
-            aside = f"{name}.tmp"
-            if folder.size(aside) is not None:
-                folder.unlink(aside)  # of a run that died here
-            with HashingStream(folder.create(aside)) as stream:
-                torch.save(state, cast(IO[bytes], stream))
-            folder.fsync(aside)
-            folder.rename(aside, name)
-            files[name] = stream.fingerprint()
+            with disk_errors(folder, bytes_of(state)):
+                files[name] = _write_whole(folder, name, state)
         del state  # before the next is gathered
     if dist.get_rank() == 0:
-        folder.fsync("")
-        write_marker(folder, {"step": step, "time": time.time(), "files": files})
+        with disk_errors(folder):
+            folder.fsync("")
+            write_marker(folder, {"step": step, "time": time.time(), "files": files})
     dist.barrier()
+
+
+def _write_whole(folder: LocalFiles, name: str, state: Any) -> dict[str, Any]:
+    aside = f"{name}.tmp"
+    if folder.size(aside) is not None:
+        folder.unlink(aside)  # of a run that died here
+    with HashingStream(folder.create(aside)) as stream:
+        torch.save(state, cast(IO[bytes], stream))
+    folder.fsync(aside)
+    folder.rename(aside, name)
+    return stream.fingerprint()
 
 
 def verify_together(checkpoint: Files) -> dict[str, Any]:

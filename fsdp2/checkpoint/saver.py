@@ -56,21 +56,25 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(
-        self, step: int, info: Mapping[str, Any], before_commit: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        info: Mapping[str, Any],
+        still_ours: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> Saved | None:
-        """Save the state as it is now; `before_commit` runs on rank 0. A collective call.
+        """Save the state as it is now; the functions are those of `save`. A collective call.
 
         Returns how it ended; None if it goes on in the background. An earlier save must have ended: see `wait`.
         """
         began = time.perf_counter()
         if self._staging is None:
-            saved = self._save(self.app, step, info, before_commit, began, None)
+            saved = self._save(self.app, step, info, still_ours, before_commit, began, None)
             self.app.release()
             return saved
         assert self._in_flight is None, "one save at a time: wait for the one in flight"
         staged = self._staging.copy(self.app.state_dict())
         stall = time.perf_counter() - began
-        self._in_flight = self._thread.submit(self._save, staged, step, info, before_commit, began, stall)
+        self._in_flight = self._thread.submit(self._save, staged, step, info, still_ours, before_commit, began, stall)
         return None
 
     def _save(
@@ -78,6 +82,7 @@ class Saver:
         state: Any,
         step: int,
         info: Mapping[str, Any],
+        still_ours: Callable[[], None],
         before_commit: Callable[[], None],
         began: float,
         stall: float | None,
@@ -97,6 +102,7 @@ class Saver:
                     info=info,
                     keep=self.keep,
                     keep_every=self.keep_every,
+                    still_ours=still_ours,
                     before_commit=before_commit,
                     group=group,
                 )

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.source import raw_bytes
 
 K = TypeVar("K")
@@ -26,7 +27,8 @@ def spool(tensors: Mapping[K, Tensor], read: Callable[[K], Tensor], folder: Path
         read: name -> that tensor on the CPU, contiguous.
         folder: where the file is made. It has no name there, and is gone with the last tensor, or this process.
     """
-    with tempfile.TemporaryFile(dir=folder) as file:
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    with disk_errors(folder, needed), tempfile.TemporaryFile(dir=folder) as file:
         # All are written before any is mapped. What stays allocated between one read and the next would lie in
         # the memory that the former has given back, and the latter would not fit there any more.
         offsets = {}

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 
 class Staging:
-    """Copies trees of tensors into buffers that are kept from one copy to the next, pinned for a GPU.
+    """Copies trees of tensors into buffers that are kept from one copy to the next, pinned for tensors on a GPU.
+
+    A run on a GPU has tensors on the CPU as well: offloaded parameters, and the steps that an optimizer counts.
 
     One copy is in use at a time: `copy` overwrites the one before. Each is followed by `finish`, in another thread.
     """
@@ -70,7 +72,8 @@ class Staging:
         wanted = _layout(tensor)
         if staged is None or like != wanted:
             local = _local(tensor)
-            staged = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._stream is not None)
+            # Pinned memory helps copies from a GPU alone.
+            staged = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             if isinstance(tensor, DTensor):
                 mesh, shape, stride = self._cpu_mesh(tensor.device_mesh), tensor.shape, tensor.stride()
                 staged = DTensor.from_local(
@@ -88,14 +91,17 @@ class Staging:
         return self._meshes[mesh]
 
     def _start(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        if self._stream is None:
-            self._pairs = pairs
+        # Where nothing runs beside the CPU, `finish` copies, in its thread.
+        self._pairs = [pair for pair in pairs if _on_cpu(pair)]
+        if self._pairs:
             self._finished.clear()
+        if self._stream is None:
             return
         # After what has been issued so far, the last optimizer step, and beside what comes next.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            _copy(pairs, self._stream)
+            _copy([pair for pair in pairs if not _on_cpu(pair)], self._stream)
+            # Also without any pair: what `copy` has begun to copy at once is part of it.
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -106,13 +112,13 @@ class Staging:
 
     def finish(self) -> None:
         """Return when the copies are whole. Raises what made a copy fail; training goes on all the same."""
-        if self._copied is not None:
-            self._copied.synchronize()
         pairs, self._pairs = self._pairs, []
         try:
             _copy(pairs)
         finally:
             self._finished.set()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def close(self) -> None:
         self._hook.remove()
@@ -122,10 +128,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _on_cpu(pair: tuple[Tensor, Tensor]) -> bool:
+    return pair[1].device.type == "cpu"
+
+
 def _layout(tensor: Tensor) -> Any:
-    if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
-    return tensor.shape, tensor.dtype
+    layout = tensor.shape, tensor.dtype, _local(tensor).device
+    return (*layout, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else layout
 
 
 @torch.no_grad()

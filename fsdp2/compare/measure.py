@@ -19,6 +19,7 @@ from fsdp2.config import Config
 from fsdp2.memory.read import exchanges, last_steps, read_timelines
 from fsdp2.memory.series import Series, series
 from fsdp2.options import to_flags
+from fsdp2.records import read as read_records
 from fsdp2.rundir import RunDir
 
 RECORDED_STEPS = 4
@@ -119,7 +120,10 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         raise RunFailed(_reason(result.stderr or result.stdout))
-    return [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    try:
+        return read_records(RunDir(run).metrics)
+    except ValueError as error:
+        raise RunFailed(str(error)) from None
 
 
 def _reason(output: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp2.data.splits import Dataset
+from fsdp2.data.splits import Dataset, DownloadFailed
 
 KINDS = {
     "digits": "image",
@@ -21,7 +21,7 @@ NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
 ON_DISK = ("fashion-mnist", "mnist")
 
-__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "load", "missing_files"]
+__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "DownloadFailed", "load", "missing_files"]
 
 
 def missing_files(name: str, root: str) -> list[str]:
@@ -34,10 +34,10 @@ def missing_files(name: str, root: str) -> list[str]:
 def load(name: str, *, root: str | None, seq_len: int, vocab_size: int | None) -> Dataset:
     """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
 
-    Call it on one rank of a node first: the download is not guarded against a second one at the same time.
+    Call it on one rank of a node first: processes that download at the same time do the same work, and no harm.
 
     Raises:
-        FileNotFoundError: the data can't be downloaded; the message says what to do instead.
+        DownloadFailed: the data can't be downloaded; the message says what to do instead.
     """
     if name == "digits":
         from fsdp2.data import digits

@@ -12,6 +12,10 @@ from torch.utils.data import Dataset as TorchDataset
 Pair = tuple[Tensor, Tensor]
 
 
+class DownloadFailed(OSError):
+    """Data that can't be downloaded. The message is one line that says why, and what to do instead."""
+
+
 class Images(TorchDataset[Pair]):
     """Grey images and their labels.
 

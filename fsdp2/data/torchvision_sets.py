@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from fsdp2.data.splits import Dataset, Images
+from fsdp2.data.splits import Dataset, DownloadFailed, Images
 
 # Mean and standard deviation as the tutorials normalise them: 0.5 for Fashion-MNIST, the measured
 # values for MNIST.
@@ -39,19 +38,31 @@ def _class_of(name: str) -> Any:
 
 
 def download(name: str, root: Path) -> None:
-    """Download into a folder beside `root` and rename it, so that a broken download is never taken for data."""
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix="download-") as aside:
-        try:
+    """Download into a folder inside `root`, and move the whole files from there: a half one is never taken for data.
+
+    Several processes may do so at once, on nodes that share `root`, without a lock that such a file system may not
+    have. Each file is replaced in one step by the same content, and the set is complete with the last one. Raises
+    DownloadFailed, unless another process has completed the set in the meantime.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix="download-") as aside:
             _class_of(name)(aside, download=True)
-        except (OSError, RuntimeError) as error:
-            raise FileNotFoundError(
-                f"--dataset {name}: the download failed ({error}); give a folder that has the data in torchvision's "
-                f"layout with --data-root, or use --dataset digits, which needs no network"
+            if missing_files(name, root):
+                _move(Path(aside) / FOLDERS[name] / "raw", root / FOLDERS[name] / "raw")
+    except (OSError, RuntimeError) as error:
+        if missing_files(name, root):
+            raise DownloadFailed(
+                f"--dataset {name}: the download to {root} failed ({' '.join(str(error).split())}); give a folder that "
+                "has the data in torchvision's layout with --data-root, or use --dataset digits, which needs no network"
             ) from error
-        # What is there is incomplete, or it would not have been downloaded.
-        shutil.rmtree(root / FOLDERS[name], ignore_errors=True)
-        os.replace(Path(aside) / FOLDERS[name], root / FOLDERS[name])
+
+
+def _move(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    # What is there is of an incomplete set, and may be half a file: it is replaced before the set becomes complete.
+    for file in sorted(FILES, key=lambda file: not (target / file).exists()):
+        os.replace(source / file, target / file)
 
 
 def load(name: str, root: Path | None) -> Dataset:

@@ -13,9 +13,9 @@ import pytest
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
+from fsdp2.lock import WriterLock
 from fsdp2.options import ConfigError
 from fsdp2.recording.timeline import file_name
-from fsdp2.rundir import WriterLock
 from fsdp2.runtime import RunStopped
 from launchers import ray_train
 from tests.harness import full_files, losses, of_kind, same

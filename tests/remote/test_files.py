@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_with_its_place(files: RemoteFiles, proxy: Proxy, m
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with (
-            pytest.raises(OSError, match=r"File too large in .*, where name is collected; set TMPDIR"),
+            pytest.raises(OSError, match=r"File too large: the file system is /.*; name is collected there, set "),
             files.create("name") as file,
         ):
             file.write(bytes(2 << 20))

@@ -1,0 +1,92 @@
+"""A disk that is full, limited, read-only or broken: found behind the errors that it causes, and put into words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.units import size
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+
+
+class DiskError(OSError):
+    """A disk's error in one line: what it is, on which file system, what was to be written, and what is free."""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was caused by or happened in the handling of."""
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [other for other in (one.__context__, one.__cause__) if other is not None]
+
+
+def explained(error: BaseException, place: str | Path | Files, needed: int | None = None) -> DiskError | None:
+    """The disk's error behind another one, in words; None if no disk is the cause.
+
+    torch, for one, fails with an error of its own about a file's position when a write has failed.
+
+    Args:
+        place: a path, existing or not, or the files that were being written.
+        needed: bytes that were to be written there.
+    """
+    found = next((one for one in chain(error) if isinstance(one, OSError) and one.errno in DISK_ERRORS), None)
+    if found is None or isinstance(found, DiskError):
+        return found
+    assert found.errno is not None
+    if not isinstance(place, (str, Path)):
+        # Files of an object store are collected in a temporary folder.
+        place = place.root if isinstance(place, LocalFiles) else tempfile.gettempdir()
+    return DiskError(found.errno, f"{os.strerror(found.errno)}: {_facts(found.errno, Path(place), needed)}")
+
+
+def _facts(code: int, path: Path, needed: int | None) -> str:
+    path = path.resolve()
+    mount = next(one for one in (path, *path.parents) if os.path.ismount(one))
+    facts = [f"the file system is {mount}"]
+    if needed is not None:
+        facts.append(f"{size(needed)} were to be written")
+    try:
+        state = os.statvfs(mount)
+    except OSError:
+        return ", ".join(facts)
+    facts.append(f"{size(state.f_bavail * state.f_frsize)} are free")
+    if code == errno.ENOSPC and state.f_files and not state.f_favail:
+        facts.append("no more files can be made (no inode is left)")
+    elif code == errno.EDQUOT:
+        facts.append("this user's quota is used up (`quota -s`)")
+    elif code == errno.EFBIG:
+        facts.append("a file may not be larger (`ulimit -f`, or the file system's own limit)")
+    return ", ".join(facts)
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of the tensors in dicts and lists."""
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return sum(map(bytes_of, values))
+
+
+@contextmanager
+def disk_errors(place: str | Path | Files, needed: int | None = None) -> Iterator[None]:
+    """Raise a disk's error in the body, also one that another error hides, as DiskError."""
+    try:
+        yield
+    except Exception as error:
+        found = explained(error, place, needed)
+        if found is None or found is error:
+            raise
+        raise found from error
