@@ -199,7 +199,7 @@ def test_a_failed_save_stops_all_ranks_and_harms_no_other(ranks: Ranks, tmp_path
     line = small(tmp_path / "run", "--max-steps=9", "--checkpoint-every=1", *mode.split())
     results = ranks.run(_train_with_a_full_disk, line, rank, 1)
     for message, events in results:
-        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
+        assert f"rank {rank}: DiskError: [Errno 28] No space left on device" in message
         # Steps after it: none, or with a save in the background a few; the same on both ranks.
         assert len(losses(events)) == len(losses(results[0][1])) < 9
     store = Store(LocalFiles(tmp_path / "run" / "checkpoints"))
@@ -285,7 +285,8 @@ class _Stream:
 def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     stage = staging.Staging(torch.optim.Adam([weight]), torch.device("cpu"))
-    gpu, copied, real = _Stream(), [], staging._copy
+    gpu, real = _Stream(), staging._copy
+    copied: list[tuple[str, bool]] = []
     stage._stream = gpu  # type: ignore[assignment]
     for name, value in (("current_stream", lambda: gpu), ("stream", lambda _: nullcontext()), ("Event", lambda: gpu)):
         monkeypatch.setattr(torch.cuda, name, value)

@@ -80,7 +80,7 @@ def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
     except BaseException as error:
         # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
         # free now is not what was free.
-        cause = explained(error, path.parent, needed)
+        cause: OSError | None = explained(error, path.parent, needed)
         cause = cause or next((one for one in chain(error) if isinstance(one, OSError)), None)
         if path.is_dir():
             shutil.rmtree(path)
