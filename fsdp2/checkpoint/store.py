@@ -173,7 +173,7 @@ class Store:
         committed = self.committed()
         old = [step for step in committed[:-keep] if not (keep_every and step % keep_every == 0)]
         if old and (finite := self.newest_finite(committed)) in old:
-            old.remove(cast(int, finite))
+            old.remove(finite)
         for step in old:
             self._remove(self.name(step))
         return old
