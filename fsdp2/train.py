@@ -293,8 +293,8 @@ def with_users_parts(parts: dict[str, Part], also_saved: Mapping[str, Part] | No
 def cli() -> None:
     with runtime.exit_status():
         end = main(parse())
-    # For torchrun on other nodes: to it this is a failure, after which it may start again from what was saved.
-    sys.exit(end["reason"] == LAUNCHER_GONE)
+    if end["reason"] == LAUNCHER_GONE:
+        sys.exit(1)  # a failure to torchrun on other nodes, which may then start again from what was saved
 
 
 if __name__ == "__main__":

@@ -222,6 +222,14 @@ def test_make_test_runs_tox_and_help_lists_every_target() -> None:
     assert {"train", "resume", "infer", "test", "test-oldest", "lint", "clean", "train-all", "train-hsdp"} <= listed
 
 
+@pytest.mark.parametrize("run", ["runs/a", "runs/a/", "s3://bucket/run"])
+def test_make_resume_and_infer_take_a_folder_or_a_url(run: str) -> None:
+    place = run.rstrip("/")
+    _, out, _ = make("-n", "resume", f"RUN={run}")
+    assert f'--config "{place}/config.json" --run-dir "{place}"' in out
+    assert f'-m fsdp2.infer "{place}"' in make("-n", "infer", f"RUN={run}")[1]
+
+
 def test_each_variant_is_there_through_ray() -> None:
     status, out, _ = make("-n", "ray-train-hsdp", "ARGS=--epochs 3")
     assert status == 0
