@@ -94,7 +94,8 @@ def test_no_flag_of_a_file_takes_every_type(tmp_path: Path, value: Any) -> None:
             taken.add(flag)
         except ConfigError as error:
             one_line(str(error))
-    unset = {flag for flag, default in to_flags(Config()).items() if default is None} | {"model-size", "dataset", "test-batch-size"}
+    unset = {flag for flag, default in to_flags(Config()).items() if default is None}
+    unset |= {"model-size", "dataset", "test-batch-size"}
     switches = {flag for flag, default in to_flags(Config()).items() if isinstance(default, bool)}
     may: dict[str, set[str]] = {"True": {*switches, "fused-optimizer", "reshard-after-forward"}, "None": unset}
     assert taken <= may.get(str(value), set())
