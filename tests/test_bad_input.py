@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_a_settings_file(tmp_path: Path, name: str, content: bytes, part: str) -
 def test_what_is_no_file_hangs_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), str(tmp_path), "/dev/zero"):
-        assert "is not a regular file" in refusal(lambda name=name: parse(["--config", name]))
+        assert "is not a regular file" in refusal(partial(parse, ["--config", name]))
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, True, None, "\ud800", "\0", "x" * 5000, 10**400, 1e308, -1])
