@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2 import config, infer, models, rundir
+from fsdp2 import config, infer, models, preflight, rundir
 from fsdp2.checkpoint import __main__ as checkpoint
 from fsdp2.checkpoint.source import Refused
 from fsdp2.compare import __main__ as comparison
@@ -22,6 +22,7 @@ from fsdp2.config import Config
 from fsdp2.deepspeed_settings import settings
 from fsdp2.options import ConfigError, flag_of, switch, to_flags
 from fsdp2.parallelize import freeze
+from fsdp2.runtime import World
 from launchers.ray_options import RayOptions, parse_groups, place
 from launchers.ray_search import example_config, parse_search
 from launchers.ray_tune import TuneOptions
@@ -146,6 +147,11 @@ def holds(made: Config, folder: Path) -> None:
     with torch.device("meta"):
         model = models.get(made.model).build(made.model_size)
     refused(lambda: freeze(model, made.freeze), ValueError)
+    refused(lambda: preflight.check_world(made, World(0, 2, 0, 2)), ConfigError)
+    refused(lambda: preflight.check_data(made), ConfigError)
+    if "://" not in made.resume:  # which would ask a network
+        store = rundir.RunDir(folder / "no-run").store
+        refused(lambda: preflight.find_checkpoint(made, store, preflight.Job("")), ConfigError)
 
 
 @given(command_lines())
