@@ -38,8 +38,9 @@ def read_bytes(place: str) -> bytes:
     process waiting."""
     try:
         if "://" in place:
-            folder, _, name = place.rpartition("/")
-            with open_files(folder).open(name) as remote:
+            scheme, _, rest = place.partition("://")
+            folder, _, name = rest.rpartition("/")
+            with open_files(f"{scheme}://{folder}").open(name) as remote:
                 return _small(remote.read(LARGEST + 1))
         # Without O_NONBLOCK, opening a pipe waits for whoever writes to it.
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
