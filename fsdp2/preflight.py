@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.files import Files, Unreachable
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.lease import Lease, LeaseTaken
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, verify
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.options import ConfigError, require, to_flags
@@ -174,6 +174,8 @@ def preflight(config: Config, world: World) -> Job:
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+        except NotAFile as error:
+            raise ConfigError(f"--run-dir {place}: {error}") from None
         if job.restore is None and config.init_from is not None:
             check_init_from(config.init_from, model)
         on_error.pop_all()
@@ -297,7 +299,9 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
             )
     if job.restore is not None:
         try:
-            verify(open_files(job.restore), hashes=False)
+            checkpoint = open_files(job.restore)
+            require_metadata(checkpoint, read_marker(checkpoint))
+            verify(checkpoint, hashes=False)
         except DamagedCheckpoint as error:
             raise damaged(error) from None
     job.note = "; ".join(notes) or None
@@ -316,7 +320,7 @@ def checkpoint_at(place: str) -> str:
         files = open_files(place)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"--resume {place}: {error}") from None
-    if files.size(MARKER) is not None:
+    if is_there(files, MARKER):
         return place
     store = RunDir(place).store
     steps = store.committed()
