@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.files import LocalFiles, inside
+from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main

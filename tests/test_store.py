@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.planner import StrictLoadPlanner
+from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options import ConfigError

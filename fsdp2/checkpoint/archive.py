@@ -58,7 +58,7 @@ def parse_archive(content: memoryview, *, objects: bool = False) -> Any:
         if isinstance(error, Refused):
             raise
         raise Refused(
-            "is no whole archive of torch.save: it is damaged, or a torch before 1.6 saved it and it has to be saved again"
+            "is no whole archive of torch.save: it is damaged, or of a torch before 1.6, and then has to be saved again"
         ) from None
     return archive.load()
 
@@ -95,13 +95,13 @@ class _Archive:
         self.content, self.objects = content, objects
         with zipfile.ZipFile(_View(content)) as archive:
             infos = archive.infolist()
+        self.entries = {info.filename: info for info in infos}
+        if any(name.endswith("/constants.pkl") for name in self.entries):
+            raise Refused("is TorchScript, which holds code; save the state dict")
         if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in infos):
             raise Refused("has compressed entries, which torch.save never writes; it was not unpacked")
         if sum(info.file_size for info in infos) > len(content):
             raise Refused("has entries that overlap, which torch.save never writes; it was not read")
-        self.entries = {info.filename: info for info in infos}
-        if any(name.endswith("/constants.pkl") for name in self.entries):
-            raise Refused("is TorchScript, which holds code; save the state dict")
         (pickled,) = (name for name in self.entries if name.count("/") == 1 and name.endswith("/data.pkl"))
         self.folder = pickled.removesuffix("data.pkl")
         self.pickled = bytes(self._bytes("data.pkl"))
@@ -130,6 +130,8 @@ class _Archive:
             named = str(error).removeprefix("asks for ")
             text = f"holds a {named}, and only plain tensors with data and plain values are read; save those alone"
             raise Refused(text) from None
+        finally:
+            self.known = {}  # which refer to this object: in a cycle, the memory would stay for a while
         require_small(tree, 16 * len(self.pickled) + 10_000)
         return tree
 

@@ -102,7 +102,7 @@ def _sizes(value: Any, what: str) -> torch.Size:
     numbers = _a((tuple, list), value, what)
     if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one < _MAX for one in numbers):
         raise Refused(f"has a {what} that is none")
-    if math.prod(max(1, one) for one in numbers) >= _MAX // 16:  # bytes of one number
+    if math.prod(numbers) >= _MAX:
         raise Refused(f"has a {what} beyond what any tensor has")
     return torch.Size(numbers)
 
@@ -116,6 +116,8 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
     state = properties.state if isinstance(properties, Unread) else None
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
         raise Refused(f"says no dtype of {_short(name)}")
+    if math.prod(size) * state[0].itemsize >= _MAX:
+        raise Refused(f"has a size beyond what any tensor has, of {_short(name)}")
     chunks = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
