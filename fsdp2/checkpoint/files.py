@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -68,7 +69,7 @@ class Files(Protocol):
     def list(self, name: str) -> list[str]:
         """Names in a folder, sorted; none if it doesn't exist."""
 
-    def folders(self, name: str) -> list[str]:
+    def folders(self, name: str) -> Sequence[str]:
         """Those of them that are folders themselves, and no links to one."""
 
 
@@ -228,7 +229,7 @@ class LocalFiles:
         path = self._path(name)
         return sorted(os.listdir(path)) if path.is_dir() else []
 
-    def folders(self, name: str) -> list[str]:
+    def folders(self, name: str) -> Sequence[str]:
         path = self._path(name)
         return [one for one in self.list(name) if (path / one).is_dir() and not (path / one).is_symlink()]
 

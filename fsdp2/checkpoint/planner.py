@@ -77,15 +77,11 @@ def _fits(loaded: Any, target: Any, *, whole: bool) -> bool:
     """Whether a plain value can take another's place. A setting may be unset, and a number be written in two ways."""
     if loaded is None or target is None:
         return True
-    for kinds in ((bool,), (int, float), (tuple, list), (str,), (dict,), (Tensor,)):
-        if isinstance(target, kinds):
-            if not isinstance(loaded, kinds) or (isinstance(loaded, bool) and bool not in kinds):
-                return False
-            if not whole or not isinstance(target, (tuple, list)):
-                return True
-            pairs = zip(loaded, target, strict=False)
-            return len(loaded) == len(target) and all(_fits(a, b, whole=True) for a, b in pairs)
-    return type(loaded) is type(target)
+    if isinstance(loaded, (tuple, list)) and isinstance(target, (tuple, list)):
+        pairs = zip(loaded, target, strict=False)
+        return not whole or (len(loaded) == len(target) and all(_fits(a, b, whole=True) for a, b in pairs))
+    kinds = {type(loaded), type(target)}
+    return len(kinds) == 1 or kinds == {int, float} or (isinstance(loaded, dict) and isinstance(target, dict))
 
 
 def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:

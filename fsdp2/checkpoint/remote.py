@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -230,7 +230,7 @@ class RemoteFiles:
     def list(self, name: str) -> list[str]:
         return sorted(self._kinds(name))
 
-    def folders(self, name: str) -> list[str]:
+    def folders(self, name: str) -> Sequence[str]:
         """There are none, but names with something below them."""
         return [one for one, kind in sorted(self._kinds(name).items()) if kind == "directory"]
 

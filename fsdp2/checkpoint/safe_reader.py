@@ -44,7 +44,7 @@ class SafeReader(dcp.FileSystemReader):
                     self._metadata = load_metadata(file.read())
             except (Refused, ValueError) as error:
                 raise DamagedCheckpoint(f"{self.files}: {METADATA} can't be used: it {error}") from None
-            read = {info.relative_path for info in self._metadata.storage_data.values()}
+            read = {METADATA} | {info.relative_path for info in self._metadata.storage_data.values()}
             if self.listed is not None and (unlisted := sorted(name for name in read if name not in self.listed)):
                 raise DamagedCheckpoint(f"{self.files}: {unlisted[0]} is read and not listed in {MARKER}")
             assert self._metadata.storage_meta is not None
@@ -120,4 +120,4 @@ def _slice(stream: IO[bytes], offset: int, length: int) -> memoryview:
         if not count:
             raise Refused("ends early")
         at += count
-    return cast(memoryview, content)
+    return content

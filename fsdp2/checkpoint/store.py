@@ -91,7 +91,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         is_needed = part in ("step", "files") or (part == "world_size" and METADATA in marker["files"])
         if part in marker or is_needed:
             value = marker.get(part)
-            if type(value) is not kind or (kind is int and value < 0):
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise ValueError(f"its {part} is {'missing' if part not in marker else 'not as it was written'}")
     if not marker["files"]:
         raise ValueError("it lists no files")

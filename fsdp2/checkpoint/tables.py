@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.files import Files, LocalFiles, is_there
+from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
 from fsdp2.checkpoint.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
 from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable, weights_prefix
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
@@ -64,7 +64,7 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     for name in sorted(names, key=lambda name: (name.startswith("superseded"), name)):
         files = place.at(name)
         step = str(int(name.rsplit("-", 1)[-1]))
-        sizes = [files.size(file) or 0 for file in files.list("") if file not in files.folders("")]
+        sizes = [_bytes(files, file) for file in files.list("")]
         entries = {"size": size_text(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
         dead = not is_there(files, MARKER)
         if not dead:
@@ -79,6 +79,13 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
         rows.append([name, step, entries["when"], entries["size"], entries["ranks"], committed, entries["verified"]])
     _print_table(rows, right=(1, 3, 4))
     return 0
+
+
+def _bytes(files: Files, name: str) -> int:
+    try:
+        return files.size(name) or 0
+    except NotAFile:
+        return 0
 
 
 def _modified(files: Files) -> float | None:
@@ -153,7 +160,8 @@ def _read_all(files: Files, listed: Container[str], weights: _Weights) -> tuple[
         prefix = "app.model."
         wrong = checkpoint.problems(lambda name, part: weights.look(name, part) if name.startswith(prefix) else None)
     if wrong:
-        raise DamagedCheckpoint(f"{files}: {'; '.join(wrong)}")
+        more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise DamagedCheckpoint(f"{files}: {'; '.join(wrong[:10])}{more}")
     return len(checkpoint.tensors), len(checkpoint.values)
 
 
