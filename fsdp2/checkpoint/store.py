@@ -73,7 +73,7 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
     return marker
 
 
-# What a marker may say, and of which type; a checkpoint's has these two, a full model's one.
+# What a marker may say, and of which type. The first two it must.
 _PARTS: dict[str, type] = {"step": int, "files": dict, "world_size": int, "model": dict, "config": dict, "mesh": dict}
 
 
@@ -88,8 +88,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     if HASH not in marker:
         raise ValueError(f"it has no {HASH} of itself: it is damaged, or of another version of this program")
     for part, kind in _PARTS.items():
-        is_needed = part in ("step", "files") or (part == "world_size" and METADATA in marker["files"])
-        if part in marker or is_needed:
+        if part in marker or part in ("step", "files"):
             value = marker.get(part)
             if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise ValueError(f"its {part} is {'missing' if part not in marker else 'not as it was written'}")
@@ -103,11 +102,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def require_metadata(checkpoint: Files, marker: Mapping[str, Any]) -> None:
-    """Raise DamagedCheckpoint if this is a marker of something else than a checkpoint."""
-    if METADATA not in marker["files"]:
-        raise DamagedCheckpoint(
-            f"{checkpoint}: {MARKER} lists no {METADATA}, so it is none of a checkpoint that can be resumed"
-        )
+    """Raise DamagedCheckpoint if this is the marker of something else than a checkpoint."""
+    missing = f"lists no {METADATA}" if METADATA not in marker["files"] else "has no world_size"
+    if METADATA not in marker["files"] or "world_size" not in marker:
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} {missing}, so it is none of a checkpoint that can be resumed")
 
 
 def require_file(checkpoint: Files, name: str) -> int:

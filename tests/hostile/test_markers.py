@@ -95,7 +95,7 @@ WRITTEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "null step": (lambda m: m.update(step=None), "its step is not as it was written"),
     "a step that is true": (lambda m: m.update(step=True), "its step is not as it was written"),
     "no step": (lambda m: m.pop("step"), "its step is missing"),
-    "no ranks": (lambda m: m.pop("world_size"), "its world_size is missing"),
+    "no ranks": (lambda m: m.pop("world_size"), "has no world_size"),
     "null model": (lambda m: m.update(model=None), "its model is not as it was written"),
     "null config": (lambda m: m.update(config=None), "its config is not as it was written"),
     "null files": (lambda m: m.update(files=None), "its files is not as it was written"),
@@ -113,8 +113,9 @@ def test_a_marker_with_parts_missing_is_damage(run: Path, cli: Cli, kind: str) -
     change(marker)
     checkpoint.write(MARKER, _marker_bytes(marker))
     assert reason in refusal(run)
-    assert cli("verify", checkpoint)[0] == 1
-    assert cli("show", checkpoint)[0] == 2
+    if kind != "no ranks":  # which only a resume asks for
+        assert cli("verify", checkpoint)[0] == 1
+        assert cli("show", checkpoint)[0] == 2
 
 
 def test_a_shard_that_the_marker_does_not_list_is_not_read(run: Path, cli: Cli) -> None:
