@@ -48,7 +48,7 @@ def read_index(place: str, folder: Files) -> dict[str, set[str] | None]:
             names = files.setdefault(inside(file), set())
             assert names is not None
             names.add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{place}: {INDEX} can't be used ({one_line(error)})") from None
     return files
 

@@ -141,7 +141,7 @@ class SchedulerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what no scheduler says."""
-        require_counts("scheduler", state, ("last_epoch", "_step_count"))
+        _require_counts("scheduler", state, ("last_epoch", "_step_count"))
         if not all(isinstance(rate, (float, int)) for rate in state["_last_lr"]):
             raise ValueError(f"scheduler: the learning rates are {str(state['_last_lr'])[:80]}")
         self.scheduler.load_state_dict(state)
@@ -159,11 +159,11 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what can't be."""
-        require_counts("progress", state, ("step", "metrics_position"))
+        _require_counts("progress", state, ("step", "metrics_position"))
         self.step, self.metrics_position = state["step"], state["metrics_position"]
 
 
-def require_counts(part: str, state: Mapping[str, Any], names: Sequence[str]) -> None:
+def _require_counts(part: str, state: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise ValueError unless these are whole numbers that count something."""
     for name in names:
         if type(state[name]) is not int or not 0 <= state[name] < 1 << 63:

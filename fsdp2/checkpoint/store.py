@@ -69,7 +69,7 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
             raise ValueError(f"it is of step {marker['step']}")
     except Unreachable:
         raise  # which is no damage
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({type(error).__name__}: {error})") from error
     return marker
 
@@ -111,7 +111,7 @@ def require_metadata(checkpoint: Files, marker: Mapping[str, Any]) -> None:
     """Raise DamagedCheckpoint if this is the marker of something else than a checkpoint."""
     missing = f"lists no {METADATA}" if METADATA not in marker["files"] else "has no world_size"
     if METADATA not in marker["files"] or "world_size" not in marker:
-        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} {missing}, so it is none of a checkpoint that can be resumed")
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} {missing}, so this is no checkpoint to resume from")
 
 
 def require_file(checkpoint: Files, name: str) -> int:

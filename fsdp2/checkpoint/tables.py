@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
 from fsdp2.checkpoint.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
-from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable, weights_prefix
+from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
 
 # Looked at so many elements at a time.
@@ -152,8 +152,9 @@ def _read_all(files: Files, listed: Container[str], weights: _Weights) -> tuple[
         with ExitStack() as stack:
             sources = [stack.enter_context(opened(f"{files}/{name}")) for name in full]
             for source in sources:
-                for name in source.tensors if weights_prefix(source) or not _parts(source) else ():
-                    weights.look(name, source.read(name))
+                if not _parts(source):  # else it is the optimizer's
+                    for name in source.tensors:
+                        weights.look(name, source.read(name))
             return sum(len(one.tensors) for one in sources), sum(len(one.values) for one in sources)
     checkpoint = DcpTensors(files, listed)
     with closing(checkpoint):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -57,6 +58,12 @@ def _large(path: Path) -> None:
     os.truncate(path, 1 << 27)
 
 
+def _rather_deep(path: Path) -> None:
+    """What Python's json reads, and can't write."""
+    marker: dict[str, Any] = {"step": 1, "files": {"a": {"size": 1, HASH: ""}}, HASH: ""}
+    path.write_text(json.dumps(marker)[:-1] + ', "deep": ' + "[" * 700 + "]" * 700 + "}")
+
+
 IN_ITS_PLACE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder": (Path.mkdir, "is a folder and no file"),
     "a pipe": (os.mkfifo, "is a pipe and no file"),
@@ -65,6 +72,7 @@ IN_ITS_PLACE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a loop": (lambda path: path.symlink_to(path.name), "is a link that leads to itself"),
     "a link to nothing": (lambda path: path.symlink_to("nothing"), "is a link to nothing"),
     "deep": (lambda path: path.write_text("[" * 100_000 + "]" * 100_000), "it is no JSON, 200000 bytes"),
+    "rather deep": (_rather_deep, "COMMIT.json can't be read ("),
     "large": (_large, "it has 134217728 bytes, and no marker has more"),
 }
 
