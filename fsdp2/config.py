@@ -179,8 +179,8 @@ class Config:
 
     # The machine.
     device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"))
-    # 100,000 threads make OpenMP crash the process; no machine has more than 4,096.
-    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 4096))
+    # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
+    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
 
     # What is written and read.
     run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)

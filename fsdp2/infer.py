@@ -106,15 +106,14 @@ def load_sharded(
     config: Config, spec: ModelSpec, checkpoint: Files, world: World, device: torch.device
 ) -> Callable[[Batch], Tensor]:
     """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
-    try:
-        verify_together(checkpoint)
-    except DamagedCheckpoint as error:
-        raise ConfigError(
-            f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
-        ) from None
 
     def load_weights(model: nn.Module) -> None:
-        read_weights(model, checkpoint)
+        try:
+            read_weights(model, checkpoint, verify_together(checkpoint)["files"])
+        except (DamagedCheckpoint, ValueError) as error:
+            raise ConfigError(
+                f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
+            ) from None
         require_finite(model, f"--sharded: {short(str(checkpoint))}")
 
     if config.strategy in ZERO:  # its checkpoints are FSDP2's

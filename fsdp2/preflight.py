@@ -14,11 +14,19 @@ from torch import nn
 
 from fsdp2 import data, models
 from fsdp2.checkpoint.disk import explained
-from fsdp2.checkpoint.files import Files, Unreachable
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.full_model import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, says_finite, verify
+from fsdp2.checkpoint.store import (
+    MARKER,
+    DamagedCheckpoint,
+    Store,
+    read_marker,
+    require_metadata,
+    says_finite,
+    verify,
+)
 from fsdp2.config import Config
 from fsdp2.deepspeed_settings import check_installed, settings
 from fsdp2.job import Job
@@ -76,6 +84,8 @@ def preflight(config: Config, world: World) -> Job:
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+        except NotAFile as error:
+            raise ConfigError(f"--run-dir {place}: {error}") from None
         except OSError as error:
             full = explained(error, run.path)
             if full is None:
@@ -201,8 +211,11 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
             )
     if job.restore is not None:
         try:
-            verify(open_files(job.restore), hashes=False)
-            if not says_finite(read_marker(open_files(job.restore))):
+            checkpoint = open_files(job.restore)
+            marker = read_marker(checkpoint)
+            require_metadata(checkpoint, marker)
+            verify(checkpoint, hashes=False)
+            if not says_finite(marker):
                 notes.append(f"{job.restore}: its weights hold NaN or infinity; --resume STEP chooses an older one")
         except DamagedCheckpoint as error:
             raise damaged(error) from None
@@ -219,7 +232,7 @@ def checkpoint_at(place: str) -> str:
     """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
     place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
     files = files_at(place, "--resume")
-    if files.size(MARKER) is not None:
+    if is_there(files, MARKER):
         return place
     store = RunDir(place).store
     steps = store.committed()

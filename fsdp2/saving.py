@@ -180,7 +180,7 @@ def resume(job: Job, app: AppState) -> dict[str, Any]:
     """Load what the job starts from into `app`. A collective call.
 
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
-    ConfigError if the checkpoint is damaged or nothing of it fits, ValueError if a strict restore doesn't fit.
+    ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
     """
     if job.restore is None:
         return {"random_state_restored": True}
@@ -193,6 +193,8 @@ def resume(job: Job, app: AppState) -> dict[str, Any]:
         loaded, left_out = read_fitting_weights(app.model, checkpoint)
     except DamagedCheckpoint as error:
         raise damaged(error) from None
+    except ValueError as error:
+        raise ConfigError(f"--resume: {checkpoint} can't be restored: {error}") from None
     if not loaded:
         raise ConfigError(
             f"--resume-partial: no tensor of {job.restore} fits this model; `python -m fsdp2.checkpoint show` lists "

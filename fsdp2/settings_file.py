@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
+from fsdp2.checkpoint.files import NotAFile
 from fsdp2.checkpoint.places import open_files
 
 LARGEST = 16 << 20  # bytes
@@ -34,30 +33,20 @@ def read_table(place: str) -> dict[str, Any]:
 
 
 def read_bytes(place: str) -> bytes:
-    """A small file, at a path or URL. Raises ValueError with the reason, also for what would never end or keep this
-    process waiting."""
+    """A small file, at a path or URL. Raises ValueError with the reason; a pipe keeps nobody waiting."""
     try:
-        if "://" in place:
-            folder, _, name = place.rpartition("/")
-            with open_files(folder).open(name) as remote:
-                return _small(remote.read(LARGEST + 1))
-        # Without O_NONBLOCK, opening a pipe waits for whoever writes to it.
-        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("is not a regular file; give one that holds the settings")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                return _small(file.read(LARGEST + 1))
-        finally:
-            os.close(descriptor)
+        scheme, _, rest = place.rpartition("://")
+        folder, _, name = rest.rpartition("/")
+        files = open_files(f"{scheme}://{folder}") if scheme else open_files(Path(place).parent)
+        with files.open(name if scheme else Path(place).name) as file:
+            data = file.read(LARGEST + 1)
+    except NotAFile:
+        raise ValueError("is not a regular file; give one that holds the settings") from None
     except FileNotFoundError:
         raise ValueError("cannot be read (there is none); give an existing file") from None
     except (OSError, ImportError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot be read ({reason}); give an existing file") from None
-
-
-def _small(data: bytes) -> bytes:
     if len(data) > LARGEST:
         raise ValueError(f"has more than {LARGEST >> 20} MiB, so it holds no settings")
     return data

@@ -14,12 +14,12 @@ def size(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-MOST_BYTES = 2**60  # an exbibyte
+MOST_BYTES = 10**18  # a million terabytes
 
 
 def byte_count(value: object) -> int:
     """The inverse: `500MB`, `1.5 GB`, `2GiB` or a plain number. Raises ValueError."""
-    is_huge = isinstance(value, int) and value > MOST_BYTES  # Python writes out no number of thousands of digits
+    is_huge = isinstance(value, int) and abs(value) > MOST_BYTES  # Python writes out no number of thousands of digits
     match = re.fullmatch(
         r"([0-9]*\.?[0-9]+)\s*(?:([kMGT]?)(i?)B?)", "" if is_huge else str(value)[:40], re.IGNORECASE | re.ASCII
     )
@@ -27,5 +27,5 @@ def byte_count(value: object) -> int:
     if match is not None:
         count = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")
     if not 1 <= count <= MOST_BYTES:
-        raise ValueError("must be a number of bytes such as 500MB or 2GiB, and at most 1EiB")
+        raise ValueError("must be a number of bytes such as 500MB or 2GiB, and at most 1000000TB")
     return int(count)

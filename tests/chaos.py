@@ -1,13 +1,20 @@
-"""Kill a training run at a seeded moment, resume it, and compare with a run that was never killed.
+"""Let something happen to a training run at a seeded moment, resume it, and compare with an undisturbed run.
 
     python -m tests.chaos --points 500 --seed 1        # what `make chaos` does
 
-Every point is real: two processes in a gloo group train, save and resume through `fsdp2.train`, and one of them,
-or both, get SIGKILL from inside: at a file operation (before it, after it, or half-way through a write), in a training
-step, or while tensors are copied for an asynchronous save. After each:
+Every point is real: two processes in a gloo group train, save and resume through `fsdp2.train`. At a file operation
+(before it, after it, or half-way through a write), in a training step, or while tensors are copied for an asynchronous
+save, one of several things happens:
 
-- every committed checkpoint is whole, and none that the run has reported is lost;
-- the resumed run ends with the losses, step by step and bit for bit, and the weights of the uninterrupted one.
+- SIGKILL to one rank or to both, or SIGSTOP to one for a second;
+- the run directory is removed, or moved away;
+- the disk is full from then on.
+
+In some of the kills `metrics.jsonl` is damaged before the run is resumed. After each:
+
+- every committed checkpoint is whole, and none that the run has reported is lost, unless the directory was removed;
+- a run that could not go on has ended on both ranks, without a traceback where it knows the cause;
+- the resumed run ends with the losses, step by step and bit for bit, and the weights of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -32,10 +39,24 @@ import torch
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
-from tests.chaos_rank import PATIENCE, Point, rank_main
+from tests.chaos_rank import FAULTS, PATIENCE, Point, moved, rank_main
 from tests.harness import SMALL
 
 STEPS, EVERY, KEEP = 6, 2, 2
+# Damage to metrics.jsonl: each takes what is there and gives what is left.
+DAMAGES = {
+    "cut": lambda content, generator: content[: generator.randrange(len(content) + 1)],
+    "zeros": lambda content, generator: _over(content, generator, bytes(200)),
+    "noise": lambda content, generator: _over(content, generator, generator.randbytes(200)),
+    "gone": lambda content, generator: None,
+}
+
+
+def _over(content: bytes, generator: random.Random, patch: bytes) -> bytes:
+    start = generator.randrange(len(content) + 1)
+    return content[:start] + patch + content[start + len(patch) :]
+
+
 FLAGS = [*SMALL, "--model=cnn"]
 FLAGS += [f"--max-steps={STEPS}", f"--checkpoint-every={EVERY}", f"--keep={KEEP}"]
 
@@ -132,7 +153,10 @@ def choose(reference: Reference, generator: random.Random) -> Point:
             alike.setdefault((kind, without_numbers(name)), []).append(number)
     kind, name = generator.choice(sorted(alike))
     number, when = generator.choice(alike[kind, name]), generator.choice(["before", "after", "torn"])
-    return Point(kind, number, rank, when, generator.random() < 0.5, background, resumed)
+    fault = "kill" if generator.random() < 0.5 else generator.choice(FAULTS)
+    both = fault == "kill" and generator.random() < 0.5
+    damage = generator.choice(sorted(DAMAGES)) if fault == "kill" and generator.random() < 0.3 else ""
+    return Point(kind, number, rank, when, both, background, resumed, fault, damage)
 
 
 def without_numbers(moment: str) -> str:
@@ -140,31 +164,76 @@ def without_numbers(moment: str) -> str:
 
 
 def check(reference: Reference, point: Point) -> str:
-    """Kill a run at a point and hold the promises. Raises AssertionError; else says what was left by the kill."""
-    folder, name = reference.folder, "victim"
-    shutil.rmtree(folder / name, ignore_errors=True)
+    """Let it happen to a run and hold the promises. Raises AssertionError; else says what was left."""
+    folder, victim = reference.folder, reference.folder / "victim"
+    for path in (victim, moved(victim)):
+        shutil.rmtree(path, ignore_errors=True)
     if point.resumed:
-        shutil.copytree(folder / "half", folder / name)
-    codes = run(folder, name, flags_of(point.background), point)
-    assert -signal.SIGKILL in codes, f"{point}: no rank was killed, exit codes {codes}"
-    store = Store(LocalFiles(folder / name / "checkpoints"))
+        shutil.copytree(folder / "half", victim)
+    codes = run(folder, "victim", flags_of(point.background), point)
+    output = "".join((folder / f"victim-rank{rank}.log").read_text() for rank in (0, 1))
+    check_end(point, codes, output)
+    if moved(victim).exists():
+        shutil.rmtree(victim, ignore_errors=True)  # of a moment in which something was about to be written
+        moved(victim).rename(victim)
+    left = check_what_is_left(point, victim)
+    was_damaged = bool(point.damage) and damage_metrics(point, victim)
+    if point.fault == "stop":
+        assert codes == [0, 0], f"{point}: exit codes {codes}\n{output[-3000:]}"
+    else:
+        codes = run(folder, "victim", flags_of(point.background))
+        log = (folder / "victim-rank0.log").read_text()
+        assert codes == [0, 0], f"{point}: the resumed run failed\n{log[-3000:]}"
+    steps = steps_of(victim)
+    if was_damaged:  # what was lost stays lost, and the log says so
+        missing = [step for step, _ in reference.losses if step not in dict(steps)]
+        assert steps == [one for one in reference.losses if one[0] not in missing], f"{point}: the losses differ"
+        assert not missing or "metrics.jsonl" in log, f"{point}: steps {missing} are missing without a word"
+    else:
+        assert steps == reference.losses, f"{point}: the losses differ"
+    weights = torch.load(victim / "full_model" / "full-model.pt", weights_only=True)
+    assert weights.keys() == reference.weights.keys(), point
+    assert all(torch.equal(weights[key], reference.weights[key]) for key in weights), f"{point}: other weights"
+    return f"{point.fault}: {left}"
+
+
+def check_end(point: Point, codes: list[int], output: str) -> None:
+    """How the ranks have ended."""
+    if point.fault == "kill":
+        assert -signal.SIGKILL in codes, f"{point}: no rank was killed, exit codes {codes}"
+        return
+    known = {"remove": "fsdp2: ", "move": "fsdp2: ", "full": "No space left on device"}
+    if point.fault in known and any(codes):
+        assert "Traceback" not in output, f"{point}: a traceback\n{output[-3000:]}"
+        assert known[point.fault] in output, f"{point}: the cause isn't named\n{output[-3000:]}"
+
+
+def check_what_is_left(point: Point, victim: Path) -> str:
+    """Each committed checkpoint is whole, and none that was reported is lost."""
+    store = Store(LocalFiles(victim / "checkpoints"))
     committed = store.committed()
     for step in committed:
         verify(store.checkpoint(step))
-    promised = sorted(reported(folder / name))
+    promised = [] if point.fault == "remove" else sorted(reported(victim))
     assert not promised or (committed and committed[-1] >= promised[-1]), (
         f"{point}: {promised} reported, {committed} left"
     )
     lost = [step for step in promised[-KEEP:] if step not in committed and len(committed) < KEEP]
     assert not lost, f"{point}: {lost} lost, {committed} left"
-    dead = len(store.files.list("")) - len(committed)
-    codes = run(folder, name, flags_of(point.background))
-    assert codes == [0, 0], f"{point}: the resumed run failed\n{(folder / f'{name}-rank0.log').read_text()[-3000:]}"
-    assert steps_of(folder / name) == reference.losses, f"{point}: the resumed losses differ"
-    weights = torch.load(folder / name / "full_model" / "full-model.pt", weights_only=True)
-    assert weights.keys() == reference.weights.keys(), point
-    assert all(torch.equal(weights[key], reference.weights[key]) for key in weights), f"{point}: other weights"
-    return f"{len(committed)} committed, {dead} dead"
+    return f"{len(committed)} committed, {len(store.files.list('')) - len(committed)} dead"
+
+
+def damage_metrics(point: Point, victim: Path) -> bool:
+    """Damage metrics.jsonl as the point says; False if there is nothing yet."""
+    path = victim / "metrics.jsonl"
+    if not path.exists():
+        return False
+    content = DAMAGES[point.damage](path.read_bytes(), random.Random(repr(point)))
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return True
 
 
 def main(points: int, seed: int, folder: Path) -> None:
@@ -178,11 +247,11 @@ def main(points: int, seed: int, folder: Path) -> None:
         moments[what(reference, point)] += 1
         if number % 10 == 0 or number == points:
             print(f"{number} of {points} points, {time.monotonic() - began:.0f} s; last {point}", flush=True)
-    for title, counter in (("killed at", moments), ("the kill left", left)):
+    for title, counter in (("struck at", moments), ("left", left)):
         print(f"{title}:")
         for name, count in counter.most_common():
             print(f"  {count:4}  {name}")
-    print(f"{points} kills, nothing lost, all resumed bit for bit")
+    print(f"{points} points, nothing lost, all resumed bit for bit")
 
 
 def what(reference: Reference, point: Point) -> str:
@@ -192,7 +261,9 @@ def what(reference: Reference, point: Point) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="tests.chaos", description="Kill training runs and compare what is resumed.")
+    parser = argparse.ArgumentParser(
+        prog="tests.chaos", description="Disturb training runs and compare what is resumed."
+    )
     parser.add_argument("--points", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

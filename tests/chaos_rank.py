@@ -1,4 +1,4 @@
-"""The inside of `tests/chaos.py`: one rank of a run that kills itself at a chosen moment.
+"""The inside of `tests/chaos.py`: one rank of a run to which something happens at a chosen moment.
 
 A module of its own, because the server that ranks are forked from imports it once, with all that a run imports
 late: so a run starts in a second.
@@ -6,14 +6,17 @@ late: so a run starts in a second.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch._dynamo
@@ -22,6 +25,7 @@ from tqdm import tqdm
 
 import fsdp2.models.cnn
 import fsdp2.train
+from fsdp2 import runtime
 from fsdp2.checkpoint import staging
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.config import parse
@@ -29,13 +33,17 @@ from fsdp2.config import parse
 # A peer that has lost its partner must end by itself; this long only if it hangs, which is a failure.
 PATIENCE = 60.0
 
+# What happens to a rank: it dies, stands still for a second, or its run directory or disk is taken from it.
+FAULTS = ("kill", "stop", "remove", "move", "full")
+NEEDS_SPACE = ("create", "write", "data", "mkdir")
+
 CHANGES = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir")
 READS = ("read", "open")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run is killed."""
+    """Where something happens to a run, and what."""
 
     kind: str  # operation, step, staging
     number: int  # the how many-th of them, from 1
@@ -43,15 +51,18 @@ class Point:
     when: str = "before"  # or after, or torn: half-way through a write
     both: bool = False  # both ranks die; else the other must notice and end
     background: bool = False  # --async-checkpoint
-    resumed: bool = False  # the killed run is one that resumes
+    resumed: bool = False  # the run that it happens to is one that resumes
+    fault: str = "kill"
+    damage: str = ""  # what happens to metrics.jsonl before the run is resumed
 
 
 class Fuse:
-    """Counts moments of a kind and kills this process at one of them."""
+    """Counts moments of a kind and strikes at one of them."""
 
-    def __init__(self, point: Point | None, rank: int) -> None:
+    def __init__(self, point: Point | None, rank: int, run: Path) -> None:
         self.armed = point if point is not None and point.rank == rank else None
         self.moments: dict[str, list[str]] = {kind: [] for kind in ("operation", "step", "staging")}
+        self.run, self.disk_is_full = run, False
 
     def burn(self, kind: str, what: str) -> bool:
         """Count one; whether it is the one."""
@@ -61,20 +72,43 @@ class Fuse:
 
     def around(self, kind: str, what: str, action: Any, *arguments: Any) -> Any:
         hit = self.burn(kind, what)
-        if hit and self.armed and self.armed.when != "after":
-            die()
+        after = self.armed is not None and self.armed.when == "after"
+        if hit and not after:
+            self.strike()
+        self.require_space(what)
         result = action(*arguments)
-        if hit:
-            die()
+        if hit and after:
+            self.strike()
         return result
+
+    def require_space(self, what: str) -> None:
+        if self.disk_is_full and what.split()[0] in NEEDS_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run / what.split()[-1]))
+
+    def strike(self) -> None:
+        assert self.armed is not None
+        fault, process = self.armed.fault, os.getpid()
+        if fault == "kill":
+            os.kill(process, signal.SIGKILL)
+        elif fault == "stop":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {process}"])
+            os.kill(process, signal.SIGSTOP)
+        elif fault == "remove":
+            while self.run.exists():  # others may write into it meanwhile
+                shutil.rmtree(self.run, ignore_errors=True)
+        elif fault == "move":
+            os.rename(self.run, moved(self.run))
+        else:
+            self.disk_is_full = True
+
+
+def moved(run: Path) -> Path:
+    """Where `move` puts a run directory."""
+    return run.with_name(f"{run.name}-moved")
 
 
 def _base(files: LocalFiles, name: str) -> str:
     return (f"{files}/{name}" if name else str(files)).rsplit("/", 1)[-1]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def install(fuse: Fuse) -> None:
@@ -115,12 +149,18 @@ class Shard:
         self.file, self.what, self.fuse = file, what, fuse
 
     def write(self, data: Any) -> int:
-        point = self.fuse.armed
-        if self.fuse.burn("operation", f"data {self.what}"):
-            if point is not None and point.when != "before":
-                self.file.write(data if point.when == "after" else data[: len(data) // 2])
+        point, torn = self.fuse.armed, data
+        if hit := self.fuse.burn("operation", f"data {self.what}"):
+            assert point is not None
+            torn = data[: len(data) // 2] if point.when == "torn" else data
+            if point.when != "before":
+                self.file.write(torn)
                 self.file.flush()
-            die()
+            self.fuse.strike()
+        self.fuse.require_space(f"data {self.what}")
+        if hit and point is not None and point.when != "before":
+            self.file.write(data[len(torn) :])
+            return len(data)
         return self.file.write(data)
 
     def close(self) -> None:
@@ -137,8 +177,11 @@ def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | 
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
-    fuse = Fuse(point, rank)
+    config = parse(flags)
+    fuse = Fuse(point, rank, Path(str(config.run_dir)))
     install(fuse)
+    # No launcher ends this rank when rank 0 has said what is wrong.
+    cast(Any, runtime._ended_by_launcher).__defaults__ = (0.5,)
     timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
 
@@ -146,6 +189,7 @@ def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | 
         if kind == "train":
             fuse.around("step", f"step {data['step']}", lambda: None)
 
-    fsdp2.train.main(parse(flags), on_event)
+    with runtime.exit_status():
+        fsdp2.train.main(config, on_event)
     Path(moments).write_text(json.dumps(fuse.moments))
     dist.destroy_process_group()

@@ -104,7 +104,7 @@ def test_no_flag_of_a_file_takes_every_type(tmp_path: Path, value: Any) -> None:
 COMMANDS: list[tuple[list[str], str]] = [
     (["--config", ""], '--config "": is empty; give a value, or drop it'),
     (["--run-dir="], '--run-dir "": is empty; give a value, or drop it'),
-    (["--threads", "100000"], "--threads 100000: must be 4096 or less"),
+    (["--threads", "100000"], "--threads 100000: must be 1024 or less"),
     (["--loader-workers", "999999999999"], "--loader-workers 999999999999: must be 256 or less"),
     (["--epochs", "9999999999"], "--epochs 9999999999: must be 2147483647 or less"),
     (["--seed", str(2**63)], "must be 9223372036854775807 or less"),

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: a few kills, one of each kind."""
+"""The short form of `make chaos`: a few of its points, one of each kind."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ POINTS = {
         reference, 0, "create full-model.pt.tmp", resumed=True
     ),
     "while a run resumes": lambda reference: _operation(reference, 0, "open .metadata", resumed=True),
+    "in a step, and the metrics are damaged after it": lambda reference: Point("step", 5, rank=0, damage="zeros"),
+    "by a signal that lets one rank stand still": lambda reference: Point("step", 3, rank=1, fault="stop"),
+    "by a disk that is full": lambda reference: _operation(
+        reference, 1, "data __1_0.distcp", when="torn", fault="full"
+    ),
+    "by its folder's move": lambda reference: _operation(reference, 1, "create __1_0.distcp", fault="move"),
 }
 
 
 @pytest.mark.parametrize("where", POINTS)
-def test_a_killed_run_loses_nothing_and_goes_on_bit_for_bit(reference: Reference, where: str) -> None:
+def test_a_struck_run_loses_nothing_and_goes_on_bit_for_bit(reference: Reference, where: str) -> None:
     check(reference, POINTS[where](reference))

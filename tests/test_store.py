@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp2.checkpoint.dcp_files import SafeReader
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.planner import StrictLoadPlanner
+from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options import ConfigError
@@ -171,7 +171,7 @@ def test_metadata_that_would_run_code_is_not_unpickled(copy: Path) -> None:
     directory = copy / "checkpoints" / "step-00000003"
     SafeReader(LocalFiles(directory)).read_metadata()
     (directory / ".metadata").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(pickle.UnpicklingError, match="which a checkpoint's metadata never holds"):
+    with pytest.raises(DamagedCheckpoint, match="which a checkpoint's metadata never holds"):
         SafeReader(LocalFiles(directory)).read_metadata()
 
 

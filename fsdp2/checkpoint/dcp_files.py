@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemBase
@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.safe_reader import load_metadata
 from fsdp2.checkpoint.store import HASH, new_hash
 
 # Small enough for the processor's cache, where the write then finds what the hash has read.
@@ -184,23 +183,3 @@ class ShardWriter(dcp.FileSystemWriter):
 def _bytes_of_tensors(plan: SavePlan) -> int:
     entries = (item.tensor_data for item in plan.items if item.tensor_data is not None)
     return sum(entry.chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in entries)
-
-
-class SafeReader(dcp.FileSystemReader):
-    """`FileSystemReader` that runs no code from the checkpoint and stays inside it."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__("")
-        self.fs: Any = DcpFiles(files)
-        self.path = ""
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError, naming the class, for anything that isn't metadata."""
-        if self._metadata is None:
-            with self.fs.create_stream(".metadata", "rb") as file:
-                self._metadata = load_metadata(cast(IO[bytes], file))
-            # As in the base class: the reader marks the metadata with its own id.
-            if self._metadata.storage_meta is not None:
-                self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from io import IOBase
 from os import PathLike
@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fsdp2.checkpoint.dcp_files import DcpFiles, SafeReader
-from fsdp2.checkpoint.files import Files, Unreachable
-from fsdp2.checkpoint.source import TreePath, one_line
-from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.dcp_files import DcpFiles
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.source import Refused, TreePath
+from fsdp2.checkpoint.store import METADATA, DamagedCheckpoint, require_file
 
 # A remote file reads ahead, which is lost when it is closed; a thousand ranks' shards can't all be open.
 _KEPT_OPEN = 8
@@ -37,39 +39,38 @@ class DcpTensors:
         tensors: name -> tensor on `meta`, with the shape and dtype.
         values: names of what isn't a tensor.
         paths: name -> its place in the nested state dict that was saved.
-        files_read: names of the files that reading has opened so far.
 
     Raises FileNotFoundError without `.metadata`, and DamagedCheckpoint if that can't be used.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, listed: Container[str] | None = None) -> None:
+        """`listed` are the names of the files that a marker vouches for, if there is one: no other is read."""
         self.files = files
         self._streams = _KeptOpen(files)
-        self._reader = SafeReader(files)
+        self._reader = SafeReader(files, listed)
         self._reader.fs = self._streams
         self.tensors: dict[str, Tensor] = {}
         self.values: list[str] = []
+        self._sizes: dict[str, int] = {}  # of files
         self.paths: dict[str, TreePath] = {}
         try:
             metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(metadata, True)
-            self._entries = metadata.state_dict_metadata
-            for name, entry in self._entries.items():
-                self.paths[name] = _path(name, metadata.planner_data)
-                if isinstance(entry, BytesStorageMetadata):
-                    self.values.append(name)
-                else:
-                    self.tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        except OSError:
+        except BaseException:
             self.close()
             raise
-        except Exception as error:  # a stranger's pickle fails in any way
-            self.close()
-            raise DamagedCheckpoint(f"{files}: .metadata can't be used ({one_line(error)})") from error
+        self._reader.set_up_storage_reader(metadata, True)
+        self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
+        for name, entry in self._entries.items():
+            self.paths[name] = _path(name, metadata.planner_data)
+            if isinstance(entry, BytesStorageMetadata):
+                self.values.append(name)
+            else:
+                self.tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
-    @property
-    def files_read(self) -> set[str]:
-        return self._streams.names
+    def files_of_values(self) -> set[str]:
+        """Names of the files that plain values are in."""
+        values = set(self.values)
+        return {place.relative_path for index, place in self._places.items() if index.fqn in values}
 
     def close(self) -> None:
         self._streams.close()
@@ -83,13 +84,13 @@ class DcpTensors:
             return planner.value
         entry = cast(TensorStorageMetadata, self._entries[name])
         self._require_whole(name, entry)
-        target = self._allocate(name, entry.size)
+        target = self._allocate(name, entry.chunks, entry.size)
         box = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
         self._read(name, create_read_items_for_chunk_list(name, entry, [box]), _Receiver(target))
         return target
 
-    def problems(self) -> list[str]:
-        """What can't be read, after trying all of it, one chunk at a time; [] if nothing."""
+    def problems(self, look: Callable[[str, Tensor], None] = lambda name, chunk: None) -> list[str]:
+        """What can't be read, after trying all of it, one chunk at a time, which `look` gets; [] if nothing."""
         found = []
         for name, entry in self._entries.items():
             try:
@@ -100,45 +101,58 @@ class DcpTensors:
                 for chunk in entry.chunks:
                     origin = MetadataIndex(name, [0] * len(chunk.sizes))
                     item = _item(LoadItemType.TENSOR, origin, MetadataIndex(name, chunk.offsets), chunk.sizes)
-                    self._read(name, [item], _Receiver(self._allocate(name, chunk.sizes)))
+                    target = self._allocate(name, [chunk], chunk.sizes)
+                    self._read(name, [item], _Receiver(target))
+                    look(name, target)
             except DamagedCheckpoint as error:
                 found.append(str(error).removeprefix(f"{self.files}: "))
         return found
 
     def _require_whole(self, name: str, entry: TensorStorageMetadata) -> None:
-        try:
-            problem = misses(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-        except (TypeError, AttributeError) as error:
-            problem = one_line(error)
+        problem = misses(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
         if problem:
-            raise DamagedCheckpoint(f"{self.files}: {name} is not whole in .metadata: {problem}")
+            raise DamagedCheckpoint(f"{self.files}: {name} is not whole in {METADATA}: {problem}")
 
-    def _allocate(self, name: str, size: Sequence[int]) -> Tensor:
+    def _allocate(self, name: str, chunks: Iterable[ChunkStorageMetadata], size: torch.Size) -> Tensor:
+        """Memory for a part of a tensor, of which the files must have the bytes: a number in a file is none."""
+        needed = math.prod(size) * self.tensors[name].itemsize
+        stored = self._stored(name, chunks) if needed else 0
+        if stored < needed:
+            raise DamagedCheckpoint(f"{self.files}: {name} is said to have {needed} bytes, and its files have {stored}")
         try:
             return torch.empty(size, dtype=self.tensors[name].dtype)
         except RuntimeError as error:
-            raise DamagedCheckpoint(f"{self.files}: {name} can't be held in memory ({one_line(error)})") from error
+            raise Refused(f"{self.files}: {name} needs {needed} bytes of memory, which aren't free") from error
+
+    def _stored(self, name: str, chunks: Iterable[ChunkStorageMetadata]) -> int:
+        """Bytes of the files that chunks are in; those that several are in count once."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for index in (MetadataIndex(name, chunk.offsets) for chunk in chunks):
+            if index not in self._places:
+                raise DamagedCheckpoint(f"{self.files}: {name} is not in {METADATA}'s list of what is where")
+            place = self._places[index]
+            ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        total = 0
+        for file, found in ranges.items():
+            if file not in self._sizes:
+                self._sizes[file] = require_file(self.files, file)
+            last = 0
+            for start, end in sorted(found):
+                end = min(end, self._sizes[file])
+                total += max(0, end - max(start, last))
+                last = max(last, end)
+        return total
 
     def _read(self, name: str, items: list[ReadItem], planner: _Receiver) -> None:
-        try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
-        except Unreachable:
-            raise  # which is no damage
-        except Exception as error:  # torch.load fails in many ways on what isn't its own
-            if isinstance(error, KeyError) and isinstance(error.args[0], MetadataIndex):
-                raise DamagedCheckpoint(f"{self.files}: {name} is not in .metadata's list of what is where") from error
-            raise DamagedCheckpoint(f"{self.files}: {name} can't be read ({one_line(error)})") from error
+        self._reader.read_data(LoadPlan(items), planner).wait()
 
 
-def _path(name: str, paths: Any) -> TreePath:
-    """A name's place in the state dict that was saved, which torch notes since 2.0 for whatever it flattened."""
-    path = paths.get(name) if isinstance(paths, Mapping) else None
-    if path is None:
-        # Saved without: our names and the tutorials' can still be told.
-        path = ("app", "model", name[len("app.model.") :]) if name.startswith("app.model.") else (name,)
-    if not isinstance(path, tuple) or not all(isinstance(part, (str, int)) for part in path):
-        raise ValueError(f"the path of {name} is {path!r}")
-    return path
+def _path(name: str, paths: dict[str, TreePath]) -> TreePath:
+    """A name's place in the state dict that was saved."""
+    if name in paths:
+        return paths[name]
+    # Saved without: our names and the tutorials' can still be told.
+    return ("app", "model", name[len("app.model.") :]) if name.startswith("app.model.") else (name,)
 
 
 def _item(kind: LoadItemType, target: MetadataIndex, stored: MetadataIndex, lengths: torch.Size) -> ReadItem:
@@ -191,7 +205,7 @@ class _Receiver(DefaultLoadPlanner):
         return self.target
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.value = torch.load(value, map_location="cpu", weights_only=True)
+        self.value = parse_archive(value.getbuffer())
 
 
 class _KeptOpen(DcpFiles):
@@ -200,14 +214,12 @@ class _KeptOpen(DcpFiles):
     def __init__(self, files: Files) -> None:
         super().__init__(files)
         self._open: dict[str, BinaryIO] = {}
-        self.names: set[str] = set()
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[IOBase, None, None]:
         name = str(path)
         # Put last, as the one used last.
         self._open[name] = self._open.pop(name) if name in self._open else self.files.open(name)
-        self.names.add(name)
         while len(self._open) > _KEPT_OPEN:
             self._open.pop(next(iter(self._open))).close()
         yield cast(IOBase, self._open[name])

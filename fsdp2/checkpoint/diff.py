@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.opening import opened
-from fsdp2.checkpoint.source import Source, printable, weights, weights_prefix
+from fsdp2.checkpoint.opening import VERIFIED, opened, verified
+from fsdp2.checkpoint.source import Source, comparable, printable, weights, weights_prefix
 from fsdp2.checkpoint.tables import short_repr
 
 # Compared so many elements at a time, so that a difference takes no memory of a tensor's size.
@@ -16,9 +16,12 @@ _BLOCK = 1 << 20
 def diff(a: str, b: str) -> int:
     """Print how two places differ; 0 if they are equal, 1 if not.
 
+    Both are compared with the hashes in their markers first.
+
     Two of a kind are compared whole; a checkpoint and a file of weights by their weights' plain names.
     """
     with opened(a) as first, opened(b) as second:
+        answers = {a: verified(first), b: verified(second)}
         if weights_prefix(first) == weights_prefix(second):
             ours, theirs = ({name: name for name in source.tensors} for source in (first, second))
             what, values = "", sorted({*first.values} | {*second.values})
@@ -44,6 +47,8 @@ def diff(a: str, b: str) -> int:
     print(
         f"{what}{equal} of {len(ours.keys() | theirs.keys())} tensors are equal"
         + (f"; {len(lines)} differences" if lines else "")
+        + "".join(f"; {printable(place)} is {answer}" for place, answer in answers.items() if answer != VERIFIED)
+        + ("; both are verified" if set(answers.values()) == {VERIFIED} else "")
     )
     return 1 if lines else 0
 
@@ -63,7 +68,7 @@ def difference(a: Tensor, b: Tensor) -> tuple[int, float]:
     """
     count, largest = 0, 0.0
     for x, y in zip(a.reshape(-1).split(_BLOCK), b.reshape(-1).split(_BLOCK), strict=True):
-        x, y = _comparable(x), _comparable(y)
+        x, y = comparable(x), comparable(y)
         differs = (x != y) & ~((x != x) & (y != y))
         if found := int(differs.sum()):
             count += found
@@ -71,12 +76,6 @@ def difference(a: Tensor, b: Tensor) -> tuple[int, float]:
             gap = (x[differs].to(wide) - y[differs].to(wide)).abs().max().item()
             largest = gap if gap != gap or gap > largest else largest
     return count, largest
-
-
-def _comparable(block: Tensor) -> Tensor:
-    """Torch has no comparison for the 8-bit floating point types, nor for all unsigned ones."""
-    small = block.is_floating_point() and block.itemsize == 1
-    return block.float() if small else block
 
 
 def _type(tensor: Tensor) -> str:

@@ -59,7 +59,7 @@ def export(place: str, out: str, to: str, *, dtype: str | None = None, max_shard
             folder.rename(aside.name, target.name)
             folder.fsync("")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{target}: {len(tensors)} tensors, {size:,} bytes" + ("" if checked else "; the source has no hashes")
+    return f"{target}: {len(tensors)} tensors, {size:,} bytes" + f"; the source is {checked}"
 
 
 def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:

@@ -6,8 +6,11 @@ them relative to themselves, and refuse names that lead out: a stranger's checkp
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -15,6 +18,10 @@ from typing import Any, BinaryIO, Protocol, cast
 
 class Unreachable(OSError):
     """A place where an operation failed again and again. It says nothing about what is there."""
+
+
+class NotAFile(OSError):
+    """Something else is where a file, or a checkpoint's folder, belongs: a folder, a device, a link to nothing."""
 
 
 class NotTheWriter(RuntimeError):
@@ -35,16 +42,16 @@ class Files(Protocol):
         """Open a new file for writing. Raises FileExistsError."""
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading, seekable. Raises FileNotFoundError."""
+        """Open a file for reading, seekable. Raises FileNotFoundError, or NotAFile, and never waits for a pipe."""
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file whole."""
 
     def read(self, name: str) -> bytes:
-        """Read a small file whole. Raises FileNotFoundError."""
+        """Read a small file whole. Raises as `open` does."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Bytes of a file; None if nothing has that name. Raises NotAFile for what isn't one."""
 
     def fsync(self, name: str) -> None:
         """Make a file's content, or a folder's entries, survive a power cut."""
@@ -62,12 +69,23 @@ class Files(Protocol):
     def list(self, name: str) -> list[str]:
         """Names in a folder, sorted; none if it doesn't exist."""
 
+    def folders(self, name: str) -> Sequence[str]:
+        """Those of them that are folders themselves, and no links to one."""
+
 
 def inside(name: str) -> str:
     """`name` itself, if it stays inside. Raises ValueError for an absolute name or one with `..`."""
     if name.startswith("/") or "\\" in name or ".." in name.split("/") or "\0" in name:
         raise ValueError(f"{name!r} leads out of the checkpoint; it was not followed")
     return name
+
+
+def is_there(files: Files, name: str) -> bool:
+    """Whether something has that name, a file or not."""
+    try:
+        return files.size(name) is not None
+    except NotAFile:
+        return True
 
 
 sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
@@ -110,6 +128,29 @@ class EagerFile(io.BufferedWriter):
         self._check()
 
 
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+
+
+def _what_is_at(path: Path) -> NotAFile | None:
+    """What is at a path and is no file; None for a file, and for nothing."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return NotAFile(f"{path} is a link to nothing") if path.is_symlink() else None
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        return NotAFile(f"{path} is a link that leads to itself") if error.errno == errno.ELOOP else None
+    kind = next((name for is_it, name in _KINDS.items() if is_it(mode)), None)
+    return None if kind is None else NotAFile(f"{path} is {kind} and no file")
+
+
 class LocalFiles:
     """Files of a folder on a local or shared file system."""
 
@@ -131,18 +172,33 @@ class LocalFiles:
         return cast(BinaryIO, EagerFile(self._path(name)))
 
     def open(self, name: str) -> BinaryIO:
-        return open(self._path(name), "rb")
+        path = self._path(name)
+        try:
+            # Not blocking: opening a pipe would wait for a writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _what_is_at(path) or error from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _what_is_at(path) or NotAFile(f"{path} is no file")
+        return os.fdopen(descriptor, "rb")
 
     def write(self, name: str, content: bytes) -> None:
         with open(self._path(name), "wb") as file:
             file.write(content)
 
     def read(self, name: str) -> bytes:
-        return self._path(name).read_bytes()
+        with self.open(name) as file:
+            return file.read()
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
-        return path.stat().st_size if path.is_file() else None
+        if (problem := _what_is_at(path)) is not None:
+            raise problem
+        try:
+            return path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def fsync(self, name: str) -> None:
         descriptor = os.open(self._path(name), os.O_RDONLY)
@@ -172,6 +228,10 @@ class LocalFiles:
     def list(self, name: str) -> list[str]:
         path = self._path(name)
         return sorted(os.listdir(path)) if path.is_dir() else []
+
+    def folders(self, name: str) -> Sequence[str]:
+        path = self._path(name)
+        return [one for one in self.list(name) if (path / one).is_dir() and not (path / one).is_symlink()]
 
 
 def publish(files: Files, name: str, content: bytes) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from fsdp2.checkpoint.archive import load_archive
+from fsdp2.checkpoint.source import Refused
 from fsdp2.checkpoint.spool import spool
 
 K = TypeVar("K")
@@ -95,9 +97,11 @@ def read_full(path: Path) -> dict[str, Tensor]:
     Raises ValueError with the reason, in one line, if it is no such file.
     """
     try:
-        state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch.load fails in many ways on what isn't its file
-        raise ValueError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        state = load_archive(path)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    except Refused as error:
+        raise ValueError(f"it {error}") from None
     if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
         raise ValueError("it holds no state dict")
     return state

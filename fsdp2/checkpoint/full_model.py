@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.files import LocalFiles, is_there
 from fsdp2.checkpoint.store import MARKER, read_marker, verify
 
 
@@ -15,7 +15,7 @@ def vouched_step(file: Path) -> int | None:
     DamagedCheckpoint if the file isn't as it was saved, or the marker can't be read.
     """
     folder = LocalFiles(file.parent)
-    if folder.size(MARKER) is None:
+    if not is_there(folder, MARKER):
         return None
     marker = read_marker(folder)
     if file.name not in marker["files"]:

@@ -48,7 +48,7 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
             source=source.place.rsplit("/", 1)[-1],
         )
         lines = [f"wrote {target}: {len(names)} tensors of a model" + (" and its optimizer" if optimizer else "")]
-        lines += [] if checked else ["the source has no hashes; it was taken as it is"]
+        lines.append(f"the source is {checked}")
         if others := [name for name, original in names.items() if _is_not_fp32(source.tensors[original])]:
             lines.append(
                 f"{len(others)} tensors are {source.tensors[names[others[0]]].dtype}, and training here keeps fp32: to "

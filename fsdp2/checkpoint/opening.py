@@ -6,20 +6,19 @@ Reading runs no code from a file and follows no name out of its folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.pt_file import open_pt
 from fsdp2.checkpoint.safetensors_files import INDEX, open_safetensors, read_index
 from fsdp2.checkpoint.source import Refused, Source, local_copy
-from fsdp2.checkpoint.store import MARKER, Store, read_marker, verify
+from fsdp2.checkpoint.store import MARKER, METADATA, Store, read_marker, verify
 
-METADATA = ".metadata"
 KINDS = ("pt", "safetensors", "dcp")
 
 # A run's checkpoint, also one that a run which went back has set aside.
@@ -36,7 +35,7 @@ def files_at(place: str) -> Files:
 
 def is_checkpoint(files: Files) -> bool:
     """Whether this is one checkpoint, committed or not, rather than a run of them."""
-    return files.size(MARKER) is not None or files.size(METADATA) is not None
+    return is_there(files, MARKER) or is_there(files, METADATA)
 
 
 @contextmanager
@@ -101,28 +100,43 @@ def _folder_and_file(place: str) -> tuple[Files, str | None]:
 
 def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
     try:
-        found = DcpTensors(files)
+        listed = read_marker(files)["files"] if is_there(files, MARKER) else None
+        found = DcpTensors(files, listed)
     except FileNotFoundError:
         flat = [name for name in files.list("") if name.endswith(".pt")]
         hint = f"; {flat[0]} is there, give that if it is meant" if flat else ""
         raise Refused(f"{place}: has no {METADATA}, which says what is in a checkpoint's files{hint}") from None
     stack.callback(found.close)
-    return Source(place, found.tensors, found.values, found.paths, found.read, files)
+    in_files = sorted(found.files_of_values())
+    return Source(place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files)
 
 
-def require_undamaged(source: Source) -> bool:
-    """Compare what was opened with the hashes in its marker; whether there is one.
+VERIFIED = "verified"
 
-    Raises DamagedCheckpoint, and Refused for a save that died before its commit.
+
+def verified(source: Source, names: Iterable[str] | None = None) -> str:
+    """Compare what was opened with the hashes in its marker: VERIFIED, or "unverified" and why it can't be.
+
+    Args:
+        names: of files in its folder; unset = all that the marker lists.
+
+    Raises DamagedCheckpoint.
     """
     folder, file = source.folder, source.file
-    if folder is None:
-        return False
-    if folder.size(MARKER) is None:
-        if file is None and CHECKPOINT_NAME.fullmatch(str(folder).rsplit("/", 1)[-1]):
-            raise Refused(f"{source.place}: is a save that was never committed (no {MARKER}); choose another one")
-        return False
-    if file is not None and file not in read_marker(folder)["files"]:
-        return False
-    verify(folder, None if file is None else [file])
-    return True
+    if folder is None or not is_there(folder, MARKER):
+        return f"unverified: no {MARKER}"
+    if file is not None:
+        if file not in read_marker(folder)["files"]:
+            return f"unverified: {MARKER} doesn't list it"
+        names = [file]
+    verify(folder, names)
+    return VERIFIED
+
+
+def require_undamaged(source: Source) -> str:
+    """`verified`, for who goes on to write of it. Raises Refused for a save that died before its commit."""
+    answer, folder = verified(source), source.folder
+    is_run_s = source.file is None and CHECKPOINT_NAME.fullmatch(str(folder).rsplit("/", 1)[-1])
+    if answer != VERIFIED and is_run_s:
+        raise Refused(f"{source.place}: is a save that was never committed (no {MARKER}); choose another one")
+    return answer

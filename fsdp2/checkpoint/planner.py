@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+
+from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.source import Refused
 
 
 def misfit(saved: Any, target: Any) -> str | None:
@@ -27,7 +29,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """Reads a checkpoint only if its tensors and the targets are the same ones, in both directions.
 
     Torch's planner ignores what is in the checkpoint and not among the targets. It also unpickles plain
-    values freely; here they may only be what `weights_only` allows.
+    values freely; here they are read by `archive.py`, and each must be of its target's type.
 
     Names in the checkpoint that begin with one of `ignore` need no target. Targets whose names match `keep` stay as
     they are where the checkpoint lacks them.
@@ -60,9 +62,26 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             raise ValueError(f"the checkpoint and this run differ in {len(problems)}: " + "; ".join(problems[:20]))
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        loaded = parse_archive(value.getbuffer())
+        # torch's optimizers use their settings without a look: also a tuple's parts have to be as they are here.
+        if not _fits(loaded, self.state_dict[name], whole=name.startswith("app.optim.")):
+            kinds = type(loaded).__name__, type(self.state_dict[name]).__name__
+            raise Refused(f"is a {kinds[0]} of another kind than the {kinds[1]} here")
+        self.state_dict[name] = loaded
         if self.flatten_state_dict:
-            _set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+            _set_element(self.original_state_dict, self.mappings[name], loaded)
+
+
+def _fits(loaded: Any, target: Any, *, whole: bool) -> bool:
+    """Whether a plain value can take another's place. A setting may be unset, and a number be written in two ways."""
+    if loaded is None or target is None:
+        return True
+    if isinstance(loaded, (tuple, list)) and isinstance(target, (tuple, list)):
+        pairs = zip(loaded, target, strict=False)
+        return not whole or (len(loaded) == len(target) and all(_fits(a, b, whole=True) for a, b in pairs))
+    kinds = {type(loaded), type(target)}
+    return len(kinds) == 1 or kinds == {int, float} or (isinstance(loaded, dict) and isinstance(target, dict))
 
 
 def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:

@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -229,16 +229,23 @@ class RemoteFiles:
         """There are no folders."""
 
     def list(self, name: str) -> list[str]:
+        return sorted(self._kinds(name))
+
+    def folders(self, name: str) -> Sequence[str]:
+        """There are none, but names with something below them."""
+        return [one for one, kind in sorted(self._kinds(name).items()) if kind == "directory"]
+
+    def _kinds(self, name: str) -> dict[str, str]:
         path = self._path(name)
 
-        def find() -> list[str]:
+        def find() -> dict[str, str]:
             try:
-                found: list[str] = self._call("ls", path, detail=False)
+                found: list[dict[str, Any]] = self._call("ls", path, detail=True)
             except FileNotFoundError:
-                return []
+                return {}
             # A folder that a browser of the store has made is an empty object with the folder's own name.
-            below = (entry.rstrip("/") for entry in found)
-            return sorted({entry.rsplit("/", 1)[-1] for entry in below if entry != path})
+            below = {entry["name"].rstrip("/"): entry["type"] for entry in found}
+            return {entry.rsplit("/", 1)[-1]: kind for entry, kind in below.items() if entry != path}
 
         return self.again(f"listing {name or 'all'} of", find)
 

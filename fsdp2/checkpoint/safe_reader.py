@@ -1,54 +1,123 @@
-"""DCP's `.metadata` is a pickle, and unpickling a stranger's file runs whatever it says. Here only the few
-classes that metadata consists of are allowed."""
+"""DCP's storage reader for what a stranger may have written."""
 
 from __future__ import annotations
 
-import pickle
-from typing import IO, Any
+import io
+import os
+from collections.abc import Container
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
-ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # Until torch 2.2 a tensor's properties were a class of sharded tensors.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    ("builtins", "set"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
+from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.dcp_files import DcpFiles
+from fsdp2.checkpoint.files import Files, NotAFile
+from fsdp2.checkpoint.metadata import load_metadata
+from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f".metadata asks for {module}.{name}, which a checkpoint's metadata never holds; it was not loaded"
-        )
+class SafeReader(dcp.FileSystemReader):
+    """Reads a checkpoint without running code from it, stays inside it, and takes no more memory than its files have.
+
+    Every method raises DamagedCheckpoint, naming the file and entry, for what isn't as it should be.
+    """
+
+    def __init__(self, files: Files, listed: Container[str] | None = None) -> None:
+        """`listed` are the names of the files that a marker vouches for: no other is read."""
+        super().__init__("")
+        self.files, self.listed = files, listed
+        self.fs: Any = DcpFiles(files)
+        self.path = ""
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises FileNotFoundError if there is none."""
+        if self._metadata is None:
+            try:
+                with self.fs.create_stream(METADATA, "rb") as file:
+                    self._metadata = load_metadata(file.read())
+            except (Refused, ValueError) as error:
+                raise DamagedCheckpoint(f"{self.files}: {METADATA} can't be used: it {error}") from None
+            read = {METADATA} | {info.relative_path for info in self._metadata.storage_data.values()}
+            if self.listed is not None and (unlisted := sorted(name for name in read if name not in self.listed)):
+                raise DamagedCheckpoint(f"{self.files}: {unlisted[0]} is read and not listed in {MARKER}")
+            assert self._metadata.storage_meta is not None
+            self._metadata.storage_meta.load_id = self.load_id  # as the base class does
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As in the base class, but for the checks: what is read must be what `.metadata` says."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._place(item).relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                with self.fs.create_stream(name, "rb") as stream:
+                    for item in items:
+                        self._read_item(item, planner, stream)
+            except (FileNotFoundError, NotAFile) as error:
+                raise DamagedCheckpoint(f"{self.files}: {items[0].dest_index.fqn} can't be read ({error})") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _place(self, item: ReadItem) -> Any:
+        try:
+            return self.storage_data[item.storage_index]
+        except KeyError:
+            name = item.storage_index.fqn
+            raise DamagedCheckpoint(f"{self.files}: {name} is not in {METADATA}'s list of what is where") from None
+
+    def _read_item(self, item: ReadItem, planner: LoadPlanner, stream: IO[bytes]) -> None:
+        name, place = item.storage_index.fqn, self._place(item)
+        try:
+            content = _slice(stream, place.offset, place.length)
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(content))
+                return
+            saved = parse_archive(content)
+            if problem := self._differs(saved, item):
+                raise Refused(problem)
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            part = saved[tuple(slice(start, start + length) for start, length in ranges)]
+            target = planner.resolve_tensor(item).detach()
+            if not target.shape == part.shape == item.lengths:
+                raise Refused(f"has the shape {tuple(part.shape)} for a target of {tuple(target.shape)}")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        except (Refused, RuntimeError) as error:  # torch has too little memory, or a range leads out of a tensor
+            reason = f"its part of {place.relative_path} {' '.join(str(error).split())}"
+            raise DamagedCheckpoint(f"{self.files}: {name} can't be read: {reason}") from None
+
+    def _differs(self, saved: Any, item: ReadItem) -> str | None:
+        assert self._metadata is not None
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[item.storage_index.fqn])
+        offset = item.storage_index.offset
+        sizes = [chunk.sizes for chunk in entry.chunks if offset is None or chunk.offsets == offset]
+        if not isinstance(saved, Tensor):
+            return f"is a {type(saved).__name__} and no tensor"
+        if saved.dtype != entry.properties.dtype or saved.shape not in sizes:
+            return f"is {saved.dtype} {tuple(saved.shape)}, and {METADATA} says another thing"
+        return None
 
 
-def load_metadata(file: IO[bytes]) -> Metadata:
-    """Unpickle a `.metadata`. Raises pickle.UnpicklingError, naming the class, for anything that isn't metadata."""
-    metadata = MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__} and no checkpoint's metadata")
-    return metadata
+def _slice(stream: IO[bytes], offset: int, length: int) -> memoryview:
+    """Bytes of a file, in memory of their own. Raises Refused if the file is shorter."""
+    size = stream.seek(0, os.SEEK_END)
+    if offset + length > size:
+        raise Refused(f"is said to end at {offset + length}, and the file has {size} bytes")
+    content = torch.empty(length, dtype=torch.uint8).numpy().data
+    stream.seek(offset)
+    at = 0
+    while at < length:
+        count = cast(io.BufferedIOBase, stream).readinto(content[at:])
+        if not count:
+            raise Refused("ends early")
+        at += count
+    return content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,12 +16,22 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from fsdp2.checkpoint.dcp_files import HashingStream, SafeReader, ShardWriter
+from fsdp2.checkpoint.dcp_files import HashingStream, ShardWriter
 from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import Files, LocalFiles, NotTheWriter
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
-from fsdp2.checkpoint.state import AppState, WeightsOnly
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify, write_marker
+from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.source import one_line
+from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
+from fsdp2.checkpoint.store import (
+    MARKER,
+    DamagedCheckpoint,
+    Store,
+    read_marker,
+    require_metadata,
+    verify,
+    write_marker,
+)
 
 
 class SaveFailed(RuntimeError):
@@ -136,15 +146,21 @@ def verify_together(checkpoint: Files) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         marker = read_marker(checkpoint)
+        require_metadata(checkpoint, marker)
         verify(checkpoint, sorted(marker["files"])[rank::world_size])
     except DamagedCheckpoint as error:
         problem = str(error)
-    problems: list[Any] = [None] * world_size
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise DamagedCheckpoint("; ".join(sorted(set(filter(None, problems)))))
+    if problems := _of_all_ranks(problem):
+        raise DamagedCheckpoint(problems)
     assert marker is not None
     return marker
+
+
+def _of_all_ranks(problem: str | None) -> str:
+    """What any rank has found, each thing once. A collective call."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return "; ".join(sorted(set(filter(None, problems))))
 
 
 def restore(checkpoint: Files, app: AppState) -> bool:
@@ -155,29 +171,38 @@ def restore(checkpoint: Files, app: AppState) -> bool:
     DamagedCheckpoint, or ValueError that lists what differs.
     """
     marker = verify_together(checkpoint)
-    reader = SafeReader(checkpoint)
+    reader = SafeReader(checkpoint, marker["files"])
     saved = reader.read_metadata().state_dict_metadata
+    progress = app.parts.get("progress")
     if marker.get("imported"):
         # Another program's: it holds the model and perhaps its optimizer, and of how a run stands at most the step.
         has_optimizer = any(name.startswith("app.optim.") for name in saved)
         known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
         # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
         _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
+        _require_step(checkpoint, progress if has_optimizer and known else None, marker)
         return False
     ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
     restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
     if not restorable:
         app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
     _load(app, reader, ignore=("app.rng.",))
+    _require_step(checkpoint, progress, marker)
     return restorable
 
 
-def read_weights(model: nn.Module, checkpoint: Files) -> None:
+def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -> None:
+    if isinstance(progress, Progress) and progress.step != marker["step"]:
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and what it lists of another")
+
+
+def read_weights(model: nn.Module, checkpoint: Files, listed: Container[str] | None = None) -> None:
     """Load the weights alone into a sharded model; no rank sees a full copy. A collective call.
 
-    Strict as far as weights go: raises ValueError that lists what differs.
+    Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint. `listed` are the
+    names of the files that a marker vouches for.
     """
-    reader = SafeReader(checkpoint)
+    reader = SafeReader(checkpoint, listed)
     others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
     _load(WeightsOnly(model), reader, ignore=others)
 
@@ -188,8 +213,7 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files) -> tuple[int, list
     Returns how many tensors were loaded, and a line for each tensor of either side, and each other part of the
     checkpoint, that was left out. Raises DamagedCheckpoint.
     """
-    verify_together(checkpoint)
-    reader = SafeReader(checkpoint)
+    reader = SafeReader(checkpoint, verify_together(checkpoint)["files"])
     saved = reader.read_metadata().state_dict_metadata
     theirs = {name.removeprefix("app.model."): entry for name, entry in saved.items() if name.startswith("app.model.")}
     targets: dict[str, Any] = get_model_state_dict(model)
@@ -201,7 +225,7 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files) -> tuple[int, list
     left_out = [f"{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
     left_out += [f"{name}: not in the checkpoint" for name in sorted(targets.keys() - theirs.keys())]
     left_out += [f"{name}: not in this model" for name in sorted(theirs.keys() - targets.keys())]
-    parts = Counter(name.split(".")[1] for name in saved if not name.startswith("app.model."))
+    parts = Counter(name.removeprefix("app.").split(".")[0] for name in saved if not name.startswith("app.model."))
     left_out += [f"{part}: not loaded ({count} entries)" for part, count in sorted(parts.items())]
     return len(fitting), left_out
 
@@ -210,9 +234,21 @@ _SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
 
 
 def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
+    problem = None
     try:
         dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
     except CheckpointException as error:
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
         cause, _ = next(iter(error.failures.values()))
+        if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
+            raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause
         raise cause from None
+    except _BY_VALUES as error:
+        # Raised by what the state is of, when it took a value. Other ranks may have taken theirs.
+        problem = str(error) if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})"
+    if problems := _of_all_ranks(problem):
+        raise ValueError(problems)
+
+
+# What code raises that is given other values than it has saved.
+_BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)

@@ -32,6 +32,7 @@ class Source:
         paths: name -> its place in the nested state dict.
         read: name -> the whole tensor on the CPU, which may be a file's mapped memory, or the plain value.
         folder: where a marker may vouch for it: a DCP directory, or the folder of `file`.
+        value_files: names of the files in `folder` that plain values are read from.
     """
 
     place: str
@@ -41,6 +42,7 @@ class Source:
     read: Callable[[str], Any]
     folder: Files | None = None
     file: str | None = None
+    value_files: Sequence[str] = ()
 
 
 def one_line(error: BaseException) -> str:
@@ -109,8 +111,9 @@ def weights(source: Source) -> dict[str, str]:
 
 
 def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
-    """Where a file can be mapped; one at a URL is copied to $TMPDIR until the stack is left."""
+    """Where a file can be mapped; one at a URL is copied to $TMPDIR until the stack is left. Raises NotAFile."""
     if isinstance(folder, LocalFiles):
+        folder.open(name).close()
         return folder.root / inside(name)
     copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-"))) / "file"
     with folder.open(name) as source, open(copy, "xb") as target:
@@ -121,3 +124,9 @@ def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def comparable(block: Tensor) -> Tensor:
+    """Torch has no comparison for the 8-bit floating point types, nor for all unsigned ones."""
+    small = block.is_floating_point() and block.itemsize == 1
+    return block.float() if small else block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -140,6 +140,10 @@ class SchedulerState:
         return {key: state[key] for key in self.KEYS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for what no scheduler says."""
+        require_counts("scheduler", state, ("last_epoch", "_step_count"))
+        if not all(isinstance(rate, (float, int)) for rate in state["_last_lr"]):
+            raise ValueError(f"scheduler: the learning rates are {str(state['_last_lr'])[:80]}")
         self.scheduler.load_state_dict(state)
 
 
@@ -154,7 +158,16 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for what can't be."""
+        require_counts("progress", state, ("step", "metrics_position"))
         self.step, self.metrics_position = state["step"], state["metrics_position"]
+
+
+def require_counts(part: str, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError unless these are whole numbers that count something."""
+    for name in names:
+        if type(state[name]) is not int or not 0 <= state[name] < 1 << 63:
+            raise ValueError(f"{part}: its {name} is {str(state[name])[:40]} in the checkpoint, and no count")
 
 
 class RandomState:
@@ -182,7 +195,13 @@ class RandomState:
         return {self.key: state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine: dict[str, Tensor] = state[self.key]
+        """Raises ValueError for what no generator says."""
+        try:
+            self._load(state[self.key])
+        except (RuntimeError, OverflowError, TypeError) as error:
+            raise ValueError(f"random state of {self.key}: can't be set ({error})") from error
+
+    def _load(self, mine: dict[str, Tensor]) -> None:
         torch.set_rng_state(mine["torch"])
         gauss = float(mine["python_gauss"])
         random.setstate((3, tuple(mine["python"].tolist()), None if gauss != gauss else gauss))

@@ -20,13 +20,15 @@ from typing import Any, cast
 
 from blake3 import blake3
 
-from fsdp2.checkpoint.files import Files, Unreachable, inside, publish
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, inside, is_there, publish
 
 MARKER = "COMMIT.json"
+METADATA = ".metadata"  # DCP's, of what is in the other files
 # As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/log.md).
 # `b3sum` computes it too.
 HASH, new_hash = "blake3", blake3
 _STEP = re.compile(r"step-(\d{8,})")
+_LARGEST_MARKER = 64 << 20  # a line of 200 bytes for each of 300,000 shards
 _SET_ASIDE = re.compile(r"^superseded-\d+-")
 
 
@@ -54,23 +56,20 @@ def _marker_bytes(content: Mapping[str, Any]) -> bytes:
 def read_marker(checkpoint: Files) -> dict[str, Any]:
     """COMMIT.json of a checkpoint. Raises DamagedCheckpoint if it can't be read or isn't as it was written."""
     try:
+        size = checkpoint.size(MARKER) or 0
+        if size > _LARGEST_MARKER:
+            raise ValueError(f"it has {size} bytes, and no marker has more than {_LARGEST_MARKER}")
         raw = checkpoint.read(MARKER)
-        marker: dict[str, Any] = _parse(raw)
-        if HASH not in marker:
-            raise ValueError(f"it has no {HASH} of itself: it is damaged, or of another version of this program")
+        marker = _parse(raw)
         # Byte for byte, so that no change goes unnoticed.
         if raw != _marker_bytes({key: value for key, value in marker.items() if key != HASH}):
             raise ValueError("it doesn't match its own hash")
         named = _STEP.fullmatch(str(checkpoint).rsplit("/", 1)[-1])
         if named and int(named[1]) != marker["step"]:
             raise ValueError(f"it is of step {marker['step']}")
-        for name, entry in marker["files"].items():
-            inside(name)
-            if not (isinstance(entry["size"], int) and isinstance(entry[HASH], str)):
-                raise ValueError(f"{name} has no size or no hash")
     except Unreachable:
         raise  # which is no damage
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} can't be read ({type(error).__name__}: {error})") from error
     return marker
 
@@ -80,12 +79,50 @@ def says_finite(marker: Mapping[str, Any]) -> bool:
     return marker.get("finite", True) is True
 
 
+# What a marker may say, and of which type. The first two it must.
+_PARTS: dict[str, type] = {"step": int, "files": dict, "world_size": int, "model": dict, "config": dict, "mesh": dict}
+
+
 def _parse(raw: bytes) -> dict[str, Any]:
+    """A marker whose parts are of the right types. Raises ValueError, whose text doesn't repeat the file."""
     try:
-        marker: dict[str, Any] = json.loads(raw)
-    except ValueError as error:  # its text may hold the whole file
+        marker = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON, {len(raw)} bytes") from error
+    if not isinstance(marker, dict):
+        raise ValueError(f"it is a {type(marker).__name__} and no list of files")
+    if HASH not in marker:
+        raise ValueError(f"it has no {HASH} of itself: it is damaged, or of another version of this program")
+    for part, kind in _PARTS.items():
+        if part in marker or part in ("step", "files"):
+            value = marker.get(part)
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
+                raise ValueError(f"its {part} is {'missing' if part not in marker else 'not as it was written'}")
+    if not marker["files"]:
+        raise ValueError("it lists no files")
+    for name, entry in marker["files"].items():
+        inside(name)
+        if not (isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get(HASH), str)):
+            raise ValueError(f"{name} has no size or no hash")
     return marker
+
+
+def require_metadata(checkpoint: Files, marker: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint if this is the marker of something else than a checkpoint."""
+    missing = f"lists no {METADATA}" if METADATA not in marker["files"] else "has no world_size"
+    if METADATA not in marker["files"] or "world_size" not in marker:
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} {missing}, so it is none of a checkpoint that can be resumed")
+
+
+def require_file(checkpoint: Files, name: str) -> int:
+    """Bytes of a file of a checkpoint. Raises DamagedCheckpoint if it isn't there or is no file."""
+    try:
+        size = checkpoint.size(name)
+    except NotAFile as error:
+        raise DamagedCheckpoint(str(error)) from None
+    if size is None:
+        raise DamagedCheckpoint(f"{checkpoint}: {name} is missing")
+    return size
 
 
 def verify(checkpoint: Files, names: Iterable[str] | None = None, *, hashes: bool = True) -> None:
@@ -100,10 +137,13 @@ def verify(checkpoint: Files, names: Iterable[str] | None = None, *, hashes: boo
     files: Mapping[str, Mapping[str, Any]] = read_marker(checkpoint)["files"]
     wrong = []
     for name in files if names is None else names:
-        size, expected = checkpoint.size(name), files[name]
-        if size is None:
-            wrong.append(f"{name} is missing")
-        elif size != expected["size"]:
+        expected = files[name]
+        try:
+            size = require_file(checkpoint, name)
+        except DamagedCheckpoint as error:
+            wrong.append(str(error).removeprefix(f"{checkpoint}: "))
+            continue
+        if size != expected["size"]:
             wrong.append(f"{name} has {size} bytes and not {expected['size']}")
         elif hashes and fingerprint(checkpoint, name)[HASH] != expected[HASH]:
             wrong.append(f"{name} has another content than was committed")
@@ -129,7 +169,8 @@ class Store:
         return {int(match[1]): match[0] for match in matches if match}
 
     def _is_committed(self, name: str) -> bool:
-        return self.files.size(f"{name}/{MARKER}") is not None
+        # A marker that is no file is damage, and not what a save leaves that died.
+        return is_there(self.files, f"{name}/{MARKER}")
 
     def committed(self) -> list[int]:
         """Steps with a marker, oldest first."""
@@ -138,9 +179,12 @@ class Store:
     def remove_dead(self) -> list[str]:
         """Remove saves that died before their commit; the names of what was removed.
 
+        Raises NotAFile, and removes nothing, if a checkpoint is a link, a file, or a dead save with folders in it.
+
         So are copies that `set_aside` had not finished, where a rename is one: what they are of is still there.
         """
-        ours = (name for name in self.files.list("") if _STEP.fullmatch(_SET_ASIDE.sub("", name)))
+        ours = [name for name in self.files.list("") if _STEP.fullmatch(_SET_ASIDE.sub("", name))]
+        self._require_own(ours)
         dead = [name for name in ours if not self._is_committed(name)]
         for name in dead:
             self._remove(name)
@@ -207,9 +251,20 @@ class Store:
         """Remove a checkpoint's directory, marker first: half-removed, it is a dead save and not damage."""
         if name not in self.files.list(""):
             return
+        self._require_own([name])
         if self._is_committed(name):
             self.files.unlink(f"{name}/{MARKER}")
             self.files.fsync(name)
         for file in self.files.list(name):
             self.files.unlink(f"{name}/{file}")
         self.files.rmdir(name)
+
+    def _require_own(self, names: Iterable[str]) -> None:
+        """Raise NotAFile for what no save has made: it belongs to somebody, and a link may lead anywhere."""
+        real = self.files.folders("")
+        for name in names:
+            place = self.files.at(name)
+            if name not in real:
+                raise NotAFile(f"{place} is a link or a file and no checkpoint's folder; move it away, or rename it")
+            if not self._is_committed(name) and (folders := place.folders("")):
+                raise NotAFile(f"{place} is no whole checkpoint, and no save makes {folders[0]}/ in one; move it away")

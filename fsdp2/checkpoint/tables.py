@@ -8,11 +8,16 @@ from collections.abc import Container, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
+from torch import Tensor
+
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.files import Files, LocalFiles
-from fsdp2.checkpoint.opening import CHECKPOINT_NAME, METADATA, files_at, is_checkpoint, opened
-from fsdp2.checkpoint.source import Refused, Source, part_of, printable
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
+from fsdp2.checkpoint.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
+from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable, weights_prefix
+from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
+
+# Looked at so many elements at a time.
+_BLOCK = 1 << 20
 
 
 def size_text(size: int) -> str:
@@ -59,9 +64,9 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     for name in sorted(names, key=lambda name: (name.startswith("superseded"), name)):
         files = place.at(name)
         step = str(int(name.rsplit("-", 1)[-1]))
-        sizes = [files.size(file) or 0 for file in files.list("")]
+        sizes = [_bytes(files, file) for file in files.list("")]
         entries = {"size": size_text(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
-        dead = files.size(MARKER) is None
+        dead = not is_there(files, MARKER)
         if not dead:
             try:
                 marker = read_marker(files)
@@ -76,9 +81,16 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     return 0
 
 
+def _bytes(files: Files, name: str) -> int:
+    try:
+        return files.size(name) or 0
+    except NotAFile:
+        return 0
+
+
 def _modified(files: Files) -> float | None:
     """When a local folder last changed. On an object store a folder has no such time."""
-    return files.root.stat().st_mtime if isinstance(files, LocalFiles) else None
+    return files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None
 
 
 # --- verify ----------------------------------------------------------------------------------------------
@@ -88,10 +100,13 @@ def verify_checkpoints(place: str) -> int:
     """Check hashes and that all can be read, of one checkpoint or all of a run. Returns the exit status."""
     files = files_at(place)
     if is_checkpoint(files):
-        checkpoints = [files]
-    else:
-        store = Store(files.at("checkpoints"))
-        checkpoints = [store.checkpoint(step) for step in store.committed()]
+        return _verify_one(files)
+    store, model = Store(files.at("checkpoints")), files.at("full_model")
+    checkpoints = [store.checkpoint(step) for step in store.committed()]
+    if is_there(model, MARKER):
+        checkpoints.append(model)
+    elif model.list(""):
+        print(printable(f"unverified: {model}: no {MARKER}"))
     if not checkpoints:
         print(f"{place}: holds no committed checkpoint (no {MARKER})", file=sys.stderr)
         return 1
@@ -100,32 +115,53 @@ def verify_checkpoints(place: str) -> int:
 
 def _verify_one(files: Files) -> int:
     try:
-        if files.size(MARKER) is None:
+        if not is_there(files, MARKER):
             raise DamagedCheckpoint(f"{files}: was never committed (no {MARKER})")
         listed = read_marker(files)["files"]
         verify(files)
-        tensors, values = _read_all(files, listed)
+        weights = _Weights()
+        tensors, values = _read_all(files, listed, weights)
     except (DamagedCheckpoint, Refused, FileNotFoundError) as error:
         print(f"bad: {printable(str(error))}", file=sys.stderr)
         return 1
     size = size_text(sum(file["size"] for file in listed.values()))
-    print(f"ok: {files}: {len(listed)} files, {size}; {tensors} tensors and {values} plain values can be read")
+    line = f"ok: {files}: {len(listed)} files, {size}; {tensors} tensors and {values} plain values can be read"
+    print(printable(line + weights.note()))
     return 0
 
 
-def _read_all(files: Files, listed: Container[str]) -> tuple[int, int]:
+class _Weights:
+    """Which tensors of a model hold what is no number: they are as they were saved, and good for nothing."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def look(self, name: str, tensor: Tensor) -> None:
+        blocks = tensor.reshape(-1).split(_BLOCK) if tensor.is_floating_point() else ()
+        if name not in self._names and not all(bool(comparable(block).isfinite().all()) for block in blocks):
+            self._names.append(name)
+
+    def note(self) -> str:
+        return f"; {len(self._names)} tensors hold NaN or infinity: {', '.join(self._names[:3])}" if self._names else ""
+
+
+def _read_all(files: Files, listed: Container[str], weights: _Weights) -> tuple[int, int]:
     """How many tensors and plain values there are. Raises DamagedCheckpoint that names what can't be read."""
     full = [name for name in files.list("") if name.endswith(".pt") and name in listed]
     if full and METADATA not in listed:  # the full model at a run's end has a marker too
         with ExitStack() as stack:
             sources = [stack.enter_context(opened(f"{files}/{name}")) for name in full]
+            for source in sources:
+                for name in source.tensors if weights_prefix(source) or not _parts(source) else ():
+                    weights.look(name, source.read(name))
             return sum(len(one.tensors) for one in sources), sum(len(one.values) for one in sources)
-    checkpoint = DcpTensors(files)
+    checkpoint = DcpTensors(files, listed)
     with closing(checkpoint):
-        wrong = checkpoint.problems()
-        wrong += [f"{name} is read and not listed in {MARKER}" for name in checkpoint.files_read if name not in listed]
+        prefix = "app.model."
+        wrong = checkpoint.problems(lambda name, part: weights.look(name, part) if name.startswith(prefix) else None)
     if wrong:
-        raise DamagedCheckpoint(f"{files}: {'; '.join(wrong)}")
+        more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise DamagedCheckpoint(f"{files}: {'; '.join(wrong[:10])}{more}")
     return len(checkpoint.tensors), len(checkpoint.values)
 
 
@@ -135,7 +171,7 @@ def _read_all(files: Files, listed: Container[str]) -> tuple[int, int]:
 def show(place: str) -> int:
     """Tensors with shape, dtype and size, then plain values and totals. No tensor is read. Returns the exit status."""
     with opened(place) as source:
-        print(printable(source.place) + _marker_line(source))
+        print(printable(source.place + _marker_line(source)))
         rows = [["tensor", "shape", "dtype", "bytes"]]
         rows += [
             [name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
@@ -155,13 +191,14 @@ def show(place: str) -> int:
 
 
 def _marker_line(source: Source) -> str:
-    if source.folder is None or source.file is not None:
-        return ""
-    if source.folder.size(MARKER) is None:
-        return f": a DCP directory without {MARKER}"
+    """Of its marker, and whether what is read for this was verified. Raises DamagedCheckpoint."""
+    answer = verified(source, [METADATA, *source.value_files])
+    if answer != VERIFIED or source.folder is None or source.file is not None:
+        return f": {answer}"
     marker = read_marker(source.folder)
     origin = f", imported from {marker.get('source')}" if marker.get("imported") else ""
-    return f": step {marker['step']}, by {marker.get('world_size')} ranks, {_when(marker.get('time'))}{origin}"
+    when = _when(marker.get("time"))
+    return f": step {marker['step']}, by {marker.get('world_size')} ranks, {when}{origin}; {answer}"
 
 
 def _parts(source: Source) -> dict[str, tuple[int, int]]:

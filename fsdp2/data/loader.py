@@ -135,7 +135,10 @@ class Batches:
                     f"{flag}: the checkpoint's data has {key} {state[key]}, this run's {now}; samples would be "
                     f"repeated or left out. Use the same {flag}, or --init-from to start with the weights alone"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
+        epoch, position = state["epoch"], state["position"]
+        if not (type(epoch) is type(position) is int and 0 <= epoch < 1 << 63 and 0 <= position <= len(self.split)):
+            raise ValueError(f"the checkpoint's place in the data is sample {position} of epoch {epoch}: there is none")
+        self.epoch, self.position = epoch, position
 
 
 def evaluation_batches(

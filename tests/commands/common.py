@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.dcp_files import SafeReader
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.opening import opened
+from fsdp2.checkpoint.safe_reader import SafeReader
 
 Cli = Callable[..., tuple[int, str, str]]
 State = dict[str, Tensor]

@@ -258,7 +258,8 @@ files = LocalFiles("source")
 tensors = {f"app.model.{i}": torch.empty(1_000_000, device="meta") for i in range(40)}
 paths = {name: tuple(name.split(".")) for name in tensors}
 make = lambda name: torch.full((1_000_000,), float(name.rsplit(".")[-1]))
-write_dcp(files, tensors, {}, paths, make, lambda written: write_marker(files, {"step": 0, "files": written}))
+mark = lambda written: write_marker(files, {"step": 0, "world_size": 1, "files": written})
+write_dcp(files, tensors, {}, paths, make, mark)
 for form in ("pt", "safetensors", "dcp"):
     peak_of("export", "source", form, "--format", form)
     peak_of("import", form, "in", "--from", form)

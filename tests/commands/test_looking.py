@@ -66,8 +66,10 @@ def test_verify_finds_all_good(finished: Path, cli: Cli) -> None:
     status, out, err = cli("verify", finished)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [str(checkpoint(finished, step)) for step in (2, 4, 5)]
-    assert all(line.startswith("ok: ") and ": 3 files, " in line for line in lines)
+    assert [line.split(": ")[1] for line in lines] == [str(checkpoint(finished, step)) for step in (2, 4, 5)] + [
+        str(finished / "full_model")
+    ]
+    assert all(line.startswith("ok: ") and " files, " in line for line in lines)
     assert cli("verify", checkpoint(finished))[:2] == (0, lines[2] + "\n")
     assert cli("verify", finished / "full_model")[0] == 0
 
@@ -118,7 +120,7 @@ def _point_elsewhere(metadata: Metadata) -> None:
     [
         (_lose_a_chunk, "its chunks have 16 of 32 elements"),
         (_overlap, "its chunks overlap"),
-        (_say_more, "can't be held in memory"),
+        (_say_more, "is said to have 4611686018427387904 bytes, and its files have"),
         (_forget_where, "is not in .metadata's list of what is where"),
         (_point_elsewhere, "can't be read"),
     ],
@@ -218,16 +220,16 @@ def test_names_cannot_write_to_the_terminal(cli: Cli, tmp_path: Path) -> None:
 
 def test_diff_of_a_checkpoint_and_its_full_model(finished: Path, cli: Cli) -> None:
     full = finished / "full_model" / "full-model.pt"
-    equal = (0, "model weights: 32 of 32 tensors are equal\n", "")
+    equal = (0, "model weights: 32 of 32 tensors are equal; both are verified\n", "")
     assert cli("diff", finished, full) == equal
     assert cli("diff", full, checkpoint(finished)) == equal
     status, out, _ = cli("diff", checkpoint(finished, 4), full)
     assert status == 1
-    assert out.endswith("model weights: 0 of 32 tensors are equal; 32 differences\n")
+    assert out.endswith("model weights: 0 of 32 tensors are equal; 32 differences; both are verified\n")
 
 
 def test_diff_of_two_checkpoints_compares_everything(finished: Path, run: Path, cli: Cli) -> None:
-    assert cli("diff", finished, run) == (0, "138 of 138 tensors are equal\n", "")
+    assert cli("diff", finished, run) == (0, "138 of 138 tensors are equal; both are verified\n", "")
     status, out, _ = cli("diff", checkpoint(finished, 4), finished)
     assert status == 1
     lines = out.splitlines()
@@ -245,6 +247,7 @@ def test_diff_names_and_measures(cli: Cli, tmp_path: Path) -> None:
     torch.save(a, tmp_path / "a.pt")
     torch.save(b, tmp_path / "b.pt")
     status, out, _ = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    no = f"unverified: no {MARKER}"
     assert status == 1
     assert out.splitlines() == [
         f"only in {tmp_path}/a.pt: only a",
@@ -253,7 +256,7 @@ def test_diff_names_and_measures(cli: Cli, tmp_path: Path) -> None:
         "many: 1 of 3000000 values differ, by at most 7",
         "few: 2 of 3 values differ, by at most nan",
         "bool: 1 of 1 values differ, by at most 1",
-        "1 of 7 tensors are equal; 6 differences",
+        "1 of 7 tensors are equal; 6 differences" + "".join(f"; {tmp_path}/{x}.pt is {no}" for x in "ab"),
     ]
 
 

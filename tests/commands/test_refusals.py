@@ -172,7 +172,7 @@ def _the_old_format(place: Path, trace: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (_pt_with_code, "weights_only refuses it"),
+        (_pt_with_code, "holds a pathlib.Path, and only plain tensors"),
         (_metadata_with_code, "which a checkpoint's metadata never holds"),
         (_value_with_code, "optim.param_groups.0.lr can't be read"),
         (_shard_with_code, "a can't be read"),
@@ -180,8 +180,8 @@ def _the_old_format(place: Path, trace: Path) -> Path:
         (_index_that_leads_out, "leads out of the checkpoint"),
         (_index_of_another_file, "disagree about a, b"),
         (_a_tensor_larger_than_its_bytes, "save it contiguous"),
-        (_a_tree_within_itself, "can't be loaded (RecursionError"),
-        (_a_sparse_tensor, "save plain tensors with data"),
+        (_a_tree_within_itself, "is nested deeper than 100, or holds itself"),
+        (_a_sparse_tensor, "holds a torch._utils._rebuild_sparse_tensor, and only plain tensors with data"),
         (_no_archive, "m.pt: "),
         (_the_old_format, "has to be saved again"),
     ],

@@ -140,7 +140,7 @@ def holds(made: Config, folder: Path) -> None:
     """A valid Config: a file of its flags makes an equal one, and what looks at it next has no surprise."""
     numbers = [value for value in vars(made).values() if isinstance(value, (int, float))]
     assert all(0 <= value <= (1e30 if isinstance(value, float) else 2**63 - 1) for value in numbers)
-    assert (made.threads or 0) <= 4096
+    assert (made.threads or 0) <= 1024
     assert made.loader_workers <= 256
     again = written(folder, ("again.json", json.dumps(to_flags(made)).encode()))
     assert config.parse(["--config", str(again)]) == made

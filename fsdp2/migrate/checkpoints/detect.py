@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdp2.checkpoint.foreign_pt import load_foreign
-from fsdp2.checkpoint.opening import METADATA, opened, require_undamaged
+from fsdp2.checkpoint.opening import VERIFIED, opened, require_undamaged
 from fsdp2.checkpoint.pt_file import NoStateDict, open_pt
 from fsdp2.checkpoint.safetensors_files import INDEX
 from fsdp2.checkpoint.source import Refused
-from fsdp2.checkpoint.store import MARKER
+from fsdp2.checkpoint.store import MARKER, METADATA
 from fsdp2.migrate.checkpoints.rank_files import RANK_FILE, RankFiles, joined
 from fsdp2.migrate.checkpoints.tree import Tree, is_shard, tree_of
 
@@ -164,7 +163,7 @@ def _found(place: Path, names: Sequence[str], pieces: list[Piece], aside: list[s
 
 
 def _file(path: Path) -> Piece:
-    return Piece(path.name, tree_of(open_pt(str(path), path, load_foreign)), is_file=True)
+    return Piece(path.name, tree_of(open_pt(str(path), path, objects=True)), is_file=True)
 
 
 def _safetensors(path: Path, stack: ExitStack) -> Piece:
@@ -174,7 +173,7 @@ def _safetensors(path: Path, stack: ExitStack) -> Piece:
 def _directory(path: Path, label: str, stack: ExitStack) -> Piece:
     source = stack.enter_context(opened(str(path), "dcp"))
     checked = require_undamaged(source)
-    return Piece(label, tree_of(replace(source, place=str(path))), checked=checked)
+    return Piece(label, tree_of(replace(source, place=str(path))), checked=checked == VERIFIED)
 
 
 def _rank_files(folder: Path, before: str, after: str) -> list[Path]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.dcp_tensors import misses
-from fsdp2.checkpoint.foreign_pt import Unread, load_foreign
+from fsdp2.checkpoint.pickles import Unread
 from fsdp2.checkpoint.pt_file import open_pt
 from fsdp2.checkpoint.source import Refused, TreePath, dotted
 from fsdp2.migrate.checkpoints.tree import Entry, Tree, tree_of
@@ -45,7 +45,7 @@ def joined(folder: Path, files: Sequence[Path]) -> RankFiles:
     if missing := sorted(set(range(max(numbered) + 1)) - numbered.keys()):
         raise Refused(f"{folder}: {label} of rank {missing[0]} is missing; put the files of all ranks there")
     trees: list[Tree] = [
-        tree_of(open_pt(str(path), path, load_foreign)) for _, path in sorted(numbered.items(), key=lambda one: one[0])
+        tree_of(open_pt(str(path), path, objects=True)) for _, path in sorted(numbered.items(), key=lambda one: one[0])
     ]
     tree: dict[TreePath, Entry] = {}
     for path, entry in trees[0].items():

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from fsdp2.checkpoint.dcp_files import SafeReader
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.save import restore
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.migrate.checkpoints.code import HERE, Code

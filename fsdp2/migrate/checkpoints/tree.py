@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp2.checkpoint.foreign_pt import Unread
+from fsdp2.checkpoint.pickles import Unread
 from fsdp2.checkpoint.source import Refused, Source, TreePath, dotted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.dcp_files import SafeReader
+from fsdp2.checkpoint.__main__ import main as commands
 from fsdp2.checkpoint.files import LocalFiles, inside
-from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker, verify, write_marker
+from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
-from tests.harness import Ranks, main_in_ranks, small
+from tests.harness import Ranks
+from tests.hostile.common import checkpoint_of, resume, vouch
 
 LEADS_OUT = ["../secret", "/etc/passwd", "a/../../secret", "..", "a\\..\\secret", "null\0byte"]
 
@@ -33,47 +34,43 @@ class Payload:
         return Path.touch, (self.trace,)
 
 
-@pytest.fixture(scope="module")
-def finished(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("hostile") / "run"
-    line = small(run, "--max-steps=1")
-    ranks.run(main_in_ranks, line)
-    return run
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def checkpoint_of(run: Path) -> LocalFiles:
-    return LocalFiles(run / "checkpoints" / "step-00000001")
-
-
-def vouch(checkpoint: LocalFiles) -> None:
-    """A marker whose hashes are right: who makes a hostile checkpoint makes that too."""
-    marker = {key: value for key, value in read_marker(checkpoint).items() if key != HASH}
-    write_marker(checkpoint, {**marker, "files": {name: fingerprint(checkpoint, name) for name in marker["files"]}})
-    verify(checkpoint)
-
-
-def _resume(run: str) -> str:
-    line = small(run, "--max-steps=2")
-    try:
-        main(parse(line))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "resumed"
+def _messages(ranks: Ranks, run: Path) -> list[str]:
+    return [messages[0] for messages in ranks.run(resume, str(run))]
 
 
 def test_metadata_that_would_run_code_stops_the_resume(run: Path, ranks: Ranks, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(run)
     (checkpoint.root / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     vouch(checkpoint)
-    for message in ranks.run(_resume, str(run)):
-        assert "UnpicklingError" in message
+    for message in _messages(ranks, run):
+        assert message.startswith("ConfigError: --resume: the checkpoint is damaged: ")
         assert "which a checkpoint's metadata never holds" in message
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_changes_nothing_in_the_process(run: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """BUILD sets attributes of what a pickle names; the rest of this one is a sound checkpoint's."""
+    checkpoint, is_file = checkpoint_of(run), Path.is_file
+    sound = checkpoint.read(".metadata")
+    assert sound[:2] == b"\x80\x04"
+    changes = b"cpathlib\nPosixPath\n(N}X\x07\x00\x00\x00is_fileK\x01stb"
+    for prefix in (changes + b"0", b"(" + changes + b"1", b""):
+        # With POP, with POP_MARK, and in a list whose first part it is.
+        content = b"\x80\x04" + prefix + sound[2:] if prefix else b"\x80\x04" + changes + b"."
+        checkpoint.write(".metadata", content)
+        vouch(checkpoint)
+        assert commands(["verify", str(checkpoint)]) == 1
+        assert ".metadata can't be used: it " in capsys.readouterr().err
+        assert Path.is_file is is_file
+        assert "is_file" not in vars(type(run))
+    for message in _messages(ranks, run):
+        assert message.startswith("ConfigError: --resume: the checkpoint is damaged: ")
+    for still in ranks.run(_is_file_is_a_function):
+        assert still
+
+
+def _is_file_is_a_function() -> bool:
+    return callable(Path("/").is_file) and Path(__file__).is_file()
 
 
 def _change_metadata(checkpoint: LocalFiles, change: Callable[[Any, Any], Any]) -> None:
@@ -87,7 +84,7 @@ def _change_metadata(checkpoint: LocalFiles, change: Callable[[Any, Any], Any]) 
 @pytest.mark.parametrize("name", LEADS_OUT)
 def test_a_shard_elsewhere_is_not_followed(run: Path, ranks: Ranks, name: str) -> None:
     _change_metadata(checkpoint_of(run), lambda index, info: dataclasses.replace(info, relative_path=name))
-    for message in ranks.run(_resume, str(run)):
+    for message in _messages(ranks, run):
         assert "leads out of the checkpoint; it was not followed" in message
 
 
@@ -118,7 +115,7 @@ def test_a_shard_that_would_run_code_stops_the_resume(run: Path, ranks: Ranks, t
         return dataclasses.replace(info, relative_path="__0_0.distcp", offset=0, length=length)
 
     _change_metadata(checkpoint, change)
-    for message in ranks.run(_resume, str(run)):
+    for message in _messages(ranks, run):
         assert message != "resumed"
     assert not (tmp_path / "ran").exists()
     # The payload itself is in order: whoever loads it without care runs it.

@@ -1,0 +1,139 @@
+"""Well hashed and wrong: whatever a checkpoint's values are, a resume ends in one line on every rank."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.checkpoint.__main__ import main
+from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.pickles import Unread, unpickle
+from fsdp2.checkpoint.source import Refused
+from tests.harness import Ranks
+from tests.hostile.common import change_values, checkpoint_of, resume
+
+GROUP = "app.optim.param_groups.class_token."
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "step is text": (lambda s: s.update({"app.progress.step": "1"}), "app.progress.step can't be read"),
+    "another step": (lambda s: s.update({"app.progress.step": 7}), "is of step 1, and what it lists of another"),
+    "no place in the metrics": (lambda s: s.update({"app.progress.metrics_position": -1}), "metrics_position is -1"),
+    "no place in the data": (lambda s: s.update({"app.batches.position": 1 << 40}), "sample 1099511627776 of epoch"),
+    "no rate": (lambda s: s.update({name: "fast" for name in s if name.endswith(".lr")}), "is a str of another kind"),
+    "three betas": (
+        lambda s: s.update({name: (0.1, 0.2, 0.3) for name in s if name.endswith(".betas")}),
+        "is a tuple of another kind",
+    ),
+    "random state": (
+        lambda s: s.update({"app.rng.rank1.torch": torch.zeros_like(s["app.rng.rank1.torch"])}),
+        "random state of rank1: can't be set",
+    ),
+    "no count": (lambda s: s.update({"app.scheduler.last_epoch": True}), "app.scheduler.last_epoch can't be read"),
+}
+
+
+def test_forged_values_end_in_one_line_on_every_rank(finished: Path, ranks: Ranks, tmp_path: Path) -> None:
+    runs = []
+    for number, (change, _) in enumerate(FORGED.values()):
+        runs.append(str(shutil.copytree(finished, tmp_path / str(number))))
+        change_values(checkpoint_of(tmp_path / str(number)), change)
+    for answers in ranks.run(resume, *runs):
+        for (_, part), answer in zip(FORGED.values(), answers, strict=True):
+            assert answer.startswith("ConfigError: --resume: "), answer
+            assert part in answer
+            assert "weights_only" not in answer
+            assert "\n" not in answer
+
+
+def test_weights_that_are_no_numbers_are_called_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_values(checkpoint_of(run), lambda s: s["app.model.class_token"].fill_(float("nan")))
+    assert main(["verify", str(run)]) == 0
+    assert "1 tensors hold NaN or infinity: app.model.class_token" in capsys.readouterr().out
+
+
+# --- pickles ---------------------------------------------------------------------------------------------
+
+
+def saved(value: Any) -> memoryview:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return memoryview(bytearray(file.getvalue()))
+
+
+def with_pickle(pickled: bytes) -> memoryview:
+    """An archive of torch.save with another pickle in it."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved({"a": torch.zeros(2)}))) as old, zipfile.ZipFile(file, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
+    return memoryview(bytearray(file.getvalue()))
+
+
+def _laughs() -> dict[str, Any]:
+    tree: Any = "ha" * 100
+    for _ in range(60):
+        tree = [tree, tree]
+    return {"a": tree}
+
+
+def _deep() -> Any:
+    tree: Any = 1
+    for _ in range(120):
+        tree = [tree]
+    return tree
+
+
+NAMED = b"cx\ny\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (saved(_laughs()), "far larger than its file"),
+        (saved(_deep()), "nested deeper than 100"),
+        (with_pickle(b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\x00\x00\x00\x00\x10\x00\x85R."), "no whole pickle"),
+        (with_pickle(b"\x80\x02N" + b"r\xff\xff\xff\x0f" + b"0."), "the pickle opcode b'0'"),
+        (with_pickle(b"\x80\x02X\xff\xff\xff\x7fab."), "it ends in the middle"),
+        (with_pickle(b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns."), "a dictionary has a key that can't be one"),
+        (with_pickle(b"\x80\x02ctorch\nTensor\n(N}X\x01\x00\x00\x00aK\x01stb."), "attributes of a function or class"),
+        (with_pickle(b"\x80\x02cos\nsystem\n."), "holds a os.system, and only plain tensors"),
+        (with_pickle(b"\x80\x05\x97."), "the pickle opcode b'\\x97'"),
+    ],
+)
+def test_a_pickle_takes_what_its_size_allows_and_changes_nothing(content: memoryview, part: str) -> None:
+    with pytest.raises(Refused, match=re.escape(part)) as caught:
+        parse_archive(content)
+    assert "\n" not in str(caught.value)
+    assert not hasattr(torch.Tensor, "a")
+
+
+def test_names_cannot_be_put_together_without_end() -> None:
+    # getattr(getattr(x.y, "aaa…"), "aaa…") and so on, each text written once and referred to again.
+    text, again = b"X\x64\x00\x00\x00" + b"a" * 100 + b"q\x00", b"h\x00"
+    calls = b"c__builtin__\ngetattr\n" * 6 + NAMED
+    calls += b"".join((again if number else text) + b"\x86R" for number in range(6))
+    with pytest.raises(Refused, match="a name in it is too long"):
+        parse_archive(with_pickle(b"\x80\x02" + calls + b"."), objects=True)
+    with pytest.raises(Refused, match="a name in it is too long"):
+        unpickle(b"\x80\x02c" + b"a" * 600 + b"\nb\n.", {}, is_allowed=lambda name: True)
+
+
+def test_what_checkpoints_hold_comes_out_as_it_went_in() -> None:
+    value: dict[str, Any] = {
+        "a": [1, -5, 1 << 70, 1.5, None, True, "é", b"\xff", {1, "x"}, (1, (2,))],
+        "d": torch.float16,
+    }
+    assert parse_archive(saved(value)) == value
+    for protocol in (2, 3, 4):
+        assert unpickle(pickle.dumps(value["a"][:7], protocol), {}, is_allowed=lambda name: False) == value["a"][:7]
+    stand_in = unpickle(pickle.dumps(Path("/a"), 4), {}, is_allowed=lambda name: True)
+    assert isinstance(stand_in, Unread)
+    assert (stand_in.named.split(".")[0], stand_in.arguments) == ("pathlib", ("/", "a"))
