@@ -66,7 +66,8 @@ class MetricsFile:
             return missing
         self._file.seek(position)
         line = self._file.readline(records.LONGEST_LINE)
-        if line.startswith(b'{"kind": "checkpoint"') and line.endswith(b"\n"):
+        record = records.parse(line) or {}
+        if position and (record.get("kind"), record.get("step")) == ("checkpoint", step):
             position += len(line)
         self._file.truncate(position)
         return None

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
-import mmap
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 # Longer than any record. A line without an end is not read into memory.
 LONGEST_LINE = 1 << 20
-_TAIL_BYTES = 1 << 16
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is torn or no record."""
     try:
-        record = json.loads(line.decode(), parse_constant=_refuse) if line.endswith(b"\n") else None
+        record = _JSON.decode(line.decode()) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+    if not (isinstance(record, dict) and isinstance(record.get("kind"), str)):
+        return None
+    step = record.get("step", None if record["kind"] == "train" else 0)  # a failure's record may have none
+    return record if type(step) is int and step >= 0 else None
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -39,33 +43,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(file: BinaryIO, position: int, step: int) -> bool:
-    """Whether a file still is, up to `position`, as a checkpoint of `step` left it.
+    """Whether a file still is, up to `position`, as a checkpoint of `step` left it: records whose steps go up to it.
 
-    Its last step must be that one, and no part of it zeros, as a power cut or a longer `truncate` leaves them. Earlier
-    lines are not parsed, since there may be millions.
+    Every line is parsed, since damage may be anywhere: a second for each 300,000.
     """
-    if position == 0:
-        return True
-    if file.seek(0, 2) < position:
-        return False
-    start = max(0, position - _TAIL_BYTES)
-    file.seek(start)
-    tail = file.read(position - start)
-    if not tail.endswith(b"\n"):
-        return False
-    records = (parse(line) for line in reversed(tail.splitlines(keepends=True)))
-    last = next((record for record in records if record is not None and record["kind"] == "train"), {})
-    with mmap.mmap(file.fileno(), position, access=mmap.ACCESS_READ) as content:
-        return last.get("step") == step and content.find(b"\0") < 0
+    at, last = file.seek(0), 0
+    while at < position:
+        line = file.readline(LONGEST_LINE)
+        record = parse(line)
+        if record is None or (record["kind"] == "train" and record["step"] <= last):
+            return False
+        last = record["step"] if record["kind"] == "train" else last
+        at += len(line)
+    return at == position and (position == 0 or last == step)
 
 
 def readable(file: BinaryIO, step: int) -> tuple[bytes, str]:
     """The lines of a damaged file that can be kept up to a checkpoint of `step`, and a line that says what is missing.
 
-    Each step stands in them once.
+    They are in the order of steps, and each step stands in them once.
     """
     file.seek(0)
-    kept: list[bytes] = []
+    kept: dict[bytes, tuple[int, bool]] = {}  # line -> step, and whether it comes behind that step's own record
     steps: set[int] = set()
     first = at = 0
     for line in iter(lambda: file.readline(LONGEST_LINE), b""):
@@ -73,17 +72,24 @@ def readable(file: BinaryIO, step: int) -> tuple[bytes, str]:
         if record is None:
             continue
         kind = record["kind"]
-        at = record["step"] if type(record.get("step")) is int else at
+        at = record.get("step", at)
         if at > step or (kind == "train" and at in steps):
             continue
         if kind == "train":
             steps.add(at)
         elif kind in ("start", "resume") and not kept:
             first = at  # a run that went on from another's checkpoint has no earlier steps
-        kept.append(line)
-        if kind == "checkpoint" and at == step:
-            break  # later records of this step are those of a resume, or of an end
-    return b"".join(kept), f"metrics.jsonl was damaged and is repaired: {_missing(sorted(steps), first, step)}"
+        kept.setdefault(line, (at, kind != "train"))
+    lines = sorted(kept, key=lambda line: kept[line])
+    # Records behind that of the checkpoint are those of a resume, or of an end.
+    saved = [n for n, line in enumerate(lines, 1) if kept[line] == (step, True) and _is_checkpoint(line)]
+    missing = _missing(sorted(steps), first, step)
+    return b"".join(lines[: saved[0]] if saved else lines), f"metrics.jsonl was damaged and is repaired: {missing}"
+
+
+def _is_checkpoint(line: bytes) -> bool:
+    record = parse(line)
+    return record is not None and record["kind"] == "checkpoint"
 
 
 def _missing(steps: list[int], first: int, last: int) -> str:

@@ -112,6 +112,9 @@ def _damage(lines: list[bytes], position: int, how: str) -> bytes:
         "a line is zeros": b"".join([*lines[:4], bytes(len(lines[4]) - 1) + b"\n", *lines[5:]]),
         "a line is no JSON": b"".join([*lines[:4], b"[" * 100_000 + b"\n\xff\n{}\n", *lines[5:]]),
         "a line stands twice": b"".join([*lines[:5], lines[4], *lines[5:]]),
+        "a byte early on": whole[: len(lines[0])] + b"x" + whole[len(lines[0]) + 1 :],
+        "a step is none": whole.replace(b'"step": 1,', b'"stop": 1,', 1),
+        "another order": b"".join([lines[0], lines[2], lines[1], *lines[3:]]),
     }[how]
 
 
@@ -125,6 +128,9 @@ def _damage(lines: list[bytes], position: int, how: str) -> bytes:
         ("a line is zeros", "step 3 is missing from it", [1, 2, 4]),
         ("a line is no JSON", "step 3 is missing from it", [1, 2, 4]),
         ("a line stands twice", "no step is missing from it", [1, 2, 3, 4]),
+        ("a byte early on", "step 1 is missing from it", [2, 3, 4]),
+        ("a step is none", "step 1 is missing from it", [2, 3, 4]),
+        ("another order", "no step is missing from it", [1, 2, 3, 4]),
     ],
 )
 def test_a_damaged_file_keeps_what_can_be_read_and_says_what_is_missing(

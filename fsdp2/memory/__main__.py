@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2 import runtime
+from fsdp2.checkpoint.source import printable
 from fsdp2.console import short
 from fsdp2.memory.read import exchanges, read_timelines
 from fsdp2.options import ConfigError, Parser, checked, files_at, location, require
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             checked(flag, value, location)
     files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
-    print(summary(lines))
+    for line in summary(lines).splitlines():
+        print(printable(line))
     if options.no_pages:
         return []
     require("plotly", "plots", "the pages")

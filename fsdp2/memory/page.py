@@ -31,10 +31,10 @@ def page(line: Timeline, source: str) -> str:
         source: what recorded the timeline, for the reader.
     """
     at, most = line.peak()
-    facts = line.facts
-    title = f"Memory of rank {facts['rank']} of {facts['world_size']}: {facts['model']}, {facts['strategy']}"
+    ranks, model, strategy, device = (line.facts.get(k, "?") for k in ("world_size", "model", "strategy", "device"))
+    title = f"Memory of rank {line.facts['rank']} of {ranks}: {model}, {strategy}"
     place = _place(line.phase_at(at))
-    summary = f"Peak: {size(most)} after {at:.2f} s, in {place}, on the {facts['device']}; by {source}."
+    summary = f"Peak: {size(most)} after {at:.2f} s, in {place}, on the {device}; by {source}."
     kinds = "".join(
         f"<tr><td><i style='background:{COLOURS[kind]}'></i>{escape(kind)}</td><td>{size(count)}</td></tr>"
         for kind, count in sorted(line.by_kind(at).items(), key=lambda item: -item[1])

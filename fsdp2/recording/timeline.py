@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdp2.recording.ledger import KINDS, Allocation, Collective, Phase, by_kind
 
@@ -54,7 +55,8 @@ class Timeline:
         return by_kind(self.alive(when))
 
     def phase_at(self, when: float) -> Phase:
-        return [phase for phase in self.phases if phase.began <= when][-1]
+        """What the rank was doing at a moment; before the first phase, that one."""
+        return ([phase for phase in self.phases if phase.began <= when] or self.phases[:1])[-1]
 
 
 def dump(line: Timeline) -> bytes:
@@ -83,34 +85,64 @@ def dump(line: Timeline) -> bytes:
 
 
 def load(data: bytes) -> Timeline:
-    """The inverse. Raises ValueError if it is no timeline of this version."""
+    """The inverse. Raises ValueError if it is no timeline of this version; whoever sends one may have made it up."""
     try:
-        content = json.loads(gzip.decompress(data))
+        content = json.loads(_unpacked(data), parse_constant=_refuse)
         if content["version"] != VERSION:
-            raise ValueError(f"is version {content['version']} of the format, and this reads {VERSION}")
+            raise ValueError(f"is version {str(content['version'])[:20]} of the format, and this reads {VERSION}")
         columns = content["allocations"]
+        phases = [Phase(*_row(phase, str, int, float)) for phase in content["phases"]]
+        names = [_row(content[k], *[str] * len(content[k])) for k in ("kinds", "modules", "operations")]
         allocations = [
             Allocation(
                 bytes=size,
                 born=born,
-                died=died,
-                kind=content["kinds"][kind],
-                phase=phase,
-                module=content["modules"][module],
-                operation=content["operations"][operation],
+                died=None if died is None else _row([died], float)[0],
+                kind=names[0][kind],
+                phase=range(len(phases))[phase],
+                module=names[1][module],
+                operation=names[2][operation],
             )
-            for size, born, died, kind, phase, module, operation in zip(
-                *(columns[k] for k in ("bytes", "born", "died", "kind", "phase", "module", "operation")), strict=True
-            )
+            for died, row in zip(columns["died"], zip(*(columns[k] for k in _COLUMNS), strict=True), strict=True)
+            for size, born, kind, phase, module, operation in [_row(row, int, float, int, int, int, int)]
         ]
-        return Timeline(
-            content["facts"],
-            allocations,
-            [Phase(*phase) for phase in content["phases"]],
-            [Collective(*collective) for collective in content["collectives"]],
-        )
-    except (OSError, EOFError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"is not a timeline ({type(error).__name__}: {error})") from None
+        _row([content["facts"]["rank"], phases[0].name], int, str)
+        if not {*names[0]} <= {*KINDS}:
+            raise TypeError("a kind of memory that is none")
+        collectives = [Collective(*_row(collective, str, int, int)) for collective in content["collectives"]]
+        return Timeline(content["facts"], allocations, phases, collectives)
+    except (LookupError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"is not a timeline ({type(error).__name__}: {str(error)[:80]})") from None
+
+
+_COLUMNS = ("bytes", "born", "kind", "phase", "module", "operation")
+# Columns of numbers shrink to a tenth; what grows far more when it is unpacked is made to fill the memory.
+_MOST_UNPACKED = 200
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        content = unpacker.decompress(data, _MOST_UNPACKED * len(data) + 1)
+    except zlib.error as error:
+        raise ValueError(f"is not a timeline ({error})") from None
+    if not unpacker.eof or unpacker.unused_data:
+        raise ValueError("is not a timeline (it is cut, longer than it says, or far larger unpacked)")
+    return content
+
+
+def _row(values: Sequence[Any], *kinds: type) -> Sequence[Any]:
+    """Values of these types, with numbers that a machine has. Raises TypeError."""
+    for value, kind in zip(values, kinds, strict=True):
+        if not (type(value) is kind or (kind is float and type(value) is int)):
+            raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        if kind is not str and not 0 <= value < 1 << 63:
+            raise TypeError("a number that nothing has measured")
+    return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise TypeError(f"{constant} is not JSON")
 
 
 class _Names:

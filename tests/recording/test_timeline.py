@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,14 @@ def test_a_file_gives_back_what_was_written() -> None:
         gzip.compress(b"{}"),
         gzip.compress(b"[]"),
         dump(LINE)[:-9],
+        dump(LINE)[:12] + b"\xff" + dump(LINE)[13:],
+        dump(LINE) + b"more",
+        gzip.compress(b"[" * 100_000),
+        gzip.compress(bytes(1 << 24)),
+        dump(replace(LINE, facts={"rank": "../../elsewhere"})),
+        dump(replace(LINE, phases=[])),
+        dump(replace(LINE, phases=[Phase("start", 0, float("nan"))])),
+        dump(replace(LINE, collectives=[Collective("all-gather", "many", 1)])),  # type: ignore[arg-type]
         gzip.compress(json.dumps({"version": 99}).encode()),
     ],
 )
