@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from fsdp2.checkpoint.opening import KINDS
 from fsdp2.checkpoint.source import Refused, is_name, printable, refusal
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.checkpoint.tables import list_checkpoints, show, verify_checkpoints
+from fsdp2.units import byte_count
 
 NEXT = {
     "pt": "torch.load({out!r}, weights_only=True)",
@@ -42,14 +42,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def byte_size(text: str) -> int:
-    """`4GB`, `500MB`, `1.5GiB` or a number of bytes."""
-    units = {"": 1, "B": 1, **{p + "B": 1000**i for i, p in enumerate("KMGT", 1)}}
-    units |= {p + "IB": 1024**i for i, p in enumerate("KMGT", 1)}
-    found = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]*)", text.strip().upper())
-    size = float(found[1]) * units[found[2]] if found and found[2] in units else 0.0
-    if not 1 <= size <= 2**60:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is no size; give such as 4GB, 500MB or a number of bytes")
-    return int(size)
+    """`byte_count` for argparse, which shows no other error's reason."""
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]} {error}") from None
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

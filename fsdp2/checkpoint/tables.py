@@ -15,21 +15,10 @@ from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
 from fsdp2.checkpoint.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
 from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.units import size as size_in_words
 
 # Looked at so many elements at a time.
 _BLOCK = 1 << 20
-
-
-def size_text(size: int) -> str:
-    """Bytes as people read them: 1.2 MB."""
-    if size < 1000:
-        return f"{size} B"
-    number = float(size)
-    for unit in ("kB", "MB", "GB", "TB"):
-        number /= 1000
-        if number < 1000 or unit == "TB":
-            break
-    return f"{number:.1f} {unit}"
 
 
 def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -65,7 +54,7 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
         files = place.at(name)
         step = str(int(name.rsplit("-", 1)[-1]))
         sizes = [_bytes(files, file) for file in files.list("")]
-        entries = {"size": size_text(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
+        entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
         dead = not is_there(files, MARKER)
         if not dead:
             try:
@@ -124,7 +113,7 @@ def _verify_one(files: Files) -> int:
     except (DamagedCheckpoint, Refused, FileNotFoundError) as error:
         print(f"bad: {printable(str(error))}", file=sys.stderr)
         return 1
-    size = size_text(sum(file["size"] for file in listed.values()))
+    size = size_in_words(sum(file["size"] for file in listed.values()))
     line = f"ok: {files}: {len(listed)} files, {size}; {tensors} tensors and {values} plain values can be read"
     print(printable(line + weights.note()))
     return 0
@@ -185,9 +174,9 @@ def show(place: str) -> int:
         elements = sum(tensor.numel() for tensor in source.tensors.values())
         size = sum(tensor.nbytes for tensor in source.tensors.values())
         values = len(source.values)
-        print(f"{len(source.tensors)} tensors, {elements:,} elements, {size_text(size)}; {values} plain values")
+        print(f"{len(source.tensors)} tensors, {elements:,} elements, {size_in_words(size)}; {values} plain values")
         for part, (count, part_size) in _parts(source).items():
-            print(printable(f"  {part}: {count} tensors, {size_text(part_size)}"))
+            print(printable(f"  {part}: {count} tensors, {size_in_words(part_size)}"))
     return 0
 
 
