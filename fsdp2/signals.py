@@ -53,4 +53,6 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # torchrun sends SIGTERM to all ranks as soon as one has failed, and this one has yet to say why it ends.
+            if error is None or number != signal.SIGTERM:
+                signal.signal(number, handler)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp2 import models, runtime
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import AppState
-from fsdp2.checkpoint.store import Store, read_marker, says_finite, verify, write_marker
+from fsdp2.checkpoint.store import HASH, Store, read_marker, says_finite, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.options import ConfigError
@@ -94,7 +94,8 @@ def test_retention_reads_old_markers_and_passes_over_damaged_ones(tmp_path: Path
     store = _store(tmp_path)
     for step, finite in ((1, None), (2, None), (3, False), (4, False), (5, False)):
         store.begin(step)
-        store.commit(step, {}, {} if finite is None else {"finite": finite})
+        files = {".metadata": {"size": 0, HASH: ""}}
+        store.commit(step, files, {} if finite is None else {"finite": finite})
     (tmp_path / "checkpoints" / "step-00000004" / "COMMIT.json").write_text("{}")
     assert store.retain(1) == [1, 3, 4]
     assert store.newest_finite(store.committed()) == 2

@@ -64,6 +64,7 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
         # Byte for byte, so that no change goes unnoticed.
         if raw != _marker_bytes({key: value for key, value in marker.items() if key != HASH}):
             raise ValueError("it doesn't match its own hash")
+        _require_parts(marker)
         named = _STEP.fullmatch(str(checkpoint).rsplit("/", 1)[-1])
         if named and int(named[1]) != marker["step"]:
             raise ValueError(f"it is of step {marker['step']}")
@@ -84,7 +85,7 @@ _PARTS: dict[str, type] = {"step": int, "files": dict, "world_size": int, "model
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """A marker whose parts are of the right types. Raises ValueError, whose text doesn't repeat the file."""
+    """A marker, as yet of any parts. Raises ValueError, whose text doesn't repeat the file."""
     try:
         marker = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -93,6 +94,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"it is a {type(marker).__name__} and no list of files")
     if HASH not in marker:
         raise ValueError(f"it has no {HASH} of itself: it is damaged, or of another version of this program")
+    return marker
+
+
+def _require_parts(marker: dict[str, Any]) -> None:
+    """Raise ValueError for a marker whose hash is right and whose parts aren't: a stranger has made it."""
     for part, kind in _PARTS.items():
         if part in marker or part in ("step", "files"):
             value = marker.get(part)
@@ -104,7 +110,6 @@ def _parse(raw: bytes) -> dict[str, Any]:
         inside(name)
         if not (isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get(HASH), str)):
             raise ValueError(f"{name} has no size or no hash")
-    return marker
 
 
 def require_metadata(checkpoint: Files, marker: Mapping[str, Any]) -> None:

@@ -126,6 +126,7 @@ def test_a_shard_that_would_run_code_stops_the_resume(run: Path, ranks: Ranks, t
 def test_a_full_model_that_would_run_code_is_refused(run: Path, tmp_path: Path) -> None:
     file = run / "full_model" / "full-model.pt"
     torch.save({"weight": Payload(tmp_path / "ran")}, file)
+    vouch(LocalFiles(file.parent))
     with pytest.raises(Exception, match="can't be loaded"):
         main(parse([f"--init-from={file}", f"--run-dir={tmp_path / 'new'}", "--model-size=tiny", "--device=cpu"]))
     with pytest.raises(Exception, match="can't be loaded"):
