@@ -114,14 +114,14 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @given(PICKLES)
-@trials(400)
+@trials(250)
 def test_any_pickle(untouched: None, content: bytes) -> None:
     with suppress(Refused):
         load_metadata(content)
 
 
 @given(st.data())
-@trials(300)
+@trials(200)
 def test_reading(stage: Stage, untouched: None, data: st.DataObject) -> None:
     content = data.draw(damaged((stage.finished / "checkpoints" / "step-00000003" / ".metadata").read_bytes()))
     with suppress(Refused):
@@ -129,7 +129,7 @@ def test_reading(stage: Stage, untouched: None, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(120)
+@trials(60)
 def test_commands(stage: Stage, untouched: None, data: st.DataObject) -> None:
     stage.set()
     checkpoint = LocalFiles(stage.step)

@@ -60,7 +60,7 @@ def _changed_part(draw: st.DrawFn, part: list[bytes]) -> list[bytes]:
 
 
 @given(st.data())
-@trials(600)
+@trials(400)
 def test_repairs(tmp_path: Path, data: st.DataObject) -> None:
     history = data.draw(histories())
     lines = [json.dumps(record).encode() + b"\n" for record in history]
@@ -79,7 +79,9 @@ def test_repairs(tmp_path: Path, data: st.DataObject) -> None:
     assert found == sorted(set(found))
     assert found[-1] == step + 1
     assert all(number <= step for number in found[:-1])
-    kept, there = path.read_bytes().splitlines(keepends=True), content.splitlines(keepends=True)
+    kept = path.read_bytes().splitlines(keepends=True)
+    # Without damage before the position, what stands behind it is of steps that are done again.
+    there = (content if note else content[:position]).splitlines(keepends=True)
     lost = [line for line, record in zip(lines, history, strict=True)
             if record["kind"] == "train" and record["step"] <= step and line in there and line not in kept]  # fmt: skip
     others = {
@@ -89,7 +91,7 @@ def test_repairs(tmp_path: Path, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(30)
+@trials(15)
 def test_resumes(stage: Stage, data: st.DataObject) -> None:
     path = stage.set() / "metrics.jsonl"
     path.write_bytes(data.draw(damaged_lines(path.read_bytes().splitlines(keepends=True))))

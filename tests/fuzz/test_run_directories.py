@@ -56,7 +56,7 @@ def _change(data: st.DataObject, run: Path) -> None:
 
 
 @given(st.data())
-@trials(200)
+@trials(80)
 def test_commands(stage: Stage, data: st.DataObject) -> None:
     run = stage.set()
     for _ in range(data.draw(st.integers(1, 2))):
@@ -67,7 +67,7 @@ def test_commands(stage: Stage, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(200)
+@trials(150)
 def test_timelines(stage: Stage, data: st.DataObject) -> None:
     """What `fsdp2.memory` reads of a run: gzipped JSON."""
     packed = next(stage.finished.glob("*timeline.json.gz")).read_bytes()

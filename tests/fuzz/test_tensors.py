@@ -7,6 +7,7 @@ import zipfile
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from tests.fuzz.common import trials
 from tests.fuzz.damage import PICKLES, WORDS, damaged
 from tests.fuzz.runs import Stage
 from tests.hostile.common import vouch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Duplicate name")
 
 OF_THE_MODEL = ["show the model", "export the model", "infer", "init from", "verify", "diff"]
 OF_SHARDS = ["verify", "verify one", "show", "diff", "export", "import", "infer sharded", "resume", "resume elsewhere"]
@@ -82,15 +85,12 @@ def _changed_tensor(draw: st.DrawFn, tensor: torch.Tensor) -> Any:
 def changed_state(draw: st.DrawFn, state: dict[str, Any]) -> Any:
     """A full model's file with other tensors, names, or around it."""
     state = dict(state)
-    for _ in range(draw(st.integers(1, 2))):
-        name = draw(st.sampled_from(sorted(state)))
+    for name in draw(st.lists(st.sampled_from(sorted(state)), min_size=1, max_size=2, unique=True)):
         tensor = state.pop(name)
         if draw(st.integers(0, 3)):
             state[name] = _changed_tensor(draw, tensor)
         else:
             state[draw(st.sampled_from(["x", "module." + name, *WORDS]))] = tensor
-        if name not in state or not isinstance(state[name], torch.Tensor) or state[name].is_sparse:
-            break
     return draw(st.sampled_from([state, state, {"model": state}, {"app": {"model": state}, "epoch": 1}, [state]]))
 
 
@@ -110,7 +110,7 @@ def test_reading(stage: Stage, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(100)
+@trials(50)
 def test_the_full_model(stage: Stage, data: st.DataObject) -> None:
     run = stage.set()
     file = run / "full_model" / "full-model.pt"
@@ -124,7 +124,7 @@ def test_the_full_model(stage: Stage, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(80)
+@trials(40)
 def test_shards(stage: Stage, data: st.DataObject) -> None:
     stage.set()
     file = stage.step / data.draw(st.sampled_from(["__0_0.distcp", "__1_0.distcp"]))
