@@ -40,7 +40,8 @@ class WriterLock:
         try:
             LocalFiles(folder).mkdir("")
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+            self._file = os.open(self._path, how, 0o644)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise ConfigError(f"{flag} {folder}: its {name} is no plain file; remove it or choose another folder")
             self._lock(flag)

@@ -49,19 +49,18 @@ class RunDir:
     def require_plain(self) -> None:
         """Raise ConfigError if something else is where a file or folder of the run belongs.
 
-        A FIFO would be waited for without end, and a link that leads nowhere would be written through.
+        A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
         """
-        for path, is_right, what in (
-            (self.config, Path.is_file, "file"),
-            (self.metrics, Path.is_file, "file"),
-            (self.path / "checkpoints", Path.is_dir, "folder"),
-            (self.full_model.parent, Path.is_dir, "folder"),
-            (self.path / "tensorboard", Path.is_dir, "folder"),
-        ):
-            if os.path.lexists(path) and not is_right(path):
-                raise ConfigError(
-                    f"--run-dir {self.place}: {path} is no {what}; move it away or choose another run directory"
-                )
+        full = self.full_model.parent
+        folders = [self.path / "checkpoints", full, self.path / "tensorboard"]
+        files = [self.config, self.metrics, self.full_model, full / "full-optimizer.pt", full / MARKER]
+        files += [path.with_name(f"{path.name}.tmp") for path in files]
+        wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
+        wrong += [(path, "plain file") for path in files if os.path.lexists(path) and not _is_plain(path)]
+        for path, what in wrong:
+            raise ConfigError(
+                f"--run-dir {self.place}: {path} is no {what}; move it away or choose another run directory"
+            )
 
     def upload_metrics(self, position: int) -> None:
         """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
@@ -134,6 +133,10 @@ class RunDir:
             for path in (self.metrics, self.config):
                 if self.files.size(path.name) is not None:
                     path.write_bytes(self.files.read(path.name))
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _local_folder(url: str) -> Path:

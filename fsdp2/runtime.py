@@ -25,6 +25,7 @@ from fsdp2 import STARTED_BY
 from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.checkpoint.source import refusal
 from fsdp2.options import ConfigError
 
 T = TypeVar("T")
@@ -235,7 +236,7 @@ def exit_status() -> Iterator[None]:
     except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
         status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
         if world().rank == 0 or not _ended_by_launcher():
-            print(f"fsdp2: {kind}: {error}", file=sys.stderr, flush=True)
+            print(f"fsdp2: {kind}: {refusal(str(error))}", file=sys.stderr, flush=True)
         sys.exit(status)
     except OSError as error:
         found = explained(error, error.filename or os.curdir)

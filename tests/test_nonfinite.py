@@ -92,15 +92,15 @@ def test_the_last_finite_checkpoint_is_never_retired(train: Train, tmp_path: Pat
 
 def test_retention_reads_old_markers_and_passes_over_damaged_ones(tmp_path: Path) -> None:
     store = _store(tmp_path)
+    files = {".metadata": {"size": 0, HASH: ""}}
     for step, finite in ((1, None), (2, None), (3, False), (4, False), (5, False)):
         store.begin(step)
-        files = {".metadata": {"size": 0, HASH: ""}}
         store.commit(step, files, {} if finite is None else {"finite": finite})
     (tmp_path / "checkpoints" / "step-00000004" / "COMMIT.json").write_text("{}")
     assert store.retain(1) == [1, 3, 4]
     assert store.newest_finite(store.committed()) == 2
     assert not says_finite({"finite": "yes"})
-    write_marker(store.checkpoint(5), {"step": 5, "files": {}, "finite": True})
+    write_marker(store.checkpoint(5), {"step": 5, "files": files, "finite": True})
     assert store.retain(1) == [2]
 
 

@@ -151,6 +151,11 @@ def _what_is_at(path: Path) -> NotAFile | None:
     return None if kind is None else NotAFile(f"{path} is {kind} and no file")
 
 
+def _plainly(path: str, flags: int) -> int:
+    """Open what is a file, for writing: a link is not followed, and a pipe's reader not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
 class LocalFiles:
     """Files of a folder on a local or shared file system."""
 
@@ -184,7 +189,7 @@ class LocalFiles:
         return os.fdopen(descriptor, "rb")
 
     def write(self, name: str, content: bytes) -> None:
-        with open(self._path(name), "wb") as file:
+        with open(self._path(name), "wb", opener=_plainly) as file:
             file.write(content)
 
     def read(self, name: str) -> bytes:

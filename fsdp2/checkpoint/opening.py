@@ -17,12 +17,12 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.pt_file import open_pt
 from fsdp2.checkpoint.safetensors_files import INDEX, open_safetensors, read_index
 from fsdp2.checkpoint.source import Refused, Source, local_copy
-from fsdp2.checkpoint.store import MARKER, METADATA, Store, read_marker, verify
+from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
 
 KINDS = ("pt", "safetensors", "dcp")
 
 # A run's checkpoint, also one that a run which went back has set aside.
-CHECKPOINT_NAME = re.compile(r"(superseded-\d+-)?step-(\d{8,})")
+CHECKPOINT_NAME = re.compile(rf"(superseded-[0-9]+-)?{STEP}")
 
 
 def files_at(place: str) -> Files:

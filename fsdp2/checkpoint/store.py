@@ -27,9 +27,10 @@ METADATA = ".metadata"  # DCP's, of what is in the other files
 # As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/log.md).
 # `b3sum` computes it too.
 HASH, new_hash = "blake3", blake3
-_STEP = re.compile(r"step-(\d{8,})")
+STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"  # as `Store.name` writes it: no other name is a checkpoint's
+_STEP = re.compile(STEP)
 _LARGEST_MARKER = 64 << 20  # a line of 200 bytes for each of 300,000 shards
-_SET_ASIDE = re.compile(r"^superseded-\d+-")
+_SET_ASIDE = re.compile(r"^superseded-[0-9]+-")
 
 
 class DamagedCheckpoint(RuntimeError):

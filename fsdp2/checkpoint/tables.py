@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2.checkpoint.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
 from fsdp2.checkpoint.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
-from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable
+from fsdp2.checkpoint.source import Refused, Source, comparable, part_of, printable, refusal
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.units import size as size_in_words
 
@@ -111,7 +111,7 @@ def _verify_one(files: Files) -> int:
         weights = _Weights()
         tensors, values = _read_all(files, listed, weights)
     except (DamagedCheckpoint, Refused, FileNotFoundError) as error:
-        print(f"bad: {printable(str(error))}", file=sys.stderr)
+        print(f"bad: {refusal(str(error))}", file=sys.stderr)
         return 1
     size = size_in_words(sum(file["size"] for file in listed.values()))
     line = f"ok: {files}: {len(listed)} files, {size}; {tensors} tensors and {values} plain values can be read"

@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             checked(flag, value, location)
     files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
-    for line in summary(lines).splitlines():
-        print(printable(line))
+    print("\n".join(map(printable, summary(lines).splitlines())))
     if options.no_pages:
         return []
     require("plotly", "plots", "the pages")

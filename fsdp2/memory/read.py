@@ -11,7 +11,7 @@ from fsdp2.recording.timeline import Timeline, file_name, load
 
 def read_timelines(files: Files, place: str) -> list[Timeline]:
     """The timelines of a run in the order of ranks. Raises ConfigError if there are none, or one is damaged."""
-    pattern = re.compile(re.escape(file_name(0)).replace("rank0", r"rank(\d+)"))
+    pattern = re.compile(re.escape(file_name(0)).replace("rank0", r"rank([0-9]+)"))
     try:
         names = files.list("")
     except OSError as error:
@@ -23,7 +23,7 @@ def read_timelines(files: Files, place: str) -> list[Timeline]:
     for _, name in found:
         try:
             lines.append(load(files.read(name)))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{place}/{name}: {error}; train again with --memory-snapshot") from None
     return lines
 

@@ -1,0 +1,80 @@
+"""A run's folder that somebody else made: nothing is written through a link, waited for, or taken for a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.checkpoint.__main__ import main
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.source import LONGEST_REFUSAL
+from fsdp2.checkpoint.store import Store
+from fsdp2.config import Config
+from fsdp2.memory.__main__ import main as memory
+from fsdp2.options import ConfigError
+from fsdp2.preflight import preflight
+from fsdp2.runtime import World
+from tests.hostile.common import checkpoint_of, vouch
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+NAMES = ["config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "full_model/COMMIT.json", ".lock"]
+NAMES += ["full_model/full-model.pt", "full_model/full-model.pt.tmp", "full_model/full-optimizer.pt"]
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to(path.parents[path.parent.name == "full_model"].parent / "theirs"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_of_the_run_is_neither_written_nor_waited_for(run: Path, name: str, kind: str) -> None:
+    theirs = run.parent / "theirs"
+    theirs.write_text("theirs")
+    (run / name).unlink(missing_ok=True)
+    KINDS[kind](run / name)
+    with pytest.raises(ConfigError, match=r"is no plain file|can't be written") as caught:
+        preflight(Config(run_dir=str(run), model_size="tiny", max_steps=2), World(0, 2, 0, 2))
+    assert str(run) in str(caught.value)
+    assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_file_is_written_into_a_file_alone(tmp_path: Path, kind: str) -> None:
+    theirs, place = tmp_path / "theirs", tmp_path / "run" / "name"
+    theirs.write_text("theirs")
+    place.parent.mkdir()
+    KINDS[kind](place)
+    with pytest.raises(OSError, match=r"name'"):
+        LocalFiles(place.parent).write("name", b"ours")
+    assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["step-000000001", "step-٠٠٠٠٠٠٠١", "superseded-١-step-00000001", "step-0000000¹"])
+def test_a_name_that_no_save_gives_is_no_checkpoint(run: Path, name: str) -> None:
+    store = Store(LocalFiles(run / "checkpoints"))
+    checkpoint_of(run).root.rename(run / "checkpoints" / name)
+    assert store.committed() == []
+    assert store.remove_dead() == []
+    assert store.set_aside(-1) == []
+    assert main(["list", str(run)]) == 2
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [name]
+
+
+def test_a_timeline_that_is_none_is_refused(run: Path) -> None:
+    os.mkfifo(run / "rank0_memory_timeline.json.gz")
+    with pytest.raises(ConfigError, match="is a pipe and no file"):
+        memory([str(run)])
+
+
+def test_what_verify_says_of_damage_has_a_bound(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = checkpoint_of(run).root / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    vouch(checkpoint_of(run))
+    assert main(["verify", str(run)]) == 1
+    assert len(capsys.readouterr().err) < LONGEST_REFUSAL + 50
