@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             checked(flag, value, location)
     files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
-    for line in summary(lines).splitlines():
-        print(printable(line))
+    for text in summary(lines).splitlines():
+        print(printable(text))
     if options.no_pages:
         return []
     require("plotly", "plots", "the pages")
