@@ -21,7 +21,7 @@ class Unreachable(OSError):
 
 
 class NotAFile(OSError):
-    """Something else is where a file, or a checkpoint's folder, belongs: a folder, a device, a link to nothing."""
+    """Something else is where a file, or a checkpoint's folder, belongs: a folder, a device, what no memory holds."""
 
 
 class NotTheWriter(RuntimeError):
@@ -193,8 +193,11 @@ class LocalFiles:
             file.write(content)
 
     def read(self, name: str) -> bytes:
-        with self.open(name) as file:
-            return file.read()
+        try:
+            with self.open(name) as file:
+                return file.read()
+        except MemoryError:
+            raise NotAFile(f"{self._path(name)} is larger than the memory that is free") from None
 
     def size(self, name: str) -> int | None:
         path = self._path(name)

@@ -40,10 +40,11 @@ class SafeReader(dcp.FileSystemReader):
         """Raises FileNotFoundError if there is none."""
         if self._metadata is None:
             try:
-                with self.fs.create_stream(METADATA, "rb") as file:
-                    self._metadata = load_metadata(file.read())
+                self._metadata = load_metadata(self.files.read(METADATA))
             except (Refused, ValueError) as error:
                 raise DamagedCheckpoint(f"{self.files}: {METADATA} can't be used: it {error}") from None
+            except NotAFile as error:
+                raise DamagedCheckpoint(str(error)) from None
             read = {METADATA} | {info.relative_path for info in self._metadata.storage_data.values()}
             if self.listed is not None and (unlisted := sorted(name for name in read if name not in self.listed)):
                 raise DamagedCheckpoint(f"{self.files}: {unlisted[0]} is read and not listed in {MARKER}")

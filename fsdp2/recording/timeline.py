@@ -131,12 +131,12 @@ def _unpacked(data: bytes) -> bytes:
     return content
 
 
-def _row(values: Sequence[Any], *kinds: type) -> Sequence[Any]:
+def _row(values: Sequence[Any], *kinds: type[Any]) -> Sequence[Any]:
     """Values of these types, with numbers that a machine has. Raises TypeError."""
     for value, kind in zip(values, kinds, strict=True):
         if not (type(value) is kind or (kind is float and type(value) is int)):
             raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
-        if isinstance(value, (int, float)) and not 0 <= value < 1 << 63:
+        if not isinstance(value, str) and not 0 <= value < 1 << 63:
             raise TypeError("a number that nothing has measured")
     return values
 

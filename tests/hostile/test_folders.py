@@ -18,6 +18,7 @@ from fsdp2.memory.__main__ import main as memory
 from fsdp2.options import ConfigError
 from fsdp2.preflight import preflight
 from fsdp2.runtime import World
+from tests.fuzz.runs import limits
 from tests.hostile.common import checkpoint_of, vouch
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -70,6 +71,17 @@ def test_a_timeline_that_is_none_is_refused(run: Path) -> None:
     os.mkfifo(run / "rank0_memory_timeline.json.gz")
     with pytest.raises(ConfigError, match="is a pipe and no file"):
         memory([str(run)])
+
+
+def test_a_file_larger_than_the_memory_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (checkpoint_of(run).root / ".metadata", run / "rank0_memory_timeline.json.gz"):
+        path.touch()
+        os.truncate(path, 1 << 32)
+    with limits():
+        assert main(["show", str(run)]) == 2
+        with pytest.raises(ConfigError, match="is larger than the memory that is free"):
+            memory([str(run)])
+    assert ".metadata is larger than the memory that is free" in capsys.readouterr().err
 
 
 def test_what_verify_says_of_damage_has_a_bound(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
