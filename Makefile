@@ -219,7 +219,7 @@ test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; buil
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 	$(BIN)/tox run -e oldest -- $(ARGS)
 
-chaos: $(VENV)/.tools  ## kill real runs at 500 moments, resume each, compare bit for bit (half an hour)
+chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(BIN)/tox run -e chaos -- $(ARGS)
 
 FUZZ_MINUTES ?= 60
