@@ -126,11 +126,17 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     else:
         # Alone: a store in memory, so that no port is opened.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    try:
+        yield
+    except BaseException:
+        # After an error other ranks may be dead, and waiting for them would hang. Without others there is nobody to
+        # wait for, and who called this, a notebook perhaps, may want to begin again.
+        if world.world_size == 1:
+            dist.destroy_process_group()
+        raise
     # A thread of gloo's gives back what the last collective held and needs the interpreter's lock for it. If it comes
     # so late that the interpreter is ending, the process aborts (pytorch 190489): asleep, this one leaves it the lock.
     time.sleep(0.1)
-    # Not in a `finally`: after an error other ranks may be dead, and waiting for them would hang.
     dist.destroy_process_group()
 
 

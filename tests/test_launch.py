@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from fsdp2 import runtime
 from tests.harness import python_environment
 
 ROOT = Path(__file__).parent.parent
@@ -240,3 +243,11 @@ def test_make_without_a_run_says_so(tmp_path: Path) -> None:
     status, out, _ = make("infer", cwd=tmp_path)
     assert status != 0
     assert "there is no run yet: make train" in out
+
+
+def test_a_process_alone_may_begin_again_after_an_error() -> None:
+    world = runtime.World(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the run"), runtime.process_group(world, torch.device("cpu")):
+            raise ValueError("in the run")
+    assert not dist.is_initialized()

@@ -88,5 +88,5 @@ def test_sizes_are_written() -> None:
         "999 B",
         "1.0 kB",
         "8.1 MB",
-        "5000.0 GB",
+        "5.0 TB",
     ]
