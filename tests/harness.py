@@ -69,8 +69,8 @@ def _serve(pipe: Connection, output: str) -> None:
                 timeout=timedelta(seconds=TIMEOUT),
             )
             result = function(*arguments)
-            # A thread of gloo's needs the interpreter's lock to give back what the last collective held. Taking down the
-            # group, torch 2.11 waits for that thread with the lock held: asleep, this one lends it before.
+            # A thread of gloo's needs the interpreter's lock to give back what the last collective held. Taking down
+            # the group, torch 2.11 waits for that thread with the lock held: asleep, this one lends it before.
             time.sleep(0.01)
             dist.destroy_process_group()
             # A group in a cycle would be taken down at any allocation of a later run, in the midst of a collective.
