@@ -20,6 +20,8 @@ from fsdp2.options import ConfigError
 # A network file system may show other nodes an older state of a folder for as long; NFS does for up to 60 s.
 SECONDS_TO_BE_SEEN = 90.0
 _SECONDS_IN_SILENCE = 10.0
+# What a folder that was removed or moved answers with; the last is NFS's word for it.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class LostRunDir(NotTheWriter):
@@ -82,10 +84,8 @@ class WriterLock:
             mine = os.path.samestat(there, os.fstat(self._folder)) and os.path.samestat(lock, os.fstat(self._file))
             if mine and self._path.read_bytes() == self.token.encode():
                 return None
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # it has gone; where, its descriptor knows
         except OSError as error:
-            if error.errno != errno.ESTALE:  # which is NFS's word for the same
+            if error.errno not in _GONE:
                 return f"can't be looked at any more ({error.strerror})", self.folder
         return self._where()
 

@@ -65,9 +65,9 @@ def parse_archive(content: memoryview, *, objects: bool = False) -> Any:
     """The same of bytes, which the tensors stay in. Raises Refused."""
     try:
         archive = _Archive(content, objects)
-    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, LookupError, OSError) as error:
-        if isinstance(error, Refused):
-            raise
+    except Refused:
+        raise
+    except (zipfile.BadZipFile, struct.error, RuntimeError, ValueError, LookupError, OSError):
         raise Refused(
             "is no whole archive of torch.save: it is damaged, or of a torch before 1.6, and then has to be saved again"
         ) from None
