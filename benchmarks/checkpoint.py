@@ -24,9 +24,10 @@ from checkpoint_sides import Job, Save, Side, sides
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp2 import runtime
 from fsdp2.checkpoint.state import AppState, RandomState
-from fsdp2.options import ConfigError, Parser
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser
+from fsdp2.run import runtime
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoint-benchmark.md"
 WIDTH = 2048  # of a block: a Linear of WIDTH x WIDTH

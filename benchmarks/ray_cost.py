@@ -22,7 +22,7 @@ from pathlib import Path
 from tables import machine, spread
 
 from fsdp2.compare.report import markdown_table
-from fsdp2.options import Parser
+from fsdp2.options.parser import Parser
 from launchers.parity import command
 
 PAGE = Path(__file__).parent.parent / "docs" / "ray-benchmark.md"

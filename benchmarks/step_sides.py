@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
-from fsdp2.metrics import MetricsFile, StepLog
 from fsdp2.models.initial import reset_parameters
-from fsdp2.runtime import World
-from fsdp2.strategies import ZERO
+from fsdp2.options.strategies import ZERO
+from fsdp2.report.metrics import MetricsFile, StepLog
+from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
 
 

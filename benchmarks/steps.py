@@ -24,10 +24,12 @@ import torch.distributed as dist
 from step_page import page
 from step_sides import SIDES, Job, NotHere, Side
 
-from fsdp2 import data, models, runtime
+from fsdp2 import data, models
 from fsdp2.data.loader import Batch, Batches
-from fsdp2.options import ConfigError, Parser
-from fsdp2.recording.ledger import Ledger
+from fsdp2.memory.ledger import Ledger
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser
+from fsdp2.run import runtime
 
 PAGE = Path(__file__).parent.parent / "docs" / "step-benchmark.md"
 CHECKED_STEPS = 3

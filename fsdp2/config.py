@@ -2,7 +2,7 @@
 
 One frozen dataclass. `python -m fsdp2.train`'s parser is made from it, a `--config` file holds the same
 names, and a program builds `Config(...)` directly; all three are checked here, at construction. What
-needs the machine or the file system (world size, run directory, data) is checked in `preflight.py`.
+needs the machine or the file system (world size, run directory, data) is checked in `run/preflight.py`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp2 import data, models
-from fsdp2.options import (
-    ConfigError,
+from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.strategies import STRATEGIES, check_strategy
+from fsdp2.options.values import (
     check_values,
     is_step,
     location,
-    make_parser,
     number,
     one_of,
     option,
     optional_switch,
     or_off,
     patterns,
-    read_values,
-    shown,
     switch,
     text,
-    unknown,
     whole,
 )
 from fsdp2.parallel.optimizer import FUSED
-from fsdp2.strategies import STRATEGIES, check_strategy
 from fsdp2.units import byte_count
 
 OPTIMIZERS = ("adam", "adamw", "adadelta", "sgd")

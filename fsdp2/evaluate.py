@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.data.splits import Images, Windows
-from fsdp2.runtime import World
+from fsdp2.run.runtime import World
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import models, runtime
+from fsdp2 import models
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.full_dtensor import differences, read_full
 from fsdp2.checkpoint.full_model import verdict, vouched_step
@@ -25,20 +25,23 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.save import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
-from fsdp2.console import short
 from fsdp2.data.loader import Batch
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
-from fsdp2.finite import require_finite
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
-from fsdp2.options import ConfigError, Parser, checked, files_at, location
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser, files_at
+from fsdp2.options.strategies import ZERO
+from fsdp2.options.values import checked, location
 from fsdp2.parallel.precision import DTYPES, autocast
 from fsdp2.parallelize import parallelize
-from fsdp2.preflight import check_data, checkpoint_at
-from fsdp2.rundir import RunDir, read_config
-from fsdp2.runtime import World
-from fsdp2.strategies import ZERO
+from fsdp2.report.console import short
+from fsdp2.run import runtime
+from fsdp2.run.finite import require_finite
+from fsdp2.run.preflight import check_data, checkpoint_at
+from fsdp2.run.rundir import RunDir, read_config
+from fsdp2.run.runtime import World
 from fsdp2.train import load_data
 
 SAMPLES = 10

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import settings
+from fsdp2.options.deepspeed_settings import settings
+from fsdp2.options.strategies import ZERO
 from fsdp2.parallel import ddp, fsdp1, fsdp2, precision, zero
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.engine import Engine
@@ -27,7 +28,6 @@ from fsdp2.parallel.none import NoneEngine
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.prefetch import prefetch_backward, prefetch_forward
 from fsdp2.parallel.zero_state import Shadow
-from fsdp2.strategies import ZERO
 
 
 def parallelize(

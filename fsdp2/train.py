@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
-from fsdp2 import data, header, models, runtime
+from fsdp2 import data, models
 from fsdp2.checkpoint import full_dcp, full_dtensor
 from fsdp2.checkpoint.save import save_full
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
@@ -27,20 +27,22 @@ from fsdp2.config import Config, parse
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.evaluate import evaluate
-from fsdp2.finite import require_finite
-from fsdp2.metrics import OnEvent, StepLog
+from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
-from fsdp2.observing import observed
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
-from fsdp2.preflight import check_device, preflight
-from fsdp2.reports import Reports
-from fsdp2.rundir import RunDir, checkpoint_info, write_config
-from fsdp2.runtime import World
-from fsdp2.saving import Saving, resume
-from fsdp2.signals import LAUNCHER_GONE, StopSignals
+from fsdp2.report import header
+from fsdp2.report.metrics import OnEvent, StepLog
+from fsdp2.report.reports import Reports
+from fsdp2.run import runtime
+from fsdp2.run.finite import require_finite
+from fsdp2.run.preflight import check_device, preflight
+from fsdp2.run.rundir import RunDir, checkpoint_info, write_config
+from fsdp2.run.runtime import World
+from fsdp2.run.saving import Saving, resume
+from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 
 
 def main(

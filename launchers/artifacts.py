@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp2.checkpoint.files import Files, NotAFile
-from fsdp2.console import short
+from fsdp2.report.console import short
 from fsdp2.units import size
 
 

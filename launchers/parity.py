@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from fsdp2 import records, runtime
-from fsdp2.console import short
-from fsdp2.options import ConfigError, to_flags
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
+from fsdp2.report import records
+from fsdp2.report.console import short
+from fsdp2.run import runtime
 from launchers.ray_options import parse
 
 COLUMN = 22

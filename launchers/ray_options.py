@@ -11,19 +11,9 @@ from typing import Any, NamedTuple
 
 from fsdp2.config import Config
 from fsdp2.config import parser as train_parser
-from fsdp2.options import (
-    ConfigError,
-    add_options,
-    check_values,
-    location,
-    number,
-    one_of,
-    option,
-    read_values,
-    shown,
-    text,
-    whole,
-)
+from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.parser import add_options, read_values
+from fsdp2.options.values import check_values, location, number, one_of, option, text, whole
 
 
 class Workers(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError, flag_of, shown
+from fsdp2.options.errors import ConfigError, flag_of, shown
 
 # Ray Tune's names, which users know, and how many arguments they take.
 WAYS = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "choice": None, "grid": None}

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp2 import runtime
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
-from fsdp2.preflight import check_world, preflight
-from fsdp2.rundir import RunDir
-from fsdp2.runtime import World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import runtime
+from fsdp2.run.preflight import check_world, preflight
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import World
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet
 from launchers.ray_options import RayOptions, parse, place, same_global_batch

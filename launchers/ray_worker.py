@@ -9,9 +9,9 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from fsdp2 import runtime
 from fsdp2.config import Config
-from fsdp2.rundir import RunDir
+from fsdp2.run import runtime
+from fsdp2.run.rundir import RunDir
 from fsdp2.train import main
 from launchers.ray_console import quiet
 

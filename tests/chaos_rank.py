@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 import fsdp2.models.cnn
 import fsdp2.train
-from fsdp2 import runtime
 from fsdp2.checkpoint import staging
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.config import parse
+from fsdp2.run import runtime
 
 # A peer that has lost its partner must end by itself; this long only if it hangs, which is a failure.
 PATIENCE = 60.0

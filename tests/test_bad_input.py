@@ -17,12 +17,13 @@ from fsdp2.checkpoint import __main__ as checkpoint
 from fsdp2.compare.__main__ import _parse as parse_comparison
 from fsdp2.compare.variants import rows
 from fsdp2.config import Config, parse
-from fsdp2.deepspeed_settings import settings
 from fsdp2.memory.__main__ import main as show_memory
 from fsdp2.migrate.__main__ import main as migrate
-from fsdp2.options import ConfigError, to_flags
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World
+from fsdp2.options.deepspeed_settings import settings
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from launchers.ray_options import parse as parse_ray
 from launchers.ray_options import place
 from launchers.ray_search import example_config, parse_search

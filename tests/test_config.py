@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import preflight as preflight_module
-from fsdp2 import runtime
 from fsdp2.config import Config, parse
-from fsdp2.options import ConfigError, to_flags
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
+from fsdp2.run import preflight as preflight_module
+from fsdp2.run import runtime
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 
 TWO = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
 FOUR = World(rank=0, world_size=4, local_rank=0, local_world_size=4)

@@ -228,7 +228,7 @@ def _download_counts(cache: str) -> int:
     import time
     from types import SimpleNamespace
 
-    from fsdp2 import runtime
+    from fsdp2.run import runtime
 
     done: list[str] = []
 

@@ -25,9 +25,9 @@ from fsdp2.checkpoint.save import SaveFailed, save, save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
-from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World, exit_status
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World, exit_status
 from fsdp2.train import main
 from tests.harness import Ranks, losses, make_engine, of_kind, small
 

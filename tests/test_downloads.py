@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2 import data, runtime
+from fsdp2 import data
 from fsdp2.config import parse
 from fsdp2.data import torchvision_sets
-from fsdp2.options import ConfigError
-from fsdp2.runtime import RunStopped, World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import runtime
+from fsdp2.run.runtime import RunStopped, World
 from fsdp2.train import main
 from tests.harness import Ranks, small
 

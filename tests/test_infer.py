@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import infer
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from tests.harness import Ranks, flip_a_bit, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -116,8 +116,9 @@ def test_weights_that_are_no_numbers_are_called_so(train: Train, ranks: Ranks, t
 
 def _shards_only(run: Path) -> float:
     """The largest share of a parameter that a rank holds when the weights are loaded."""
-    from fsdp2 import models, runtime
-    from fsdp2.rundir import RunDir, read_config
+    from fsdp2 import models
+    from fsdp2.run import runtime
+    from fsdp2.run.rundir import RunDir, read_config
 
     found = {}
     real = infer.parallelize

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2 import runtime
+from fsdp2.run import runtime
 from tests.harness import python_environment
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +140,7 @@ def test_a_wrong_flag_under_python_exits_with_two(tmp_path: Path) -> None:
 FAILING = textwrap.dedent("""
     import sys
     import torch.distributed as dist
-    from fsdp2 import runtime
+    from fsdp2.run import runtime
     from fsdp2.config import parse
     from fsdp2.train import main
 

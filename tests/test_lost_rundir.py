@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2 import runtime
 from fsdp2.checkpoint.files import LocalFiles, NotTheWriter
 from fsdp2.checkpoint.save import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
-from fsdp2.lock import LostRunDir, SwapFiles, WriterLock
-from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
-from fsdp2.runtime import RunStopped, World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import runtime
+from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import RunStopped, World
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 

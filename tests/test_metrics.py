@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import records
-from fsdp2.metrics import MetricsFile, StepLog
+from fsdp2.report import records
+from fsdp2.report.metrics import MetricsFile, StepLog
 
 
 def _refuse(constant: str) -> None:

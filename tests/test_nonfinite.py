@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2 import models, runtime
+from fsdp2 import models
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import HASH, Store, read_marker, says_finite, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
-from fsdp2.runtime import RunStopped
+from fsdp2.run import runtime
+from fsdp2.run.runtime import RunStopped
 from fsdp2.train import main, train_step
 from tests.harness import Ranks, losses, make_engine, of_kind, same, small
 from tests.test_resume import metrics_of

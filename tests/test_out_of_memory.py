@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.out_of_memory import remedies, report
-from fsdp2.recording.ledger import Allocation
+from fsdp2.memory.ledger import Allocation
+from fsdp2.memory.out_of_memory import remedies, report
 from fsdp2.units import byte_count, size
 
 BLOCKS = ["layers.0", "layers.1"]

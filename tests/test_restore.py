@@ -16,7 +16,7 @@ from fsdp2.checkpoint.save import restore, save
 from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config, parse
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main

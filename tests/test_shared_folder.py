@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fsdp2 import job
-from fsdp2 import lock as lock_module
 from fsdp2.config import parse
-from fsdp2.lock import WriterLock
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import job
+from fsdp2.run import lock as lock_module
+from fsdp2.run.lock import WriterLock
 from fsdp2.train import main
 from tests.harness import Ranks, small
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.runtime import lost_peer
+from fsdp2.run.runtime import lost_peer
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 
 LINES = [line for line in (ROOT / "docs/checkpoints.md").read_text().splitlines() if line.startswith("| SIG")]

@@ -18,9 +18,9 @@ from fsdp2.checkpoint.planner import StrictLoadPlanner
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, main_in_ranks, of_kind, small
 

@@ -15,10 +15,10 @@ from fsdp2 import infer
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
-from fsdp2.deepspeed_settings import check_installed, settings
-from fsdp2.lock import SwapFiles
-from fsdp2.options import ConfigError
+from fsdp2.options.deepspeed_settings import check_installed, settings
+from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.run.lock import SwapFiles
 from tests.harness import Ranks, full_files, losses, of_kind, same
 
 needs_deepspeed = pytest.mark.skipif(
@@ -327,7 +327,7 @@ def test_what_zero_can_not_do_is_refused(values: dict[str, Any], part: str) -> N
 def test_what_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, part: str
 ) -> None:
-    from fsdp2 import deepspeed_settings
+    from fsdp2.options import deepspeed_settings
     from fsdp2.train import main
 
     found = importlib.util.find_spec("json")

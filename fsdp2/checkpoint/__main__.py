@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fsdp2.checkpoint.diff import diff
-from fsdp2.checkpoint.export import DTYPES, MAX_SHARD_SIZE, export
-from fsdp2.checkpoint.import_ import import_
-from fsdp2.checkpoint.opening import KINDS
-from fsdp2.checkpoint.source import Refused, is_name, printable, refusal
+from fsdp2.checkpoint.convert.diff import diff
+from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
+from fsdp2.checkpoint.convert.import_ import import_
+from fsdp2.checkpoint.convert.opening import KINDS
+from fsdp2.checkpoint.convert.show import list_checkpoints, show, verify_checkpoints
+from fsdp2.checkpoint.refusal import Refused, is_name, printable, refusal
 from fsdp2.checkpoint.store import DamagedCheckpoint
-from fsdp2.checkpoint.tables import list_checkpoints, show, verify_checkpoints
 from fsdp2.units import byte_count
 
 NEXT = {

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.pickles import Make, Unread, new_dict, require_small, unpickle
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 
 _HEADER = struct.Struct("<4s22xHH")  # of an entry: its name and extra field follow, then its bytes
 # The class that a file names for a tensor's memory. Newer dtypes come with UntypedStorage and a name of their own.

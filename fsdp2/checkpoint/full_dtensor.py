@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from fsdp2.checkpoint.archive import load_archive
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.spool import spool
 
 K = TypeVar("K")

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp2.checkpoint.files import inside
 from fsdp2.checkpoint.pickles import Make, Unread, new_dict, unpickle
-from fsdp2.checkpoint.source import Refused, TreePath
+from fsdp2.checkpoint.refusal import Refused
+
+TreePath = tuple[str | int, ...]  # where something is in a nested state dict: ("app", "model", "conv.weight")
 
 _MAX_DIMENSIONS = 64
 _MAX = 1 << 63

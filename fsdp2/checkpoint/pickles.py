@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 
 # No checkpoint nests deeper; code that walks a tree by recursion can rely on it.
 MAX_DEPTH = 100

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp2.checkpoint.archive import parse_archive
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 
 
 def misfit(saved: Any, target: Any) -> str | None:

@@ -18,7 +18,7 @@ from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.dcp_files import DcpFiles
 from fsdp2.checkpoint.files import Files, NotAFile
 from fsdp2.checkpoint.metadata import load_metadata
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint
 
 

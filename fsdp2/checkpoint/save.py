@@ -20,8 +20,8 @@ from fsdp2.checkpoint.dcp_files import HashingStream, ShardWriter
 from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import Files, LocalFiles, NotTheWriter
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
+from fsdp2.checkpoint.refusal import one_line
 from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.source import one_line
 from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
 from fsdp2.checkpoint.store import (
     MARKER,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.disk import disk_errors
-from fsdp2.checkpoint.source import raw_bytes
 
 K = TypeVar("K")
 
@@ -45,3 +44,8 @@ def spool(tensors: Mapping[K, Tensor], read: Callable[[K], Tensor], folder: Path
         else torch.empty(meta.shape, dtype=meta.dtype)
         for name, meta in tensors.items()
     }
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -29,7 +29,7 @@ class Part(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-class Source(Protocol):
+class StateHolder(Protocol):
     """Whose state has to be fetched before it is read: a strategy that keeps it in another form."""
 
     def gather_state(self) -> None: ...
@@ -52,7 +52,7 @@ class AppState(Stateful):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         parts: Mapping[str, Part],
-        source: Source | None = None,
+        source: StateHolder | None = None,
     ) -> None:
         self.model, self.optimizer, self.parts, self.source = model, optimizer, parts, source
 

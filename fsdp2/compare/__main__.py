@@ -17,27 +17,18 @@ from typing import Any
 
 import torch
 
-from fsdp2 import runtime
 from fsdp2.compare import report
 from fsdp2.compare.advice import advice
 from fsdp2.compare.measure import Measured, measure
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.config import Config
-from fsdp2.console import short
-from fsdp2.options import (
-    ConfigError,
-    checked,
-    flag_of,
-    location,
-    make_parser,
-    read_values,
-    require,
-    shown,
-    unknown,
-    whole,
-)
-from fsdp2.rundir import environment
-from fsdp2.strategies import STRATEGIES
+from fsdp2.options.errors import ConfigError, flag_of, require, shown, unknown
+from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.strategies import STRATEGIES
+from fsdp2.options.values import checked, location, whole
+from fsdp2.report.console import short
+from fsdp2.run import runtime
+from fsdp2.run.rundir import environment
 from fsdp2.units import byte_count
 
 # What a comparison decides itself.

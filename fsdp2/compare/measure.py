@@ -18,9 +18,9 @@ from fsdp2.compare.variants import Row
 from fsdp2.config import Config
 from fsdp2.memory.read import exchanges, last_steps, read_timelines
 from fsdp2.memory.series import Series, series
-from fsdp2.options import to_flags
-from fsdp2.records import read as read_records
-from fsdp2.rundir import RunDir
+from fsdp2.options.parser import to_flags
+from fsdp2.report.records import read as read_records
+from fsdp2.run.rundir import RunDir
 
 RECORDED_STEPS = 4
 SHOWN_STEPS = 2  # the pictures of memory over time

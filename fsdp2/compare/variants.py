@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError, shown, unknown
+from fsdp2.options.errors import ConfigError, shown, unknown
 
 # Most names are of https://docs.ray.io/en/latest/train/examples/pytorch/pytorch-fsdp/README.html; sizes of `wrap` are
 # those of https://docs.pytorch.org/tutorials/intermediate/FSDP1_tutorial.html.

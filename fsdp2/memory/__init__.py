@@ -1,1 +1,1 @@
-"""Where a run's memory went: reads what `fsdp2.recording` has written."""
+"""Where memory goes: recorded while a run trains, read and drawn afterwards."""

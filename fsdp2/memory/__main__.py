@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2 import runtime
-from fsdp2.checkpoint.source import printable
-from fsdp2.console import short
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.memory.read import exchanges, read_timelines
-from fsdp2.options import ConfigError, Parser, checked, files_at, location, require
-from fsdp2.recording.timeline import Timeline, file_name
+from fsdp2.memory.timeline import Timeline, file_name
+from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.parser import Parser, files_at
+from fsdp2.options.values import checked, location
+from fsdp2.report.console import short
+from fsdp2.run import runtime
 from fsdp2.units import size
 
 

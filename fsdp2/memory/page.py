@@ -6,9 +6,9 @@ from html import escape
 from typing import Any
 
 from fsdp2.memory.html import COLOURS, themed
+from fsdp2.memory.ledger import Allocation, Phase
 from fsdp2.memory.series import series
-from fsdp2.recording.ledger import Allocation, Phase
-from fsdp2.recording.timeline import Timeline
+from fsdp2.memory.timeline import Timeline
 from fsdp2.units import size
 
 PHASES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from fsdp2.checkpoint.files import Files
-from fsdp2.options import ConfigError
-from fsdp2.recording.timeline import Timeline, file_name, load
+from fsdp2.memory.timeline import Timeline, file_name, load
+from fsdp2.options.errors import ConfigError
 
 
 def read_timelines(files: Files, place: str) -> list[Timeline]:

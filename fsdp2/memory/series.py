@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.recording.ledger import KINDS
-from fsdp2.recording.timeline import Timeline
+from fsdp2.memory.ledger import KINDS
+from fsdp2.memory.timeline import Timeline
 
 
 @dataclass

@@ -11,12 +11,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fsdp2 import runtime
 from fsdp2.migrate.checkpoints import cli as checkpoints
 from fsdp2.migrate.code import cli as code
 from fsdp2.migrate.options import TABLE
 from fsdp2.migrate.page import listing, page
-from fsdp2.options import ConfigError, Parser
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser
+from fsdp2.run import runtime
 
 
 def run_options(given: argparse.Namespace) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp2.checkpoint.__main__ import main
+from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.opening import opened
 from fsdp2.checkpoint.safe_reader import SafeReader
 
 Cli = Callable[..., tuple[int, str, str]]

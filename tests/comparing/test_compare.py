@@ -15,7 +15,7 @@ from fsdp2.compare.measure import Measured, _reason
 from fsdp2.compare.picture import page, write_image, write_memory_image
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.memory.series import Series
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from tests.harness import SMALL
 from tests.recording.test_runs import CHROMIUM, in_browser
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
 
-from fsdp2.checkpoint.source import LONGEST_REFUSAL
+from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 
 T = TypeVar("T")
 # `python -m tests.fuzz` sets it: how many times the suite's examples, drawn at random.

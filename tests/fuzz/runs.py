@@ -20,8 +20,8 @@ from fsdp2.checkpoint.save import SaveFailed
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import parse
 from fsdp2.memory.__main__ import main as memory_of
-from fsdp2.options import ConfigError
-from fsdp2.runtime import RunStopped
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.runtime import RunStopped
 from fsdp2.train import main as train
 from tests.fuzz.common import one_line, refused
 from tests.harness import small

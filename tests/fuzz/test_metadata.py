@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.metadata import load_metadata
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.source import Refused
 from tests.fuzz.common import trials
 from tests.fuzz.damage import LARGE, PICKLES, WORDS, damaged
 from tests.fuzz.runs import Stage

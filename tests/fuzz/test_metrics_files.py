@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2 import records
-from fsdp2.metrics import MetricsFile
+from fsdp2.report import records
+from fsdp2.report.metrics import MetricsFile
 from tests.fuzz.common import one_line, trials
 from tests.fuzz.damage import VALUES, changed, damaged
 from tests.fuzz.runs import Stage

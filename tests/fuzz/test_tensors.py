@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER
 from tests.fuzz.common import trials
 from tests.fuzz.damage import PICKLES, WORDS, damaged

@@ -16,9 +16,9 @@ from fsdp2.checkpoint.files import LocalFiles, NotAFile
 from fsdp2.checkpoint.store import HASH, MARKER, Store, _marker_bytes, read_marker
 from fsdp2.config import Config
 from fsdp2.infer import main as infer
-from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from tests.commands.common import Cli, flip
 from tests.commands.conftest import cli as cli
 from tests.hostile.common import checkpoint_of

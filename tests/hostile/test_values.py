@@ -17,7 +17,7 @@ import torch
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.pickles import Unread, unpickle
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 from tests.harness import Ranks
 from tests.hostile.common import change_values, checkpoint_of, resume
 

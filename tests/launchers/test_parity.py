@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from launchers.parity import compare, main, train
 
 LOSSES = {1: 2.3, 2: 2.25, 3: 2.125}

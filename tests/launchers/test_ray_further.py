@@ -12,8 +12,8 @@ import pytest
 
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
-from fsdp2.options import ConfigError
-from fsdp2.rundir import RunDir
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.rundir import RunDir
 from launchers import ray_train, ray_tune
 from tests.harness import SMALL, full_files, losses, of_kind, same
 from tests.launchers.test_ray_train import goes_on_after_a_kill

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from launchers import ray_train
 from launchers.ray_options import Workers, parse, place, same_global_batch
 

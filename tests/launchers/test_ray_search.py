@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from launchers.ray_options import RayOptions, parse
 from launchers.ray_search import Choice, example_config, parse_search
 from launchers.ray_tune import command

@@ -13,10 +13,10 @@ import pytest
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
-from fsdp2.lock import WriterLock
-from fsdp2.options import ConfigError
-from fsdp2.recording.timeline import file_name
-from fsdp2.runtime import RunStopped
+from fsdp2.memory.timeline import file_name
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.lock import WriterLock
+from fsdp2.run.runtime import RunStopped
 from launchers import ray_train
 from tests.harness import full_files, losses, of_kind, same
 from tests.launchers.through_ray import kill_at, losses_in, through_ray

@@ -18,7 +18,7 @@ from fsdp2.migrate.__main__ import main
 from fsdp2.migrate.options import SECTIONS, TABLE
 from fsdp2.migrate.page import page
 from fsdp2.migrate.row import DECIDE, EXACT, REFUSED, STATUSES
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "migration-options.md"
 # What the module of FSDP1 also exports, and what isn't FSDP1's.

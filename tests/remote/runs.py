@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.options import ConfigError
-from fsdp2.preflight import preflight
-from fsdp2.runtime import World
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from tests.remote.s3 import surroundings
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp2.checkpoint.export import new_path, whole_or_absent
+from fsdp2.checkpoint.convert.export import new_path, whole_or_absent
+from fsdp2.checkpoint.convert.opening import opened, require_undamaged
+from fsdp2.checkpoint.convert.pt_file import open_pt, write_pt
+from fsdp2.checkpoint.convert.source import dotted
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.opening import opened, require_undamaged
-from fsdp2.checkpoint.pt_file import open_pt, write_pt
-from fsdp2.checkpoint.source import Refused, TreePath, dotted
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.prove import Proof, compare
 from fsdp2.migrate.checkpoints.tree import Entry, below, parts, tree_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp2 import models
 from fsdp2.models import ModelSpec
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 
 
 @dataclass(frozen=True)

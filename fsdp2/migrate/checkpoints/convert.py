@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.export import new_path
+from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
+from fsdp2.checkpoint.convert.export import new_path
+from fsdp2.checkpoint.convert.import_ import require_name, write_imported
+from fsdp2.checkpoint.convert.source import dotted
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.import_ import require_name, write_imported
-from fsdp2.checkpoint.source import Refused, TreePath, dotted
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.optimizer import may_be_parameters
 from fsdp2.migrate.checkpoints.origin import Choice, Origin, opened_origin
 from fsdp2.migrate.checkpoints.prove import Proof, compare

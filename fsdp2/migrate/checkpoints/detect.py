@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsdp2.checkpoint.opening import VERIFIED, opened, require_undamaged
-from fsdp2.checkpoint.pt_file import NoStateDict, open_pt
-from fsdp2.checkpoint.safetensors_files import INDEX
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.convert.opening import VERIFIED, opened, require_undamaged
+from fsdp2.checkpoint.convert.pt_file import NoStateDict, open_pt
+from fsdp2.checkpoint.convert.safetensors_files import INDEX
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, METADATA
 from fsdp2.migrate.checkpoints.rank_files import RANK_FILE, RankFiles, joined
 from fsdp2.migrate.checkpoints.tree import Tree, is_shard, tree_of

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.checkpoint.source import Refused, TreePath
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints import optimizer
 from fsdp2.migrate.checkpoints.code import Code
 from fsdp2.migrate.checkpoints.detect import Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdp2.checkpoint.source import Refused
+from fsdp2.checkpoint.refusal import Refused
 
 # Of FSDP1, torch.compile, activation checkpointing (the wrapper, and its older name) and Lightning Fabric: anywhere in
 # a name. Of DistributedDataParallel: at the beginning alone, since `module` is a name that people give too.

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.source import Refused, TreePath, dotted
+from fsdp2.checkpoint.convert.source import dotted
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.names import stripped
 from fsdp2.migrate.checkpoints.tree import Entry, Tree, below, value_of
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.source import Refused, TreePath, dotted
+from fsdp2.checkpoint.convert.source import dotted
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints import optimizer
 from fsdp2.migrate.checkpoints.detect import Found, Piece, look
 from fsdp2.migrate.checkpoints.names import removed, stripped

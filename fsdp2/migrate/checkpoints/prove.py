@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp2.checkpoint.source import TreePath, dotted, raw_bytes
+from fsdp2.checkpoint.convert.source import dotted
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.store import HASH, new_hash
 from fsdp2.migrate.checkpoints.tree import Tree, value_of
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.dcp_tensors import misses
+from fsdp2.checkpoint.convert.dcp_tensors import misses
+from fsdp2.checkpoint.convert.pt_file import open_pt
+from fsdp2.checkpoint.convert.source import dotted
+from fsdp2.checkpoint.metadata import TreePath
 from fsdp2.checkpoint.pickles import Unread
-from fsdp2.checkpoint.pt_file import open_pt
-from fsdp2.checkpoint.source import Refused, TreePath, dotted
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.tree import Entry, Tree, tree_of
 
 RANK_FILE = re.compile(r"(.*?rank[-_]?)(\d+)(.*)")

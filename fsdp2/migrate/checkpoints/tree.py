@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp2.checkpoint.convert.source import Source, dotted
+from fsdp2.checkpoint.metadata import TreePath
 from fsdp2.checkpoint.pickles import Unread
-from fsdp2.checkpoint.source import Refused, Source, TreePath, dotted
+from fsdp2.checkpoint.refusal import Refused
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fsdp2.checkpoint.source import printable
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.code import source
 from fsdp2.migrate.code.check import configurations, load
 from fsdp2.migrate.code.rewrite import Result, Rewritten, diff

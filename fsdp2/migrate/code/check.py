@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from fsdp2.checkpoint.source import printable
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.code.configs import Config, read_config
 from fsdp2.migrate.code.finding import Finding, sort
 from fsdp2.migrate.code.program import Program

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from fsdp2.migrate.code.finding import FORMATS
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 
 LIBRARIES = {"libcst": "Python", "ruamel.yaml": "YAML"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2.checkpoint.source import printable
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.code.symbols import BY_CODE
 from fsdp2.migrate.row import DECIDE, EXACT, REFUSED
 

@@ -17,7 +17,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from fsdp2.checkpoint.source import printable
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.code.source import Source, Unreadable
 
 Node = TypeVar("Node", bound=cst.CSTNode)

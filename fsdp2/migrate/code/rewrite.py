@@ -10,7 +10,7 @@ from pathlib import Path
 
 import libcst as cst
 
-from fsdp2.checkpoint.source import printable
+from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.code import (
     beyond,
     each_parameter,

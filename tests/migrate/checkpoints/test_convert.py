@@ -17,10 +17,10 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp2.checkpoint import dcp_write
 from fsdp2.checkpoint.__main__ import main as checkpoint_main
+from fsdp2.checkpoint.convert import dcp_write
+from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.opening import opened
 from fsdp2.checkpoint.store import read_marker, verify
 from tests.commands.common import change_metadata, read_all
 from tests.harness import Ranks, of_kind, same

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.checkpoint.opening import opened
+from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.migrate.checkpoints.detect import look
 from tests.harness import Ranks, same
 from tests.migrate.checkpoints import writers

@@ -15,9 +15,9 @@ from tests.harness import python_environment
 MEMORY = """
 import os, sys, threading, torch
 from pathlib import Path
-from fsdp2.checkpoint.dcp_write import write_dcp
+from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.pt_file import write_pt
+from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.migrate.__main__ import main
 
 def anonymous():

@@ -16,7 +16,7 @@ from fsdp2.migrate.checkpoints.convert import Converted, convert
 from fsdp2.migrate.checkpoints.origin import Choice
 from fsdp2.migrate.checkpoints.prove import Differs
 from fsdp2.migrate.checkpoints.resume_runs import Task, compare_runs, resume_fsdp1, resume_fsdp2
-from fsdp2.options import ConfigError
+from fsdp2.options.errors import ConfigError
 from tests.harness import Ranks
 from tests.migrate.checkpoints.conftest import Cli, Saved
 

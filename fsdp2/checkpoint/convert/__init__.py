@@ -1,0 +1,1 @@
+"""Tensors in other forms: what `python -m fsdp2.checkpoint` exports, imports, shows and compares."""

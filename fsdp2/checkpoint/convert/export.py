@@ -1,0 +1,104 @@
+"""`export`: the model of a checkpoint in another format, one tensor at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp2.checkpoint.convert.dcp_write import write_dcp
+from fsdp2.checkpoint.convert.opening import opened, require_undamaged
+from fsdp2.checkpoint.convert.pt_file import write_pt
+from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
+from fsdp2.checkpoint.convert.source import weights
+from fsdp2.checkpoint.disk import chain, explained
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.store import DamagedCheckpoint
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MAX_SHARD_SIZE = 4_000_000_000
+
+
+def export(place: str, out: str, to: str, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> str:
+    """Write the model's weights with plain names; `out` is there as a whole or not at all.
+
+    Args:
+        place: what `opened` takes. A checkpoint's hashes are verified first.
+        to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout) or `dcp` (a directory).
+        dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
+        max_shard_size: bytes of tensors in one safetensors file.
+
+    Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
+    """
+    target = new_path(out)
+    aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
+    with opened(place) as source:
+        checked = require_undamaged(source)
+        names = weights(source)
+        tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
+
+        def read(name: str) -> Tensor:
+            return _cast(name, source.read(names[name]), dtype).contiguous()
+
+        folder = LocalFiles(target.parent)
+        folder.mkdir("")
+        with whole_or_absent(aside, sum(tensor.nbytes for tensor in tensors.values())):
+            if to == "pt":
+                write_pt(aside, tensors, read)
+            else:
+                aside.mkdir()
+                if to == "safetensors":
+                    write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
+                else:
+                    write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
+            folder.fsync(aside.name)
+            folder.rename(aside.name, target.name)
+            folder.fsync("")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return f"{target}: {len(tensors)} tensors, {size:,} bytes" + f"; the source is {checked}"
+
+
+def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:
+    """The path of what shall be written. Raises Refused for a URL, or with the hint for what exists."""
+    if "://" in out:
+        raise Refused(f"{out}: is a URL; write to a local path and copy it from there")
+    path = Path(out).absolute()
+    if path.exists() or path.is_symlink():
+        raise Refused(f"{out}: exists; {hint}")
+    return path
+
+
+@contextmanager
+def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt."""
+    try:
+        yield
+    except BaseException as error:
+        # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
+        # free now is not what was free.
+        cause: OSError | None = explained(error, path.parent, needed)
+        cause = cause or next((one for one in chain(error) if isinstance(one, OSError)), None)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if isinstance(error, (Refused, DamagedCheckpoint)):
+            raise
+        if cause is not None:
+            raise OSError(f"{path} was not written: {cause}") from error
+        raise
+
+
+def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(DTYPES[dtype])
+    narrower = torch.finfo(cast.dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and not tensor.is_meta and int(cast.isinf().sum()) != int(tensor.isinf().sum()):
+        raise Refused(f"--dtype {dtype}: {name} has values up to {tensor.abs().max().item():g}, too large for it")
+    return cast

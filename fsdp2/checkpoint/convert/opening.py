@@ -1,0 +1,143 @@
+"""Find out what a path or URL is, and open it as a `Source`: a checkpoint, a run, a .pt file, safetensors.
+
+Reading runs no code from a file and follows no name out of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
+from fsdp2.checkpoint.convert.pt_file import open_pt
+from fsdp2.checkpoint.convert.safetensors_files import INDEX, open_safetensors, read_index
+from fsdp2.checkpoint.convert.source import Source, local_copy
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
+
+KINDS = ("pt", "safetensors", "dcp")
+
+# A run's checkpoint, also one that a run which went back has set aside.
+CHECKPOINT_NAME = re.compile(rf"(superseded-[0-9]+-)?{STEP}")
+
+
+def files_at(place: str) -> Files:
+    """The files of a folder or URL. Raises Refused."""
+    try:
+        return open_files(place)
+    except (ImportError, ValueError) as error:
+        raise Refused(f"{place}: {error}") from None
+
+
+def is_checkpoint(files: Files) -> bool:
+    """Whether this is one checkpoint, committed or not, rather than a run of them."""
+    return is_there(files, MARKER) or is_there(files, METADATA)
+
+
+@contextmanager
+def opened(place: str, kind: str = "auto") -> Iterator[Source]:
+    """Open a checkpoint, a run (its newest checkpoint), a .pt file or safetensors, at a path or URL.
+
+    Args:
+        kind: `pt`, `safetensors` or `dcp` where `auto` can't tell.
+
+    Raises Refused, DamagedCheckpoint or OSError.
+    """
+    with ExitStack() as stack:
+        yield _open(place.rstrip("/") or place, kind, stack)
+
+
+def _open(place: str, kind: str, stack: ExitStack) -> Source:
+    folder, file = _folder_and_file(place)
+    if file is not None:
+        if kind == "dcp":
+            raise Refused(f"{place}: is a file; a DCP checkpoint is a directory with {METADATA}, give that")
+        if kind == "safetensors" or (kind == "auto" and file.endswith(".safetensors")):
+            return open_safetensors(place, folder, {file: None}, stack)
+        return replace(open_pt(place, local_copy(folder, file, stack)), folder=folder, file=file)
+    if kind in ("auto", "dcp"):
+        if is_checkpoint(folder):
+            return _open_dcp(place, folder, stack)
+        store = Store(folder.at("checkpoints"))
+        if steps := store.committed():
+            newest = store.checkpoint(steps[-1])
+            return _open_dcp(str(newest), newest, stack)
+    if kind in ("auto", "safetensors"):
+        if folder.size(INDEX) is not None:
+            return open_safetensors(place, folder, read_index(place, folder), stack)
+        names = [name for name in folder.list("") if name.endswith(".safetensors")]
+        if len(names) > 1:
+            raise Refused(f"{place}: has {len(names)} safetensors files and no {INDEX} that says what is where")
+        if names:
+            return open_safetensors(place, folder, {names[0]: None}, stack)
+    missing = {
+        "auto": f"no {METADATA}, no committed checkpoint and no .safetensors",
+        "dcp": f"no {METADATA} and no committed checkpoint",
+        "safetensors": "no .safetensors",
+        "pt": "no file, but a folder",
+    }[kind]
+    raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give what does")
+
+
+def _folder_and_file(place: str) -> tuple[Files, str | None]:
+    """The place's files and None if it is a folder; else its folder's files and its name."""
+    if "://" in place:
+        parent, _, name = place.rpartition("/")
+        if not parent.endswith("/"):  # not a bucket alone
+            folder = files_at(parent)
+            if folder.size(name) is not None:
+                return folder, name
+        return files_at(place), None
+    path = Path(place).absolute()
+    if not path.exists():
+        raise Refused(f"{place}: there is nothing; give a checkpoint, the folder of a run, a .pt or safetensors")
+    return (LocalFiles(path), None) if path.is_dir() else (LocalFiles(path.parent), path.name)
+
+
+def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
+    try:
+        listed = read_marker(files)["files"] if is_there(files, MARKER) else None
+        found = DcpTensors(files, listed)
+    except FileNotFoundError:
+        flat = [name for name in files.list("") if name.endswith(".pt")]
+        hint = f"; {flat[0]} is there, give that if it is meant" if flat else ""
+        raise Refused(f"{place}: has no {METADATA}, which says what is in a checkpoint's files{hint}") from None
+    stack.callback(found.close)
+    in_files = sorted(found.files_of_values())
+    return Source(place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files)
+
+
+VERIFIED = "verified"
+
+
+def verified(source: Source, names: Iterable[str] | None = None) -> str:
+    """Compare what was opened with the hashes in its marker: VERIFIED, or "unverified" and why it can't be.
+
+    Args:
+        names: of files in its folder; unset = all that the marker lists.
+
+    Raises DamagedCheckpoint.
+    """
+    folder, file = source.folder, source.file
+    if folder is None or not is_there(folder, MARKER):
+        return f"unverified: no {MARKER}"
+    if file is not None:
+        if file not in read_marker(folder)["files"]:
+            return f"unverified: {MARKER} doesn't list it"
+        names = [file]
+    verify(folder, names)
+    return VERIFIED
+
+
+def require_undamaged(source: Source) -> str:
+    """`verified`, for who goes on to write of it. Raises Refused for a save that died before its commit."""
+    answer, folder = verified(source), source.folder
+    is_run_s = source.file is None and CHECKPOINT_NAME.fullmatch(str(folder).rsplit("/", 1)[-1])
+    if answer != VERIFIED and is_run_s:
+        raise Refused(f"{source.place}: is a save that was never committed (no {MARKER}); choose another one")
+    return answer

@@ -1,0 +1,145 @@
+"""Safetensors: one file, or Hugging Face's folder of several with an index.
+
+    8 bytes: length of the header; the header, JSON: {name: {"dtype", "shape", "data_offsets"}}; the tensors
+
+Its package reads files, since it knows what to refuse in a stranger's. Writing is done here: the package wants
+all tensors of a file in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2.checkpoint.convert.source import Source, local_copy
+from fsdp2.checkpoint.files import Files, LocalFiles, inside
+from fsdp2.checkpoint.refusal import Refused, one_line
+from fsdp2.checkpoint.spool import raw_bytes
+
+INDEX = "model.safetensors.index.json"
+
+DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def read_index(place: str, folder: Files) -> dict[str, set[str] | None]:
+    """File -> names of its tensors. Raises Refused."""
+    files: dict[str, set[str] | None] = {}
+    try:
+        for name, file in json.loads(folder.read(INDEX))["weight_map"].items():
+            names = files.setdefault(inside(file), set())
+            assert names is not None
+            names.add(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Refused(f"{place}: {INDEX} can't be used ({one_line(error)})") from None
+    return files
+
+
+def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | None], stack: ExitStack) -> Source:
+    """Open files, mapped until the stack is left; for each the names it must have, or None. Raises Refused."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise Refused(
+            f"{place}: reading safetensors needs a package that isn't installed; "
+            "pip install 'fsdp2-reference[safetensors]'"
+        ) from None
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, Any] = {}
+    for file, expected in files.items():
+        if folder.size(file) is None:
+            raise Refused(f"{place}: {file} is missing, which {INDEX} names")
+        try:
+            shard = stack.enter_context(safe_open(str(local_copy(folder, file, stack)), framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise Refused(f"{place}: {file} is no whole safetensors file ({one_line(error)})") from None
+        names = list(shard.keys())
+        if expected is not None and (wrong := sorted(expected ^ set(names))):
+            raise Refused(f"{place}: {file} and {INDEX} disagree about {', '.join(wrong[:3])}")
+        for name in names:
+            entry = shard.get_slice(name)
+            if entry.get_dtype() not in dtypes:
+                raise Refused(f"{place}: {name} is {entry.get_dtype()}, a type that isn't known here")
+            tensors[name] = torch.empty(entry.get_shape(), dtype=dtypes[entry.get_dtype()], device="meta")
+            shards[name] = shard
+    return Source(place, tensors, [], {name: (name,) for name in tensors}, lambda name: shards[name].get_tensor(name))
+
+
+def write_safetensors(
+    folder: LocalFiles, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], max_shard_size: int
+) -> None:
+    """Write `model.safetensors`, or several files and their index, filled in the order of the tensors.
+
+    Args:
+        folder: it exists and is empty.
+        tensors: name -> tensor on `meta`.
+        read: name -> that tensor on the CPU, contiguous.
+        max_shard_size: bytes of tensors in one file; a larger tensor has one for itself.
+
+    Raises Refused, naming the tensor, for what the format doesn't have.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise Refused(f"--format safetensors: {name} is {tensor.dtype}, which the format doesn't have; use pt")
+        if name == "__metadata__":
+            raise Refused("--format safetensors: a tensor has the name __metadata__, which isn't free there; use pt")
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and used + tensor.nbytes > max_shard_size:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    if len(shards) == 1:
+        _write_file(folder, "model.safetensors", tensors, read)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder, file, shard, read)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    folder.write(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    folder.fsync(INDEX)
+
+
+def _write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Wider types first, so that each tensor is aligned to its own.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        span = [at, at + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with folder.create(file) as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            target.write(raw_bytes(read(name)))
+    folder.fsync(file)

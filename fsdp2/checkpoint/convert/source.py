@@ -1,0 +1,93 @@
+"""Tensors by name, read one at a time: what a checkpoint, a .pt file and safetensors have in common."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsdp2.checkpoint.files import Files, LocalFiles, inside
+from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.refusal import Refused
+
+
+@dataclass
+class Source:
+    """An opened place with tensors.
+
+    Attributes:
+        tensors: name -> tensor on `meta`, with the shape and dtype. Names in a nested state dict are joined by dots.
+        values: names of what isn't a tensor.
+        paths: name -> its place in the nested state dict.
+        read: name -> the whole tensor on the CPU, which may be a file's mapped memory, or the plain value.
+        folder: where a marker may vouch for it: a DCP directory, or the folder of `file`.
+        value_files: names of the files in `folder` that plain values are read from.
+    """
+
+    place: str
+    tensors: Mapping[str, Tensor]
+    values: Sequence[str]
+    paths: Mapping[str, TreePath]
+    read: Callable[[str], Any]
+    folder: Files | None = None
+    file: str | None = None
+    value_files: Sequence[str] = ()
+
+
+def dotted(path: TreePath) -> str:
+    return ".".join(map(str, path))
+
+
+def part_of(path: TreePath) -> str:
+    """The part of a state dict that something belongs to: app.optim, or model."""
+    return dotted(path[: 2 if path[0] == "app" else 1])
+
+
+def weights_prefix(source: Source) -> TreePath:
+    """Where the model is: ("app", "model"), ("model",), or () where it isn't told from anything else."""
+    for prefix in (("app", "model"), ("model",)):
+        if any(path[: len(prefix)] == prefix and len(path) > len(prefix) for path in source.paths.values()):
+            return prefix
+    return ()
+
+
+def weights(source: Source) -> dict[str, str]:
+    """Plain name -> name in the source, of each tensor of the model. Raises Refused if they can't be told."""
+    prefix = weights_prefix(source)
+    others = sorted({str(path[0]) for path in source.paths.values() if len(path) > 1})
+    if not prefix and others:
+        raise Refused(
+            f"{source.place}: holds {', '.join(others[:5])}, and no model or app.model among them; which are the "
+            "weights can't be told"
+        )
+    found = {
+        dotted(source.paths[name][len(prefix) :]): name
+        for name in source.tensors
+        if source.paths[name][: len(prefix)] == prefix
+    }
+    if not found:
+        raise Refused(f"{source.place}: holds no weights of a model")
+    return found
+
+
+def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
+    """Where a file can be mapped; one at a URL is copied to $TMPDIR until the stack is left. Raises NotAFile."""
+    if isinstance(folder, LocalFiles):
+        folder.open(name).close()
+        return folder.root / inside(name)
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-"))) / "file"
+    with folder.open(name) as source, open(copy, "xb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    return copy
+
+
+def comparable(block: Tensor) -> Tensor:
+    """Torch has no comparison for the 8-bit floating point types, nor for all unsigned ones."""
+    small = block.is_floating_point() and block.itemsize == 1
+    return block.float() if small else block

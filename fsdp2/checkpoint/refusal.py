@@ -1,0 +1,36 @@
+"""How what a stranger has named or written is refused: in one printable line of bounded length."""
+
+from __future__ import annotations
+
+
+class Refused(ValueError):
+    """What can't be read, written or compared. The message is one line that says why, and what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+# Longer than any refusal of ours; what is repeated of a name or a value can be of any length.
+LONGEST_REFUSAL = 1200
+
+
+def refusal(text: str) -> str:
+    """One printable line of bounded length: what is wrong stands at its start, and the fix at its end."""
+    line, half = printable(text), LONGEST_REFUSAL // 2
+    return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} … {line[-half:]}"
+
+
+def is_name(text: str) -> bool:
+    """Whether a file or folder can be called so: `""` can't, nor text with a NUL or a byte that isn't UTF-8."""
+    try:
+        return bool(text) and b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,24 @@
+"""The CUDA allocator's own history, as https://docs.pytorch.org/memory_viz shows it.
+
+Torch documents these functions and has no public name for them:
+https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from fsdp2.memory.ledger import MAX_ENTRIES
+
+
+def start() -> None:
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
+
+
+def take() -> bytes:
+    """What `torch.cuda.memory._dump_snapshot` would write; the recording ends."""
+    snapshot = pickle.dumps(torch.cuda.memory._snapshot())
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return snapshot

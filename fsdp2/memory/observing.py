@@ -1,0 +1,87 @@
+"""What a run observes of itself beside its metrics: its memory, its time, and how it ran out of memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from fsdp2.config import Config
+from fsdp2.memory import out_of_memory
+from fsdp2.memory.ledger import Allocation, Ledger
+from fsdp2.memory.phases import Phases
+from fsdp2.memory.profile import Profile
+from fsdp2.memory.recorder import Recorder
+from fsdp2.models import ModelSpec
+from fsdp2.parallel.engine import Engine
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import World
+from fsdp2.run.saving import Saving
+
+
+@contextmanager
+def observed(
+    config: Config,
+    engine: Engine,
+    spec: ModelSpec,
+    saving: Saving,
+    run: RunDir,
+    world: World,
+    device: torch.device,
+    step: Callable[[], int],
+) -> Iterator[None]:
+    """Record the training as `--memory-snapshot`, `--memory-limit` and `--profile` ask.
+
+    An out-of-memory error gets a note of what was alive, and of the flags that would have saved some of it.
+    """
+    blocks = _names_of_blocks(engine, spec)
+    facts = {
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "device": device.type,
+        "strategy": config.strategy,
+        "model": f"{config.model} {config.model_size}",
+        "blocks": blocks,
+    }
+    recorder: Recorder | None = None
+    record = functools.partial(saving.job.write, run)
+    with ExitStack() as observers:
+        if config.memory_snapshot or config.memory_limit or config.profile:
+            phases = observers.enter_context(Phases(engine, saving, step))
+        if config.memory_snapshot or config.memory_limit:
+            write = record if config.memory_snapshot else None
+            recorder = observers.enter_context(Recorder(engine, device, facts, write, config.memory_limit))
+            phases.listeners.append(recorder.phase)
+        if config.profile:
+            profile = observers.enter_context(Profile(world.rank, device, record))
+            phases.listeners.append(profile.phase)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            alive = recorder.ledger.alive() if recorder else known_state(engine, device)
+            error.add_note(out_of_memory.report(alive, config, device.type, world.world_size, blocks))
+            raise
+    if config.profile:
+        from fsdp2.memory.page import page  # needs an extra; preflight has checked that it is there
+
+        name = f"rank{world.rank}_memory_profile.html"
+        source = "torch.profiler, which sees nothing of what was allocated before its first step"
+        record(name, page(profile.timeline(facts), source).encode())
+
+
+def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
+    """What a model and its optimizer hold; on a GPU, what else was allocated at the peak counts as activations."""
+    ledger = Ledger()
+    ledger.watch(engine.model, engine.held())
+    rest = torch.cuda.max_memory_allocated(device) - ledger.live_bytes if device.type == "cuda" else 0
+    return [*ledger.allocations, Allocation(max(rest, 0), 0.0, 0, "", "", kind="activations")]
+
+
+def _names_of_blocks(engine: Engine, spec: ModelSpec) -> list[str]:
+    """The names that the blocks of a model have once it is wrapped."""
+    plain: Any = getattr(engine.model, "module", engine.model)
+    blocks = {id(block) for block in spec.blocks(plain)}
+    return [name for name, module in engine.model.named_modules() if id(module) in blocks]

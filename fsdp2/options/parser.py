@@ -1,0 +1,126 @@
+"""From a dataclass of options to a parser for the command line, and to the files that hold options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.places import open_files
+from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
+from fsdp2.options.settings_file import read_table
+from fsdp2.options.values import LONGEST_NAME, checked, location, optional_switch, switch
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors, so that all refusals look and exit alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(re.sub(r"\S{100,}", lambda long: shown(long[0]), message.removeprefix("argument ")))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for before, word in zip(["", *words], words, strict=False):
+            flag, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+            if not value and (equals or not word):
+                self.error(f'{flag} "": is empty; give a value, or drop it'.lstrip())
+        values, extra = self.parse_known_args(words, namespace)
+        if extra:
+            known = [name for action in self._actions for name in action.option_strings]
+            close = difflib.get_close_matches(extra[0].split("=")[0][:SHOWN], known, 1)
+            hint = f"did you mean {close[0]}?" if close else "see --help"
+            self.error(f"{shown(extra[0])}: no such flag; {hint}")
+        return values
+
+
+def make_parser(
+    options: type, *, prog: str, description: str | None = None, add_help: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with one flag for each field. It returns only what was given, for `read_values`."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        add_help=add_help,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="flags from a .toml or .json file, or one at a URL; the command line wins"
+    )
+    add_options(parser, options)
+    parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
+    return parser
+
+
+def add_options(parser: argparse._ActionsContainer, options: type) -> None:
+    """One flag for each field of a dataclass, in a parser or a group of one."""
+    for field in dataclasses.fields(options):
+        meta, flag = field.metadata, flag_of(field.name)
+        shown = "unset" if field.default in (None, ()) else field.default
+        settings: dict[str, Any] = {"help": f"{meta['help']} (default: {shown})".replace("%", "%%")}
+        if meta["parse"] in (switch, optional_switch):
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["metavar"] = meta["metavar"] or "VALUE"
+            if meta["bare"] is not None:
+                settings.update(nargs="?", const=meta["bare"])
+            if meta["many"]:
+                settings["action"] = "append"
+        parser.add_argument(flag, **settings)
+
+
+def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a parsed command line over its `--config` file. Raises ConfigError."""
+    values = dict(given)
+    place = values.pop("config", None)
+    return {**({} if place is None else read_file(options, checked("--config", place, location))), **values}
+
+
+def read_file(options: type, place: str, *, called: str = "--config") -> dict[str, Any]:
+    """Flags from a TOML or JSON file, or from the `config.json` of an earlier run. Raises ConfigError.
+
+    The latter's run directory and resume point belong to that run and are left out.
+    """
+    where = f"{called} {shown(place, LONGEST_NAME)}".lstrip()
+    try:
+        values = read_table(place)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if "flags" in values:
+        beside = sorted(values.keys() - {"flags", "environment"})
+        if beside:
+            raise ConfigError(
+                f"{where}: has {shown(beside[0])} beside flags, where nothing reads it; move it into flags"
+            )
+        if not isinstance(values["flags"], dict):
+            raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
+        values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
+    known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key[:SHOWN], list(known), 1)
+            hint = f"did you mean {close[0]}?" if close else "the flags are those of fsdp2.train --help"
+            raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
+    return {known[key]: value for key, value in values.items()}
+
+
+def files_at(place: str, flag: str) -> Files:
+    """The files of a folder or URL. Raises ConfigError, naming the flag, for a URL that can't be used."""
+    try:
+        return open_files(place)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{flag} {place}: {error}") from None
+
+
+def to_flags(config: Any) -> dict[str, Any]:
+    """The inverse: each option under its flag's name, as JSON can hold it."""
+    return {
+        field.name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for field in dataclasses.fields(config)
+        for value in [getattr(config, field.name)]
+    }

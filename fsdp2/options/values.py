@@ -1,0 +1,149 @@
+"""How an option is declared, and how text or a value becomes one.
+
+A value is checked in one place, its `parse` function, wherever it came from: the command line gives text, a file or a
+program gives numbers and booleans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fsdp2.checkpoint.refusal import is_name
+from fsdp2.options.errors import ConfigError, flag_of, shown, unknown
+
+Parse = Callable[[Any], Any]
+# --- parse functions: text or value in, value out, ValueError with the reason otherwise ----------------
+
+# The most that an option without a bound of its own takes: it fits the 32 bits of what counts in C.
+COUNT = 2**31 - 1
+LONGEST_TEXT = 4096
+# Linux ends a name at 255 bytes and a path at 4,096; what a run writes below a folder takes 200 of them.
+LONGEST_NAME, LONGEST_PATH = 255, 3840
+
+
+def option(
+    default: Any, help: str, parse: Parse, *, bare: Any = None, metavar: str | None = None, many: bool = False
+) -> Any:
+    """Declare one option.
+
+    `bare` is the value of the flag when it stands alone (`--mixed-precision` means bf16); `many` lets it
+    be given more than once.
+    """
+    metadata = {"help": help, "parse": parse, "bare": bare, "metavar": metavar, "many": many}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def whole(minimum: int, maximum: int = COUNT) -> Parse:
+    def parse(value: Any) -> int:
+        try:
+            if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
+                raise ValueError
+            number = int(value)
+            if number != value and not isinstance(value, str):  # 1.5
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError("must be a whole number") from None
+        if number < minimum:
+            raise ValueError(f"must be {minimum} or more")
+        if number > maximum:
+            raise ValueError(f"must be {maximum} or less")
+        return number
+
+    return parse
+
+
+def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Parse:
+    def parse(value: Any) -> float:
+        try:
+            if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
+                raise ValueError
+            result = float(value)
+        except (TypeError, ValueError):
+            raise ValueError("must be a number") from None
+        except OverflowError:  # a whole number of hundreds of digits
+            result = math.inf
+        if not math.isfinite(result):
+            raise ValueError("must be a finite number")
+        if result < minimum or result > maximum or (open_minimum and result == minimum):
+            raise ValueError(f"must be {'above' if open_minimum else 'at least'} {minimum:g} and at most {maximum:g}")
+        return result
+
+    return parse
+
+
+def one_of(*choices: str) -> Parse:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(unknown(shown(value), choices))
+        return value
+
+    return parse
+
+
+def or_off(parse: Parse) -> Parse:
+    """Let `off` on the command line undo what a file switched on."""
+    return lambda value: None if value is None or value == "off" else parse(value)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be some text")
+    if len(value) > LONGEST_TEXT:
+        raise ValueError(f"has {len(value)} characters; {LONGEST_TEXT} are the most")
+    if not is_name(value):
+        raise ValueError("has a character that no name can have: a NUL, or a byte that isn't UTF-8")
+    return value
+
+
+def location(value: Any) -> str:
+    """The name of a file or folder, or a URL, that a system can have: else each use of it fails in a way of its own."""
+    if max(len(part.encode()) for part in text(value).split("/")) > LONGEST_NAME:
+        raise ValueError(f"has a name of more than {LONGEST_NAME} bytes, which no file system takes; shorten it")
+    if len((value if "://" in value else os.path.abspath(value)).encode()) > LONGEST_PATH:
+        raise ValueError(f"is a path of more than {LONGEST_PATH} bytes, which leaves no room below it; shorten it")
+    return value
+
+
+def patterns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (str, list, tuple)):
+        raise ValueError("must be some text, or a list of texts")
+    return tuple(text(one) for one in ([value] if isinstance(value, str) else value))
+
+
+def switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("is either true or false")
+    return value
+
+
+def optional_switch(value: Any) -> bool | None:
+    return None if value is None else switch(value)
+
+
+def is_step(value: str) -> bool:
+    """Whether the text is the number of a step: `²` and `٣` are digits to Python, but no number of ours."""
+    return value.isascii() and value.isdigit()
+
+
+def checked(flag: str, value: Any, parse: Parse) -> Any:
+    """The parsed value. Raises ConfigError that begins with the flag and the value."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {shown(value)}: {error}") from None
+
+
+# --- from a dataclass of options to values ---------------------------------------------------------------
+
+
+def check_values(config: Any) -> None:
+    """Parse each field of a frozen dataclass in place; raise ConfigError that names the flag."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        object.__setattr__(config, field.name, checked(flag_of(field.name), value, field.metadata["parse"]))

@@ -1,0 +1,133 @@
+"""What a user sees of a run: a header, progress, and how to go on. Rank 0 alone prints."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fsdp2.report.metrics import nonfinite
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def short(path: Path | str) -> str:
+    """A path relative to where the user stands, if it lies below; a URL as it is."""
+    if "://" in str(path):
+        return str(path)
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class Console:
+    """A listener: a progress bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self, rank: int, steps_per_epoch: int, epochs: int) -> None:
+        self.active, self.steps_per_epoch, self.epochs = rank == 0, steps_per_epoch, epochs
+        self.in_terminal = sys.stderr.isatty()
+        self._bar: Any = None
+        self._printed = self._warned = 0.0
+        self._nonfinite = 0
+
+    def line(self, text: str) -> None:
+        if self.active:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        handler = getattr(self, f"_{kind}", None)
+        if self.active and handler is not None:
+            handler(data)
+
+    def lines(self, texts: list[str]) -> None:
+        for text in texts:
+            self.line(text)
+
+    def _start(self, data: dict[str, Any]) -> None:
+        self.lines(data["header"] + ([data["note"]] if data["note"] else []))
+        if "left_out" in data:
+            self.line(f"loaded {data['loaded']} tensors of {short(data['checkpoint'])}; left out:")
+            self.lines([f"  {line}" for line in data["left_out"]] or ["  nothing"])
+
+    def _resume(self, data: dict[str, Any]) -> None:
+        self._start(data)
+        seeded = "" if data["random_state_restored"] else "; with other random generators than before"
+        self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch']}{seeded}")
+
+    def _train(self, data: dict[str, Any]) -> None:
+        if data.get("skipped") and "loss_scale" in data:
+            self.line(
+                f"step {data['step']}: gradients overflowed in fp16; step skipped, "
+                f"loss scale now {data['loss_scale']:g}"
+            )
+        elif what := nonfinite(data):
+            self._nonfinite += 1
+            if self._nonfinite == 1 or time.monotonic() - self._warned > SECONDS_BETWEEN_LINES:
+                self._warned = time.monotonic()
+                update = "; parameters are not updated" if data.get("skipped") else ""
+                so_far = f"; {self._nonfinite} such steps so far" if self._nonfinite > 1 else ""
+                self.line(f"step {data['step']}: {what}{update}{so_far}")
+        figures = (
+            f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {data['samples_per_second']:.0f} samples/s"
+        )
+        if self.in_terminal:
+            if self._bar is None:
+                self._bar = tqdm(total=self.steps_per_epoch, unit="step", leave=False)
+            self._bar.set_description_str(f"epoch {data['epoch'] + 1}/{self.epochs}", refresh=False)
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(data["step_in_epoch"] - self._bar.n)  # redraws ten times a second at most
+        elif time.monotonic() - self._printed > SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
+            self.line(f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  {figures}")
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _eval(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+        self._printed = time.monotonic()
+        self.line(
+            f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
+            f"test accuracy {data['accuracy']:.2%}"
+        )
+        if not math.isfinite(data["loss"]):
+            self.line(
+                f"step {data['step']}: the test loss is no number: a sample's outputs overflow, or weights are NaN, "
+                "which the next save finds out"
+            )
+
+    def _failure(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+        if data.get("continues"):
+            self.line(f"checkpoint failed: {data['error']}; training goes on")
+
+    def _checkpoint_skipped(self, data: dict[str, Any]) -> None:
+        self.line(f"step {data['step']}: checkpoint skipped, because {data['reason']}")
+
+    def _end(self, data: dict[str, Any]) -> None:
+        self._close_bar()
+        run = short(data["run_dir"])
+        quoted = shlex.quote(run)  # so that the command can be pasted
+        if data["reason"] == "already finished":
+            self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
+        elif data["reason"] == "finished":
+            self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s")
+        else:
+            self.line(f"{data['reason']}: saved at step {data['step']} after {data['seconds']:.1f} s")
+        if data["nonfinite_steps"]:
+            self.line(f"in {data['nonfinite_steps']} of {data['steps']} steps the loss or gradients were no numbers")
+        self.line(f"run directory: {run}")
+        if data.get("accuracy") is not None:
+            self.line(f"test accuracy: {data['accuracy']:.2%}")
+        if data["reason"] in ("finished", "already finished"):
+            self.line(f"next: python -m fsdp2.infer {quoted}")
+        else:
+            flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}"
+            self.line(f"next: the same command with {flags} goes on from there")

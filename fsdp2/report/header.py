@@ -1,0 +1,48 @@
+"""The lines that open a run, and what `--inspect` adds. All of it is read off the model that was made."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.config import Config
+from fsdp2.models import ModelSpec
+from fsdp2.parallel import inspect
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.precision import DTYPES
+from fsdp2.report.console import short
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import World
+from fsdp2.units import size
+
+
+def lines(
+    config: Config, engine: Engine, spec: ModelSpec, world: World, device: torch.device, run: RunDir
+) -> list[str]:
+    """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in spec.build(config.model_size).parameters())
+    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+    if config.replicas > 1:
+        ranks += f" ({config.replicas} replicas of {world.world_size // config.replicas} shards)"
+    dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
+    return [
+        f"model: {config.model} {config.model_size}, {parameters:,} parameters; data: {config.dataset}; "
+        f"{config.optimizer}, lr {config.lr:g}",
+        f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
+        f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
+        + (", in CPU memory" if config.cpu_offload else ""),
+        f"sharding: {engine.sharding}",
+        f"run directory: {short(run.path)}",
+    ]
+
+
+def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
+    """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
+    with torch.device("meta"):
+        plain_type = type(spec.build(config.model_size))
+    return inspect.report(
+        engine.model,
+        plain_type,
+        replicas=config.replicas,
+        compute=DTYPES[config.mixed_precision] if config.mixed_precision else None,
+    )

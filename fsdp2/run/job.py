@@ -1,0 +1,195 @@
+"""What a run has decided before its start, and its hold on the run directory until its end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp2.checkpoint.disk import disk_errors, explained
+from fsdp2.checkpoint.lease import Lease, LeaseTaken
+from fsdp2.checkpoint.remote import RemoteFiles
+from fsdp2.checkpoint.store import Store
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import RunStopped, broadcast, end_together, gather, world
+
+
+class Job:
+    """What was decided before the start: where the run is written, and what it resumes.
+
+    As a context it gives the run directory back at the end.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.restore: str | None = None  # where the checkpoint is
+        self.partial = False  # of it the weights that fit, and nothing else
+        self.note: str | None = None
+        self._newest_kept: int | None = None
+        self._run: RunDir | None = None
+        self._token = ""  # of the folder's one writer, known to all ranks that see it
+        self._lock: WriterLock | None = None
+        self._lease: Lease | None = None
+        self._swap_files: SwapFiles | None = None
+
+    def take_swap_files(self, folder: str, rank: int) -> None:
+        """Become the one user of a rank's files in the folder of `--nvme-offload`. Raises ConfigError."""
+        self._swap_files = SwapFiles(folder, rank)
+
+    def take(self, run: RunDir) -> None:
+        """Become the one writer of a run directory. Raises ConfigError if another run is, or it can't be used."""
+        self._run, self._lock = run, WriterLock(run.path)
+        self._token = self._lock.token
+        run.require_plain()
+        if isinstance(run.files, RemoteFiles):
+            try:
+                self._lease = Lease(run.files)
+            except (LeaseTaken, ValueError) as error:
+                raise ConfigError(f"--run-dir {run.place}: {error}") from None
+            except OSError as error:
+                raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
+            run.fetch()
+
+    def guard(self, run: RunDir) -> None:
+        """Refuse to write to a run at a URL from when another run may have taken it over."""
+        if self._lease is not None and isinstance(run.files, RemoteFiles):
+            self._lease.guard(run.files)
+
+    def has_folder(self) -> None:
+        """Raise LostRunDir if the folder was removed, moved or taken; rank 0 knows which, and what is left of it."""
+        if self._lock is not None:
+            lost = self._lock.lost()
+            if lost is not None:
+                how, now = lost
+                raise LostRunDir(f"--run-dir {self._lock.folder}: it {how} during this run; {self._left(now)}")
+        elif self._token and not WriterLock.is_seen(Path(self.place), self._token, seconds=0):
+            raise LostRunDir(f"--run-dir {self.place}: it was removed, moved or taken during this run")
+
+    def _left(self, now: Path | None) -> str:
+        """What a run whose folder is lost leaves, for the user who wants to go on with it."""
+        if self._run is not None and self._run.is_remote:
+            return f"its checkpoints are in {self._run.store.files}; the same command goes on with them"
+        store = None if now is None else RunDir(now).store
+        steps = [] if store is None else store.committed()
+        if store is None or not steps:
+            return "no checkpoint of it is left; start again in a folder that stays"
+        return f"its last checkpoint is {store.checkpoint(steps[-1])}; --run-dir {now} goes on with it"
+
+    def still_ours(self) -> None:
+        """On rank 0, raise LostRunDir or LeaseLost if another run may have taken this run's folder or URL over."""
+        self.has_folder()
+        if self._lease is not None:
+            self._lease.check()
+
+    def stop_if_lost(self) -> None:
+        """Raise RunStopped on every rank if the folder is lost. A collective call."""
+        lost = None
+        if self._lock is not None:
+            try:
+                self.has_folder()
+            except LostRunDir as error:
+                lost = str(error)
+        lost = broadcast(lost)
+        if lost is not None:
+            raise RunStopped(lost)
+
+    def write(self, run: RunDir, name: str, content: bytes) -> None:
+        """Write a file of the run, from any rank. Raises LostRunDir rather than write into another run's folder."""
+        self.has_folder()
+        with disk_errors(run.files):
+            run.files.write(name, content)
+
+    @contextmanager
+    def starting(self, run: RunDir) -> Iterator[None]:
+        """Run the body, which begins to write; a disk that takes nothing is a ConfigError on every rank. Collective."""
+        failure: Exception | None = None
+        try:
+            self.has_folder()
+            yield
+        except Exception as error:
+            failure = error
+            full = explained(error, run.path)
+            if full is not None:
+                failure = ConfigError(f"--run-dir {run.place}: {full.strerror}; make room or choose another folder")
+            elif isinstance(error, LostRunDir):
+                failure = ConfigError(str(error))
+        end_together(failure)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, OSError):
+                self.has_folder()  # if that is why, it says more than a file that isn't found
+        finally:
+            self.release(refused=kind is not None)
+
+    def release(self, *, refused: bool) -> None:
+        """Give the run directory back; if nothing was run there, without the folder that was made for it."""
+        if self._swap_files is not None:
+            self._swap_files.release()
+        if self._lease is not None:
+            self._lease.release()
+        if self._lock is not None:
+            self._lock.release(refused=refused)
+
+    def agree(self) -> None:
+        """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.
+
+        Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
+        checkpoint would be missing there.
+        """
+        self.place, self.restore, self.note, token = broadcast((self.place, self.restore, self.note, self._token))
+        is_remote = "://" in self.place  # then each node has a local folder of its own
+        sees = is_remote or WriterLock.is_seen(Path(self.place), token, say=_say_once_a_node)
+        if not is_remote:
+            self._token = token
+        blind = [host for host in gather(None if sees else socket.gethostname()) if host is not None]
+        if blind:
+            raise ConfigError(
+                f"--run-dir {self.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what rank "
+                "0 writes there; give a folder that all nodes share, or a URL"
+            )
+
+    def restores_own(self, run: RunDir) -> bool:
+        """Whether the checkpoint is of this run, and not of another that this one goes on from."""
+        return self.restore is not None and self.restore.startswith(f"{run.store.files}/") and not self.partial
+
+    def keep_up_to(self, step: int) -> None:
+        """Let `set_aside_newer` leave the checkpoints up to `step`."""
+        self._newest_kept = step
+
+    def set_aside_newer(self, store: Store) -> None:
+        """On rank 0, rename the checkpoints that a run which goes back will write again."""
+        if self._newest_kept is not None:
+            store.set_aside(self._newest_kept)
+
+    def add_note(self, text: str | None) -> None:
+        """Add to what the opening event says, on rank 0, which alone shows and writes it."""
+        self.note = "; ".join(filter(None, (self.note, text))) or None
+
+    def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The `start` or `resume` event."""
+        data = {**data, "note": self.note}
+        if self.restore is None:
+            return "start", data
+        return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
+
+    def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
+        """Whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.
+
+        Raises RunStopped on every rank if the folder is lost.
+        """
+        self.stop_if_lost()
+        return broadcast(changed or not run.has_full_model(step))
+
+
+def _say_once_a_node(text: str) -> None:
+    if world().local_rank == 0:
+        print(f"fsdp2: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,293 @@
+"""Every refusal that needs the machine, before anything is started: world size, device, data, run directory,
+checkpoint. A wrong combination must not cost a process group, a download or a run directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import data, models
+from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
+from fsdp2.checkpoint.full_dtensor import differences, read_full
+from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.store import (
+    MARKER,
+    DamagedCheckpoint,
+    Store,
+    read_marker,
+    require_metadata,
+    says_finite,
+    verify,
+)
+from fsdp2.config import Config
+from fsdp2.options.deepspeed_settings import check_installed, settings
+from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.parser import files_at, to_flags
+from fsdp2.options.strategies import ZERO
+from fsdp2.options.values import is_step
+from fsdp2.parallelize import freeze
+from fsdp2.run.job import Job
+from fsdp2.run.rundir import RunDir, default_path, shapes_of
+from fsdp2.run.runtime import World
+
+OLDEST_TORCH = (2, 11)
+
+# Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
+KEPT = {
+    "dataset": "the place in the data would mean other samples",
+    "seed": "the place in the data would mean other samples",
+    "seq-len": "the place in the data would mean other samples",
+    "optimizer": "the optimizer's state would not fit",
+    "freeze": "the optimizer's state would not fit",
+    "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
+    "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
+}
+
+
+def preflight(config: Config, world: World) -> Job:
+    """Check everything; on rank 0 also take the run directory and find the checkpoint to resume from.
+
+    Raises ConfigError: one line that names the flag and the fix.
+    """
+    check_versions(config)
+    check_world(config, world)
+    check_data(config)
+    with torch.device("meta"):
+        model = models.get(config.model).build(config.model_size)
+    try:
+        freeze(model, config.freeze)
+    except ValueError as error:
+        raise ConfigError(f"--freeze {error}") from None
+    place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
+    if "://" in place:
+        check_url(place, world)
+    job = Job(place)
+    job.partial = config.resume_partial
+    if config.nvme_offload is not None:
+        job.take_swap_files(config.nvme_offload, world.rank)
+    if world.rank != 0:
+        return job
+    with ExitStack() as on_error:
+        on_error.enter_context(job)
+        run = RunDir(place)
+        try:
+            job.take(run)
+            find_checkpoint(config, run.store, job)
+            if job.restore is not None:
+                check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
+        except Unreachable as error:
+            flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
+            raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+        except NotAFile as error:
+            raise ConfigError(f"--run-dir {place}: {error}") from None
+        except OSError as error:
+            full = explained(error, run.path)
+            if full is None:
+                raise
+            raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
+        if job.restore is None and config.init_from is not None:
+            job.add_note(check_init_from(config.init_from, model))
+        on_error.pop_all()
+    return job
+
+
+def torch_version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_versions(config: Config) -> None:
+    if torch_version(torch.__version__) < OLDEST_TORCH:
+        raise ConfigError(
+            f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
+            "install a newer torch and the torchvision that belongs to it"
+        )
+    if config.tensorboard:
+        require("tensorboard", "tensorboard", "--tensorboard")
+    if config.profile:
+        require("plotly", "plots", "--profile")
+    if config.compile and not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
+        raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """What a strategy can't do on the device that was picked. Raises ConfigError."""
+    if config.strategy in ZERO:
+        check_installed(config, device.type)
+        settings(config, device.type)
+    if config.strategy == "fsdp1" and config.cpu_offload and device.type == "cpu":
+        raise ConfigError(
+            "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "
+            "driver; use --strategy fsdp2 or drop --cpu-offload"
+        )
+
+
+def check_world(config: Config, world: World) -> None:
+    size = world.world_size
+    if config.strategy == "none" and size > 1:
+        raise ConfigError(
+            f"--strategy none with {size} ranks: each would train a model of its own; start one process "
+            "or use --strategy ddp or fsdp2"
+        )
+    if size % config.replicas:
+        raise ConfigError(
+            f"--replicas {config.replicas}: doesn't divide the world size {size}; use one of "
+            f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+        )
+    shards = size // config.replicas
+    n = config.reshard_after_forward
+    if n is not None and not isinstance(n, bool) and (shards % n or n >= shards):
+        fitting = [str(k) for k in range(2, shards) if shards % k == 0]
+        raise ConfigError(
+            f"--reshard-after-forward {n}: must be a divisor of the {shards} ranks that shard the model, and fewer "
+            f"than they are; use {' or '.join([*fitting, 'true, which reshards to all of them'])}"
+        )
+    if config.global_batch_size is not None and config.global_batch_size < size * config.grad_accumulation:
+        raise ConfigError(
+            f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {size} ranks and "
+            f"{config.grad_accumulation} microbatches; use {size * config.grad_accumulation} or more"
+        )
+
+
+def check_data(config: Config) -> None:
+    if config.data_root is None:
+        return
+    missing = data.missing_files(config.dataset, config.data_root)
+    if missing:
+        raise ConfigError(
+            f"--data-root {config.data_root}: {missing[0]} is missing; give the folder above it, in torchvision's "
+            "layout, or drop --data-root to download"
+        )
+
+
+def check_url(url: str, world: World) -> None:
+    if url.startswith("memory://") and world.world_size > 1:
+        raise ConfigError(
+            f"--run-dir {url} with {world.world_size} ranks: memory:// lives inside one process, so the shards of the "
+            "others would be lost; use a folder that all ranks see"
+        )
+    files_at(url, "--run-dir")
+
+
+def find_checkpoint(config: Config, store: Store, job: Job) -> None:
+    """Decide from `--resume` what to restore. Dead saves are cleaned; damage stops the run."""
+    wanted = config.resume
+    dead = store.remove_dead()
+    notes = [f"removed {name}, a save that was never committed" for name in dead]
+    committed = store.committed()
+    if wanted == "auto":
+        if committed:
+            job.restore = str(store.checkpoint(committed[-1]))
+        elif dead:
+            notes.append("no checkpoint was ever committed here; starting fresh")
+    elif wanted == "never":
+        if committed:
+            job.keep_up_to(-1)
+            notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
+    elif is_step(wanted):
+        if int(wanted) not in committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "
+                + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
+            )
+        job.restore = str(store.checkpoint(int(wanted)))
+        # A partial load begins a new training; else this one goes on from that step.
+        job.keep_up_to(-1 if job.partial else int(wanted))
+        newer = [step for step in committed if job.partial or step > int(wanted)]
+        if newer:
+            notes.append(f"--resume {wanted}: checkpoints {', '.join(map(str, newer))} are set aside")
+    else:
+        job.restore = checkpoint_at(wanted)
+        if committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.files} has checkpoints of its own; choose another --run-dir, "
+                "or --resume auto to go on with those"
+            )
+    if job.restore is not None:
+        try:
+            checkpoint = open_files(job.restore)
+            marker = read_marker(checkpoint)
+            require_metadata(checkpoint, marker)
+            verify(checkpoint, hashes=False)
+            if not says_finite(marker):
+                notes.append(f"{job.restore}: its weights hold NaN or infinity; --resume STEP chooses an older one")
+        except DamagedCheckpoint as error:
+            raise damaged(error) from None
+    job.note = "; ".join(notes) or None
+
+
+def damaged(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--resume: the checkpoint is damaged: {error}; choose an older one with --resume STEP, or --resume never"
+    )
+
+
+def checkpoint_at(place: str) -> str:
+    """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
+    place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
+    files = files_at(place, "--resume")
+    if is_there(files, MARKER):
+        return place
+    store = RunDir(place).store
+    steps = store.committed()
+    if not steps:
+        raise ConfigError(
+            f"--resume {place}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
+            "checkpoint or the folder of a run"
+        )
+    return str(store.checkpoint(steps[-1]))
+
+
+def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, partial: bool) -> None:
+    marker: dict[str, Any] = read_marker(checkpoint)
+    if partial:
+        return
+    saved, ours = marker.get("model", {}), shapes_of(model)
+    wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
+             sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
+            f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
+            "with, another --run-dir, or --resume-partial for the weights that fit"
+        )
+    if marker.get("imported"):
+        return  # by a program that had no flags of ours
+    theirs, flags = marker.get("config", {}), to_flags(config)
+    for flag, why in KEPT.items():
+        if flag in theirs and theirs[flag] != flags[flag]:
+            raise ConfigError(
+                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. "
+                "Use that, or start a new --run-dir, with --init-from for the weights alone"
+            )
+    if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
+        raise ConfigError(
+            f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
+            f"{theirs.get('mixed-precision') or 'off'}, and fp16 alone has a gradient scaler; use the same"
+        )
+
+
+def check_init_from(file: str, model: nn.Module) -> str:
+    """What vouches for the file, in words. Raises ConfigError if it is damaged or of another model."""
+    try:
+        vouched = verdict(vouched_step(Path(file)))
+        full = read_full(Path(file))
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"--init-from {file}: is damaged: {error}; give another full-model.pt") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--init-from {file}: can't be loaded ({error}); give a full-model.pt of a run") from None
+    wrong = differences(full, model.state_dict())
+    if wrong:
+        raise ConfigError(
+            f"--init-from {file}: is of another model; {len(wrong)} tensors differ ({'; '.join(wrong[:3])}); give the "
+            "--model and --model-size it was made with"
+        )
+    return f"--init-from {file}: {vouched}"

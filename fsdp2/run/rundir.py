@@ -1,0 +1,227 @@
+"""The run directory: where things lie in it, and what a run was started with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.config import Config
+from fsdp2.models import ModelSpec
+from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.parser import read_file, to_flags
+from fsdp2.run.lock import WriterLock
+
+
+class RunDir:
+    """Where the parts of one run are.
+
+        config.json  metrics.jsonl  checkpoints/step-…/  full_model/full-model.pt
+
+    For a run at a URL the checkpoints are there, and the rest is in a local folder, uploaded at each commit.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self.is_remote = "://" in str(place)
+        self.path = _local_folder(str(place)) if self.is_remote else Path(place).absolute()
+        self.place = str(place).rstrip("/") if self.is_remote else str(self.path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.full_model = self.path / "full_model" / "full-model.pt"
+        self.files = open_files(self.place)
+        self.store = Store(self.files.at("checkpoints"))
+
+    def require_plain(self) -> None:
+        """Raise ConfigError if something else is where a file or folder of the run belongs.
+
+        A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
+        """
+        full = self.full_model.parent
+        folders = [self.path / "checkpoints", full, self.path / "tensorboard"]
+        files = [self.config, self.metrics, self.full_model, full / "full-optimizer.pt", full / MARKER]
+        files += [path.with_name(f"{path.name}.tmp") for path in files]
+        wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
+        wrong += [(path, "plain file") for path in files if os.path.lexists(path) and not _is_plain(path)]
+        for path, what in wrong:
+            raise ConfigError(
+                f"--run-dir {self.place}: {path} is no {what}; move it away or choose another run directory"
+            )
+
+    def upload_metrics(self, position: int) -> None:
+        """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
+        if self.is_remote:
+            with open(self.metrics, "rb") as file:
+                self.files.write(self.metrics.name, file.read(position))
+            self.files.write(self.config.name, self.config.read_bytes())
+
+    def upload_full_model(self) -> None:
+        """Copy the full model and optimizer to a remote run's URL, and their marker last."""
+        if not self.is_remote:
+            return
+        local, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        if there.size(MARKER) is not None:
+            there.unlink(MARKER)
+        for name in read_marker(local)["files"]:
+            with local.open(name) as source, there.create(name) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        there.write(MARKER, local.read(MARKER))
+
+    def fetch_full_model(self) -> None:
+        """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
+
+        Raises DamagedCheckpoint if it isn't there, or isn't as its marker says; ConfigError if a run of this machine is
+        writing here; OSError.
+        """
+        if not self.is_remote:
+            return
+        name = self.full_model.name
+        here, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        marker = read_marker(there)
+        with suppress(DamagedCheckpoint):
+            if read_marker(here) == marker:
+                verify(here, [name])
+                return
+        lock = WriterLock(self.path, flag="RUN")
+        try:
+            here.mkdir("")
+            for old in (MARKER, aside := f"{name}.tmp"):
+                if here.size(old) is not None:
+                    here.unlink(old)
+            with there.open(name) as source, here.create(aside) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            here.rename(aside, name)
+            publish(here, MARKER, there.read(MARKER))
+            verify(here, [name])
+        finally:
+            lock.release()
+
+    def outdate_full_model(self) -> None:
+        """Before training goes on: the full model is of an earlier state then, and has to be written again."""
+        for files in [LocalFiles(self.path), self.files][: 1 + self.is_remote]:
+            folder = files.at(self.full_model.parent.name)
+            if folder.size(MARKER) is not None:
+                folder.unlink(MARKER)
+                folder.fsync("")
+
+    def has_full_model(self, step: int) -> bool:
+        """Whether the full model and optimizer are there, whole and both of this step."""
+        folder = self.files.at(self.full_model.parent.name)
+        try:
+            verify(folder, hashes=False)
+            return bool(read_marker(folder)["step"] == step)
+        except DamagedCheckpoint:
+            return False
+
+    def fetch(self) -> None:
+        """Copy a remote run's metrics and config here, to go on with them."""
+        if self.is_remote:
+            for path in (self.metrics, self.config):
+                if self.files.size(path.name) is not None:
+                    path.write_bytes(self.files.read(path.name))
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _local_folder(url: str) -> Path:
+    """The same folder for the same URL, so that a resumed run finds its own, and no other's for another."""
+    url = url.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+    # The digest tells them apart; a file system takes no name of more than 255 bytes.
+    return (Path("runs") / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url)[:200]}-{digest}").absolute()
+
+
+def default_path(model: str) -> Path:
+    """`runs/<model>-<time>`, with a number where that exists."""
+    path = Path("runs") / f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while (candidate := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Versions and sizes that a reader of the results will ask for."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "git": _git_revision(),
+        "world_size": world_size,
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+@functools.cache
+def _git_revision() -> str | None:
+    try:
+        where = Path(__file__).parent
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def write_config(run: RunDir, config: Config, world_size: int) -> None:
+    """config.json: the flags, which `--config` reads back, and the environment."""
+    content = {"flags": to_flags(config), "environment": environment(world_size)}
+    publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Name -> shape of everything in a model's state dict."""
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:
+    """What a checkpoint's marker says beside its files.
+
+    Names and shapes are there so that another model is recognised before anything is loaded.
+    """
+    with torch.device("meta"):
+        model = spec.build(config.model_size)
+    return {
+        "config": to_flags(config),
+        "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
+        "environment": environment(world_size),
+        "model": shapes_of(model),
+    }
+
+
+def read_config(run: RunDir) -> Config:
+    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used."""
+    place = f"{run.place}/{run.config.name}"
+    try:
+        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
+    except OSError as error:
+        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
+    if not exists:
+        raise ConfigError(
+            f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
+        )
+    values = read_file(Config, place, called="")
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{shown(place)}: {error}") from None

@@ -1,0 +1,263 @@
+"""The process: its rank, device, threads, seeds and process group. Nothing else reads the environment to
+find out who launched it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from fsdp2 import STARTED_BY
+from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.refusal import refusal
+from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.options.errors import ConfigError
+
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+# How much later than another rank rank 0 may come to the same refusal.
+SECONDS_FOR_RANK_0 = 20.0
+
+
+class RunStopped(RuntimeError):
+    """What ends a run by intention, on all ranks after the same step: no fault of the program, so no traceback.
+
+    The message is one line that says what happened, what is left, and what to do.
+    """
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among all of them. Made before any process group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def world() -> World:
+    """From the process group that a launcher already made, else from torchrun's variables, else alone."""
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def launcher_gone() -> bool:
+    """Whether torchrun started this process and has died since, so that nobody will end it or start it again."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != STARTED_BY
+
+
+def end_with_launcher() -> None:
+    """Under torchrun, get SIGTERM when that dies: the training loop takes it as a stop signal, anything else ends.
+
+    Without this, ranks that start up wait for half an hour for a store that has died with torchrun, and rank 0 keeps
+    the run directory from others.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if launcher_gone():  # before that call
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def pick_device(wanted: str, world: World) -> torch.device:
+    """The device of this rank: `auto` is a GPU where there is one.
+
+    Raises ConfigError if a GPU is wanted and missing, or if there are fewer than ranks on this node.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    if world.local_world_size > gpus:
+        raise ConfigError(
+            f"--device {wanted}: {world.local_world_size} ranks and {gpus} GPU on this node; start "
+            f"{gpus} ranks a node (--nproc_per_node {gpus}) or use --device cpu"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def set_threads(threads: int | None, world: World) -> int:
+    """Set torch's CPU threads, by default this node's cores divided by its ranks.
+
+    Set here and not left to the launcher: torchrun sets one thread only if it starts more than one rank, Ray
+    chooses otherwise, and the number of threads changes the last bits of the losses.
+    """
+    count = threads or max(1, len(os.sched_getaffinity(0)) // world.local_world_size)
+    torch.set_num_threads(count)
+    return count
+
+
+@contextmanager
+def process_group(world: World, device: torch.device) -> Iterator[None]:
+    """Join the launcher's process group, or make one and end it afterwards.
+
+    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        yield
+        return
+    end_with_launcher()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        # Alone: a store in memory, so that no port is opened.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    except BaseException:
+        # After an error other ranks may be dead, and waiting for them would hang. Without others there is nobody to
+        # wait for, and who called this, a notebook perhaps, may want to begin again.
+        if world.world_size == 1:
+            dist.destroy_process_group()
+        raise
+    # A thread of gloo's gives back what the last collective held and needs the interpreter's lock for it. If it comes
+    # so late that the interpreter is ending, the process aborts (pytorch 190489): asleep, this one leaves it the lock.
+    time.sleep(0.1)
+    dist.destroy_process_group()
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's Python object on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's Python object, in the order of ranks, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def end_together(error: Exception | None) -> None:
+    """Raise on every rank if one comes with an error: its own there, on the others a line that names it.
+
+    A ConfigError is one on all of them. A collective call, which is also a barrier.
+    """
+    errors = gather(None if error is None else (isinstance(error, ConfigError), str(error), type(error).__name__))
+    if error is not None:
+        raise error
+    for rank, found in enumerate(errors):
+        if found is not None:
+            refused, text, kind = found
+            raise ConfigError(text) if refused else RunStopped(f"rank {rank} has failed: {kind}: {text}")
+
+
+@contextmanager
+def first_on_node(world: World) -> Iterator[None]:
+    """Let one rank of each node run the body while the others wait; then those run it. A collective call.
+
+    If the body fails on a rank, every rank ends with the reason, by `end_together`.
+    """
+    if world.local_rank != 0:
+        end_together(None)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    end_together(failure)
+    if world.local_rank == 0:
+        end_together(None)
+
+
+def seed_everything(seed: int, *context: int) -> None:
+    """Seed torch, Python and NumPy, for dropout and the like, from the run's seed and, say, the rank."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *context))).encode()).digest()
+    number = int.from_bytes(digest[:4], "big")
+    torch.manual_seed(number)  # every GPU too
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
+    """Wait for the end of rank 0, which says what is wrong; False if it doesn't end, and so has said nothing.
+
+    torchrun ends all ranks as soon as one has ended, and would end rank 0 before it has spoken.
+    """
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
+    return ended.wait(seconds)
+
+
+# What gloo, nccl and the store say when the other side of a connection has gone.
+_PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Socket closed",
+    "remote server shutdown",
+)
+
+
+def lost_peer(text: str) -> bool:
+    """Whether an error says that another rank has gone, and so is not the cause itself."""
+    return any(sign in text for sign in _PEER_LOST)
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn the ways a run can fail into what a user sees, and an exit status.
+
+    A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
+    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error on one rank is one line, too. Another error
+    shows its traceback and ends this process at once, so that ranks that wait for it notice; those show one line,
+    since the cause is elsewhere.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
+        status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
+        if world().rank == 0 or not _ended_by_launcher():
+            print(f"fsdp2: {kind}: {refusal(str(error))}", file=sys.stderr, flush=True)
+        sys.exit(status)
+    except OSError as error:
+        found = explained(error, error.filename or os.curdir)
+        if found is None:
+            raise
+        print(f"fsdp2: stopped: rank {world().rank}: {found}", file=sys.stderr, flush=True)
+        os._exit(1)  # as below
+    except RuntimeError as error:
+        if not lost_peer(str(error)):
+            raise
+        print(
+            f"fsdp2: rank {world().rank} stopped because another rank ended or was killed; its traceback, or "
+            "the signal that torchrun names below (exitcode -9: SIGKILL, perhaps for want of memory), is the cause",
+            file=sys.stderr,
+            flush=True,
+        )
+        # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
+        os._exit(1)

@@ -1,0 +1,204 @@
+"""When a run saves, what becomes of a save that fails, and what a run starts from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.refusal import printable
+from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
+from fsdp2.checkpoint.saver import Saved, Saver
+from fsdp2.checkpoint.state import AppState, Progress
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.report.reports import Reports
+from fsdp2.run import runtime
+from fsdp2.run.finite import is_finite
+from fsdp2.run.job import Job
+from fsdp2.run.preflight import damaged
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import RunStopped
+
+
+class Saving:
+    """The checkpoints of a run, as `--async-checkpoint`, `--keep`, `--keep-every` and `--on-checkpoint-failure` say.
+
+    Every method is called by all ranks after the same step. A run that has lost its directory ends there with
+    RunStopped, whatever `--on-checkpoint-failure` says.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        run: RunDir,
+        app: AppState,
+        progress: Progress,
+        device: torch.device,
+        weights: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        """`weights`: this rank's part of the model."""
+        self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
+        job.guard(run)
+        self._saver = Saver(
+            run.store,
+            app,
+            device,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            background=config.async_checkpoint is not None,
+        )
+        self._saved_step = progress.step  # committed, or on its way
+        self._epochs: dict[int, int] = {}
+        self._failed: Saved | None = None
+
+    def open(self, reports: Reports, info: Mapping[str, Any]) -> None:
+        """Begin, with where to report to and what each marker shall say."""
+        self._reports, self._info = reports, info
+
+    def save(self, epoch: int, *, last: bool = False) -> None:
+        """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
+
+        Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
+        written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
+        """
+        step = self.progress.step
+        if step == self._saved_step:
+            return
+        if self.config.async_checkpoint == "skip" and not last and any(runtime.gather(self._saver.busy)):
+            self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
+            return
+        self._end(self._failed or self._saver.wait())
+        known = runtime.gather((self._reports.metrics.position(), is_finite(self._weights())))
+        finite = all(finite for _, finite in known)
+        if not finite:
+            self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
+        self._epochs[step], self._saved_step = epoch, step
+        # The same on all ranks: DCP writes a plain value from whichever rank it likes.
+        self.progress.metrics_position = known[0][0]
+        info = {**self._info, "finite": finite}
+        self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
+
+    def _before_commit(self) -> Callable[[], None]:
+        position = self.progress.metrics_position
+
+        def on_rank_0() -> None:
+            self.run.upload_metrics(position)
+            self.job.still_ours()
+
+        return on_rank_0
+
+    def poll(self) -> bool:
+        """Report a save that has ended in the background; whether one has failed and the run is to stop.
+
+        Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
+        `stop_if_failed` after the same step.
+        """
+        ended = self._saver.ended()
+        if ended is not None and ended.error is not None and self._stops(ended.error):
+            self._failed = ended
+        else:
+            self._end(ended)
+        return self._failed is not None
+
+    def stop_if_failed(self, ranks: int) -> None:
+        """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
+        if ranks:
+            self._end(self._failed or self._saver.wait())
+
+    def stop_if_nonfinite(self, step: int, what: str) -> None:
+        """Raise RunStopped if `--on-nonfinite` is stop. A save in flight, which is of an earlier step, ends first."""
+        if self.config.on_nonfinite != "stop":
+            return
+        text = f"step {step}: {what}; nothing was saved after it"
+        try:
+            self._end(self._failed or self._saver.wait())
+        except SaveFailed as error:
+            text += f"; {error}"
+        self._saver.close()
+        last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
+        advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
+        raise RunStopped(printable(f"{text}; {last}; {advice}"))
+
+    def _last_finite(self) -> str:
+        store = self.run.store
+        try:
+            step = store.newest_finite(store.committed())
+        except OSError as error:
+            return f"the last finite checkpoint can't be looked up ({error})"
+        found = "there is no finite checkpoint"
+        return found if step is None else f"the last finite checkpoint is {store.checkpoint(step)}"
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
+        self._end(self._failed or self._saver.wait())
+        self._saver.close()
+        self.job.stop_if_lost()
+        if self._saved_step != self.progress.step:
+            raise SaveFailed(
+                f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
+                "the failures above say why"
+            )
+
+    def _stops(self, error: SaveFailed) -> bool:
+        return self.config.on_checkpoint_failure == "stop" or error.for_good
+
+    def _end(self, ended: Saved | None) -> None:
+        if ended is None:
+            return
+        if ended.error is None:
+            place = str(self.run.store.checkpoint(ended.step))
+            facts = {"step": ended.step, "epoch": self._epochs[ended.step], "path": place}
+            times = {"seconds": ended.seconds, "stall_seconds": ended.stall_seconds}
+            self._reports.emit("checkpoint", {**facts, **times})
+            if ended.warning is not None:
+                self._reports.emit("failure", {"step": ended.step, "error": ended.warning, "continues": True})
+            return
+        text = str(ended.error)
+        if runtime.world().rank == 0:
+            try:
+                self.job.still_ours()  # else what looks dead may be a save of the run that has taken over
+                self.run.store.remove_dead()  # room for the next one
+            except (OSError, NotTheWriter) as error:
+                text += f"; what it left was not removed: {error}"
+        if self._stops(ended.error):
+            self.job.stop_if_lost()  # then that is the reason, and what is left elsewhere is worth more than the error
+            raise ended.error
+        if self._saved_step == ended.step:
+            self._saved_step = -1  # so that the end of the run tries again
+        self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
+
+
+def resume(job: Job, app: AppState) -> dict[str, Any]:
+    """Load what the job starts from into `app`. A collective call.
+
+    Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
+    ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
+    """
+    if job.restore is None:
+        return {"random_state_restored": True}
+    checkpoint = open_files(job.restore)
+    began = time.perf_counter()
+    try:
+        if not job.partial:
+            restored = restore(checkpoint, app)
+            return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
+        loaded, left_out = read_fitting_weights(app.model, checkpoint)
+    except DamagedCheckpoint as error:
+        raise damaged(error) from None
+    except ValueError as error:
+        raise ConfigError(f"--resume: {checkpoint} can't be restored: {error}") from None
+    if not loaded:
+        raise ConfigError(
+            f"--resume-partial: no tensor of {job.restore} fits this model; `python -m fsdp2.checkpoint show` lists "
+            "its names and shapes"
+        )
+    took = time.perf_counter() - began
+    return {"random_state_restored": True, "restore_seconds": took, "loaded": loaded, "left_out": left_out}
