@@ -17,7 +17,7 @@ from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.memory.series import Series
 from fsdp2.options.errors import ConfigError
 from tests.harness import SMALL
-from tests.recording.test_runs import CHROMIUM, in_browser
+from tests.memory.test_runs import CHROMIUM, in_browser
 
 
 def measured(name: str, ms: float, peak: int, losses: tuple[float, ...] = (2.0, 1.0)) -> Measured:
