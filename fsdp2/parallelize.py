@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.config import Config
 from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.strategies import ZERO
-from fsdp2.parallel import ddp, fsdp1, fsdp2, precision, zero
+from fsdp2.parallel import ddp, fsdp1, fully_sharded, precision, zero
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.groups import shard_groups
@@ -74,12 +74,12 @@ def parallelize(
 
     # Shard the groups, then the root, while there is still nothing to move.
     if config.strategy == "fsdp2":
-        groups = fsdp2.shard(
+        groups = fully_sharded.shard(
             model,
             shard_groups(blocks, config.shard_granularity),
             mesh=mesh,
             precision=precision.fsdp2_policy(config.mixed_precision, config.reduce_dtype),
-            offload=fsdp2.offload_policy(config.cpu_offload, device.type),
+            offload=fully_sharded.offload_policy(config.cpu_offload, device.type),
             reshard_after_forward=config.reshard_after_forward,
         )
         # The schedule refers to sharded groups, so they have to exist.
@@ -121,7 +121,7 @@ def parallelize(
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=config.fused_optimizer)
 
     if config.strategy == "fsdp2":
-        return fsdp2.FSDP2Engine(model, optimizer, scaler, early_unshard=any(config.prefetches))
+        return fully_sharded.FSDP2Engine(model, optimizer, scaler, early_unshard=any(config.prefetches))
     if config.strategy == "fsdp1":
         return fsdp1.FSDP1Engine(model, optimizer, scaler)
     engine = ddp.DDPEngine if config.strategy == "ddp" else NoneEngine
@@ -141,7 +141,7 @@ def with_deepspeed(
     with torch.device("meta"):
         copy = build()
     freeze(copy, config.freeze)
-    fsdp2.shard(
+    fully_sharded.shard(
         copy, [], mesh=mesh, precision=MixedPrecisionPolicy(), offload=OffloadPolicy(), reshard_after_forward=None
     )
     allocate(copy, device, cpu_offload=False)
