@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.parallel import fully_sharded
-from fsdp2.parallel import precision
+from fsdp2.parallel import fully_sharded, precision
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.inspect import check_dtypes, check_sharded
 from tests.harness import Ranks, loss_of
