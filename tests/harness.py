@@ -170,21 +170,12 @@ def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
 
 def make_engine(flags: str = "") -> Engine:
     """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
-    from fsdp2 import models
+    from fsdp2 import models, train
     from fsdp2.config import parse
-    from fsdp2.models.initial import reset_parameters
-    from fsdp2.parallelize import parallelize
+    from fsdp2.run import runtime
 
     config = parse(["--model-size=tiny", *flags.split()])
-    spec = models.get(config.model)
-    return parallelize(
-        config,
-        build=lambda: spec.build(config.model_size),
-        blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
-        device=torch.device("cpu"),
-        world_size=dist.get_world_size(),
-    )
+    return train.make_engine(config, models.get(config.model), runtime.world(), torch.device("cpu"), restoring=False)
 
 
 def batch(last: bool = True) -> Any:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import models
 from fsdp2.config import Config
 from fsdp2.models.initial import fill_for, normal, ones, reset_parameters, zeros
-from fsdp2.parallelize import check_initialised, parallelize, poison
+from fsdp2.parallel.meta import check_initialised, poison
+from fsdp2.parallelize import parallelize
 from tests.harness import Ranks, make_engine
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.fsdp1 import PREFETCH, SHARDING
+from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
 from fsdp2.train import main
 from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step
 
