@@ -178,6 +178,33 @@ def make_engine(flags: str = "") -> Engine:
     return train.make_engine(config, models.get(config.model), runtime.world(), torch.device("cpu"), restoring=False)
 
 
+def peak_at_start(flags: str) -> tuple[int, int]:
+    """Bytes of the whole model, and the most that this rank holds whenever tensors of it have got their initial values.
+
+    Counted are all tensors of the process that came since. In `Ranks`.
+    """
+    from fsdp2.models import initial
+
+    def held() -> int:
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter)]
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors if not one.is_meta}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    before, seen, whole = held(), [], 0
+    real = initial.reset_parameters
+
+    def counting(model: nn.Module, *arguments: Any) -> None:
+        nonlocal whole
+        real(model, *arguments)
+        whole += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        seen.append(held() - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2.train.reset_parameters", counting)
+        make_engine(flags)
+    return whole, max(seen)
+
+
 def batch(last: bool = True) -> Any:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return SimpleNamespace(inputs=torch.randn(4, 1, 28, 28, generator=generator), last=last)

@@ -21,7 +21,7 @@ from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import zero_settings
 from fsdp2.parallel.baselines.zero_settings import choose_accelerator, deepspeed_config
 from fsdp2.run.lock import SwapFiles
-from tests.harness import Ranks, full_files, losses, of_kind, same
+from tests.harness import Ranks, full_files, losses, of_kind, peak_at_start, same
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: the extra deepspeed"
@@ -166,6 +166,26 @@ def _sharded(run: Path) -> dict[str, Any]:
 def test_fp16_on_the_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="DeepSpeed has no fp16 there; use bf16"):
         check_device(Config(strategy="zero1", mixed_precision="fp16"), "cpu")
+
+
+@needs_deepspeed
+def test_stage_3_never_holds_the_whole_model(ranks: Ranks) -> None:
+    ranks.close()
+    try:
+        for whole, peak in ranks.run(peak_at_start, "--strategy=zero1", timeout=280):
+            assert peak >= whole
+        for whole, peak in ranks.run(peak_at_start, "--strategy=zero3", timeout=280):
+            assert peak < 0.7 * whole
+    finally:
+        ranks.close()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_starts_from_a_file_as_fsdp2_does(train: Train, zero: Train, tmp_path: Path, stage: str) -> None:
+    train("--model=cnn", run="first", steps=2)
+    flags = ["--model=cnn", f"--init-from={tmp_path / 'first' / 'full_model' / 'full-model.pt'}"]
+    assert losses(zero(f"--strategy={stage}", *flags, run="zero", steps=3)) == losses(train(*flags, run="a", steps=3))
 
 
 @needs_deepspeed
