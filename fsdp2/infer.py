@@ -127,11 +127,12 @@ def load_sharded(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=False),
         load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=False,
+        restoring=True,
     )
     engine.model.eval()
     return engine.forward

@@ -33,6 +33,7 @@ def parallelize(
     device: torch.device,
     world_size: int,
     training: bool = True,
+    restoring: bool = False,
 ) -> FSDP2Engine:
     """Build, shard and initialise a model as `config` says.
 
@@ -42,6 +43,8 @@ def parallelize(
         set_weights: gives every parameter and buffer its initial value, in place.
         load_weights: puts a file's weights on top, if there are any.
         training: False leaves out the optimizer.
+        restoring: the caller will load a checkpoint, which sets all that is in the state dict; `set_weights` sets the
+            rest, such as non-persistent buffers.
 
     Raises RuntimeError if a parameter or buffer is left on `meta` or unset.
     """
@@ -88,7 +91,7 @@ def parallelize(
     allocate(model, device, cpu_offload=config.cpu_offload)
     poison(model)
     set_weights(model)
-    check_initialised(model)
+    check_initialised(model, saved=not restoring)
     # A file's weights come after the check: a NaN among them is the file's own. What is in no file is set by now.
     if load_weights is not None:
         load_weights(model)

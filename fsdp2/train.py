@@ -6,6 +6,7 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -266,13 +267,16 @@ def make_engine(
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
         require_finite(model, f"--init-from {config.init_from}")
 
-    # The only place that asks for the strategy: each engine is driven in the same way.
-    build_engine = parallelize if config.strategy == "fsdp2" else BASELINES[config.strategy].build
+    # The only place that asks for the strategy: each engine is driven in the same way. Under FSDP2 nothing is drawn
+    # that a checkpoint will replace.
+    drawn = not restoring or config.resume_partial or config.strategy != "fsdp2"
+    is_fsdp2 = config.strategy == "fsdp2"
+    build_engine = functools.partial(parallelize, restoring=not drawn) if is_fsdp2 else BASELINES[config.strategy].build
     return build_engine(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
         load_weights=None if config.init_from is None or restoring else load_weights,
         device=device,
         world_size=world.world_size,

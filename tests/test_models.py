@@ -133,6 +133,20 @@ def test_buffers_are_initialised_too() -> None:
     assert torch.equal(model.get_buffer("positions"), torch.ones(3))
 
 
+def test_what_no_checkpoint_holds_is_set_on_resume_too() -> None:
+    with torch.device("meta"):
+        model = WithBuffers()
+    model.to_empty(device="cpu")
+    poison(model)
+    with pytest.raises(RuntimeError, match="1 of 1 tensors were not initialised: positions"):
+        check_initialised(model, saved=False)
+    reset_parameters(model, TABLE, seed=1, saved=False)
+    check_initialised(model, saved=False)
+    assert torch.equal(model.get_buffer("positions"), torch.ones(3))
+    assert model.inner.weight.isnan().all()  # a checkpoint brings it
+    assert model.get_buffer("kept").isnan().all()
+
+
 @pytest.mark.parametrize("missing", ["*.bias", "kept", "positions"])
 def test_a_tensor_that_the_table_forgets_is_an_error(missing: str) -> None:
     with pytest.raises(KeyError, match="no entry in"):

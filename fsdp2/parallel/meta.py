@@ -27,9 +27,17 @@ def poison(model: nn.Module) -> None:
                 local(tensor).fill_(math.nan)
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Raise RuntimeError, naming them, if parameters or buffers are on meta or still hold a NaN of `poison`."""
-    named = list(itertools.chain(model.named_parameters(), model.named_buffers()))
+def check_initialised(model: nn.Module, *, saved: bool = True) -> None:
+    """Raise RuntimeError, naming them, if parameters or buffers are on meta or still hold a NaN of `poison`.
+
+    `saved=False` leaves out what is in the state dict, for a checkpoint to set.
+    """
+    left_out = set() if saved else set(model.state_dict())
+    named = [
+        (name, tensor)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+        if name not in left_out
+    ]
     on_meta = [name for name, tensor in named if tensor.is_meta]
     if on_meta:
         raise RuntimeError(f"{len(on_meta)} tensors were left on meta: {', '.join(on_meta)}")
