@@ -170,14 +170,12 @@ def test_fp16_on_the_cpu_is_refused() -> None:
 
 @needs_deepspeed
 def test_stage_3_never_holds_the_whole_model(ranks: Ranks) -> None:
+    for stage, most in (("zero1", 1.1), ("zero3", 0.7)):
+        ranks.close()  # DeepSpeed keeps groups of ranks in global variables
+        for whole, peak in ranks.run(peak_at_start, f"--strategy={stage}", timeout=280):
+            assert 0.5 * whole < peak < most * whole
+            assert stage == "zero3" or peak >= whole
     ranks.close()
-    try:
-        for whole, peak in ranks.run(peak_at_start, "--strategy=zero1", timeout=280):
-            assert peak >= whole
-        for whole, peak in ranks.run(peak_at_start, "--strategy=zero3", timeout=280):
-            assert peak < 0.7 * whole
-    finally:
-        ranks.close()
 
 
 @needs_deepspeed

@@ -62,7 +62,8 @@ def shard_each(
     Args:
         dtype: in which DeepSpeed keeps the parameters' shards.
     """
-    deepspeed = started(device)
+    import deepspeed
+
     swapper = None
     for name, module in list(model.named_modules()):
         part = materialise(module, name, set_weights, device)
