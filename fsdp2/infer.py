@@ -32,9 +32,10 @@ from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser, files_at
-from fsdp2.options.strategies import ZERO
+from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location
-from fsdp2.parallel.precision import DTYPES, autocast
+from fsdp2.parallel.baselines.autocast import autocast
+from fsdp2.parallel.precision import DTYPES
 from fsdp2.parallelize import parallelize
 from fsdp2.report.console import short
 from fsdp2.run import runtime
@@ -45,7 +46,8 @@ from fsdp2.run.runtime import World
 from fsdp2.train import load_data
 
 SAMPLES = 10
-SHARDED = ("fsdp2", *ZERO)  # strategies whose checkpoints are read into a sharded model
+# Strategies whose checkpoints are read into a sharded model.
+SHARDED = [name for name, rules in STRATEGIES.items() if rules.reads_as_fsdp2]
 
 
 def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Tensor]:
@@ -67,7 +69,7 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     model.load_state_dict(full)
     require_finite(model, short(file))
     model.to(device).eval()
-    casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2", *ZERO)
+    casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
     model.to(dtype)
     context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
@@ -119,17 +121,18 @@ def load_sharded(
             ) from None
         require_finite(model, f"--sharded: {short(str(checkpoint))}")
 
-    if config.strategy in ZERO:  # its checkpoints are FSDP2's
+    if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
         config = Config(model=config.model, model_size=config.model_size, mixed_precision=config.mixed_precision)
     engine = parallelize(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=False),
         load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=False,
+        restoring=True,
     )
     engine.model.eval()
     return engine.forward

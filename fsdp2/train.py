@@ -6,6 +6,7 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -31,6 +32,8 @@ from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import check_device
+from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.report import header
@@ -38,7 +41,7 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.run import runtime
 from fsdp2.run.finite import require_finite
-from fsdp2.run.preflight import check_device, preflight
+from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, write_config
 from fsdp2.run.runtime import World
 from fsdp2.run.saving import Saving, resume
@@ -61,7 +64,7 @@ def main(
     """
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
-    check_device(config, device)
+    check_device(config, device.type)
     spec = models.get(config.model)
     with preflight(config, world) as job, runtime.process_group(world, device):
         job.agree()  # rank 0 has chosen the run directory and what to resume
@@ -258,20 +261,23 @@ def make_engine(
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
     def load_weights(model: nn.Module) -> None:
-        if config.init_from is None or restoring:
-            return
         try:
-            full_state_api(config).load_full_model_state(model, Path(config.init_from))
+            full_state_api(config).load_full_model_state(model, Path(str(config.init_from)))
         except ValueError as error:
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
         require_finite(model, f"--init-from {config.init_from}")
 
-    return parallelize(
+    # The only place that asks for the strategy: each engine is driven in the same way. Under FSDP2 nothing is drawn
+    # that a checkpoint will replace.
+    drawn = not restoring or config.resume_partial or config.strategy != "fsdp2"
+    is_fsdp2 = config.strategy == "fsdp2"
+    build_engine = functools.partial(parallelize, restoring=not drawn) if is_fsdp2 else BASELINES[config.strategy].build
+    return build_engine(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
-        load_weights=load_weights,
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
+        load_weights=None if config.init_from is None or restoring else load_weights,
         device=device,
         world_size=world.world_size,
         training=training,

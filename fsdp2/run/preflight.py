@@ -28,12 +28,11 @@ from fsdp2.checkpoint.store import (
     verify,
 )
 from fsdp2.config import Config
-from fsdp2.options.deepspeed_settings import check_installed, settings
+from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
-from fsdp2.options.strategies import ZERO
 from fsdp2.options.values import is_step
-from fsdp2.parallelize import freeze
+from fsdp2.parallel.freeze import freeze
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
@@ -118,25 +117,9 @@ def check_versions(config: Config) -> None:
         raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
 
 
-def check_device(config: Config, device: torch.device) -> None:
-    """What a strategy can't do on the device that was picked. Raises ConfigError."""
-    if config.strategy in ZERO:
-        check_installed(config, device.type)
-        settings(config, device.type)
-    if config.strategy == "fsdp1" and config.cpu_offload and device.type == "cpu":
-        raise ConfigError(
-            "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "
-            "driver; use --strategy fsdp2 or drop --cpu-offload"
-        )
-
-
 def check_world(config: Config, world: World) -> None:
     size = world.world_size
-    if config.strategy == "none" and size > 1:
-        raise ConfigError(
-            f"--strategy none with {size} ranks: each would train a model of its own; start one process "
-            "or use --strategy ddp or fsdp2"
-        )
+    strategies.check_world(config, size)
     if size % config.replicas:
         raise ConfigError(
             f"--replicas {config.replicas}: doesn't divide the world size {size}; use one of "
