@@ -8,7 +8,8 @@ being asked, and its optimizer named Adam is AdamW. Here it clips as the flag sa
 losses are bit-equal in fp32.
 
 In stages 1 and 2 each rank holds the whole model, from its first tensor on. In stage 3 modules get memory and initial
-values one after the other, and each is sharded before the next.
+values one after the other, and each is sharded before the next. With parameters in files a rank holds the whole
+model first, since each `zero.Init` would open files of its own.
 """
 
 from __future__ import annotations
@@ -64,14 +65,12 @@ def shard_each(
     """
     import deepspeed
 
-    swapper = None
     for name, module in list(model.named_modules()):
         part = materialise(module, name, set_weights, device)
         for parameter in part.parameters():
             parameter.data = parameter.data.to(dtype)
-        # It shards parameters that are there already, in place; one object does the input and output of all files.
-        init = deepspeed.zero.Init(module=part, config_dict_or_path=config, dtype=dtype, param_swapper=swapper)
-        swapper = init.param_swapper
+        # It shards parameters that are there already, in place.
+        deepspeed.zero.Init(module=part, config_dict_or_path=config, dtype=dtype)
 
 
 def build(
@@ -89,7 +88,8 @@ def build(
     assert training, "DeepSpeed's engine has an optimizer"
     config = options.deepspeed_settings(device.type)
     deepspeed = started(device)
-    if config["zero_optimization"]["stage"] == 3:
+    sharding = config["zero_optimization"]
+    if sharding["stage"] == 3 and sharding.get("offload_param", {}).get("device") != "nvme":
         model, _ = on_meta(options, build, blocks_of)
         shard_each(model, set_weights, device, DTYPES[options.mixed_precision or "fp32"], config)
     else:
