@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models
-from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.full_dtensor import differences, read_full
-from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.save import read_weights, verify_together
+from fsdp2.checkpoint.restore import read_weights, verify_together
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
@@ -87,7 +86,7 @@ def vouched(config: Config, run: RunDir) -> str:
     """
     file, newest = short(run.full_model), max(run.store.committed(), default=None)
     try:
-        step = vouched_step(run.full_model)
+        step = vouched_step(LocalFiles(run.full_model.parent), run.full_model.name)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
     if newest is not None and (step is None or step < newest):

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from fsdp2.checkpoint import files, full_dtensor
 from fsdp2.checkpoint.disk import DiskError, disk_errors
 from fsdp2.checkpoint.files import EagerFile, LocalFiles
-from fsdp2.checkpoint.save import SaveFailed, save, save_full
+from fsdp2.checkpoint.full_model import save_full
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
@@ -29,7 +30,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World, exit_status
 from fsdp2.train import main
-from tests.harness import Ranks, losses, make_engine, of_kind, small
+from tests.harness import Ranks, losses, make_engine, of_kind, save, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -113,7 +114,7 @@ def _saves_with_limits(folder: Path, limits: list[int]) -> list[str]:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
-            save(store, app, step, info={}, keep=1)
+            save(store, app, step)
         except SaveFailed as error:
             messages.append(str(error))
         finally:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2 import models
 from fsdp2.checkpoint import full_dcp, full_dtensor
-from fsdp2.checkpoint.save import save_full
+from fsdp2.checkpoint.full_model import save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.config import Config
 from fsdp2.parallelize import parallelize

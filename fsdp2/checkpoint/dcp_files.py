@@ -126,10 +126,10 @@ class ShardWriter(dcp.FileSystemWriter):
     """Writes shards into a directory that `begin` makes, and ends with `commit` of all files' fingerprints.
 
     Both are called on rank 0 alone, inside DCP's own protocol: `begin` when all ranks have a plan and none has
-    written, `commit` when all have said that their files are durable. Before both, `still_ours` raises NotTheWriter if
-    another run may have the place; so it does on any rank where a file operation has failed. A failure in any of
-    them, or on any rank, is a failure of the save on every rank. DCP sends it there without what it was caused by, so
-    a disk's error is put into words before.
+    written, `commit` when all have said that their files are durable, and after `before_commit`. Before both,
+    `still_ours` raises NotTheWriter if another run may have the place; so it does on any rank where a file operation
+    has failed. A failure in any of them, or on any rank, is a failure of the save on every rank. DCP sends it there
+    without what it was caused by, so a disk's error is put into words before.
     """
 
     def __init__(
@@ -138,12 +138,14 @@ class ShardWriter(dcp.FileSystemWriter):
         begin: Callable[[], None],
         commit: Callable[[Mapping[str, Mapping[str, Any]]], None],
         still_ours: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         # Syncing is `DcpFiles`' work, so that it is seen by whatever stands in for the files.
         super().__init__("", sync_files=False)
         self.fs: Any = DcpFiles(files)
         self.path = ""
-        self._begin, self._commit, self._still_ours = begin, commit, still_ours
+        self._begin, self._commit = begin, commit
+        self._still_ours, self._before_commit = still_ours, before_commit
 
     @contextmanager
     def _failing_clearly(self, needed: int | None = None) -> Generator[None, None, None]:
@@ -177,6 +179,7 @@ class ShardWriter(dcp.FileSystemWriter):
             files = dict(self.fs.written)
             for rank in results:
                 files.update(cast(Written, rank).files)
+            self._before_commit()
             self._commit(files)
 
 

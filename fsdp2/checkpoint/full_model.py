@@ -1,29 +1,66 @@
-"""What vouches for a full-model.pt: the marker that `save_full` writes beside it, last."""
+"""full-model.pt: written by rank 0, with a marker beside it that vouches for it."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import IO, Any, cast
 
-from fsdp2.checkpoint.files import LocalFiles, is_there
-from fsdp2.checkpoint.store import MARKER, read_marker, verify
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.checkpoint import full_dcp, full_dtensor
+from fsdp2.checkpoint.dcp_files import HashingStream
+from fsdp2.checkpoint.disk import bytes_of, disk_errors
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.store import MARKER, write_marker
 
 
-def vouched_step(file: Path) -> int | None:
-    """The step of which a marker beside the file says that it is, after the file's hash was compared.
+def full_state_api(*, dcp_api: bool) -> Any:
+    """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
+    return full_dcp if dcp_api else full_dtensor
 
-    None if there is no marker, or it doesn't list the file: it may be of any step, and may be damaged. Raises
-    DamagedCheckpoint if the file isn't as it was saved, or the marker can't be read.
+
+def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, step: int) -> None:
+    """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
+
+    Args:
+        api: `full_dtensor` or `full_dcp`.
+        path: of the model's file, full-model.pt; the optimizer's is full-optimizer.pt.
+
+    A file of that name is always a whole one: each is written under another name, synced and renamed. A marker
+    beside them, written last, says of which step they are: after a kill in between they may be of two.
     """
-    folder = LocalFiles(file.parent)
-    if not is_there(folder, MARKER):
-        return None
-    marker = read_marker(folder)
-    if file.name not in marker["files"]:
-        return None
-    verify(folder, [file.name])
-    return int(marker["step"])
+    folder, files = LocalFiles(path.parent), {}
+    if dist.get_rank() == 0:
+        with disk_errors(folder):
+            folder.mkdir("")
+            if folder.size(MARKER) is not None:
+                folder.unlink(MARKER)
+                folder.fsync("")
+    for name, gather in (
+        (path.name, lambda: api.full_model_state(model, folder.root)),
+        ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
+    ):
+        state = gather()
+        if dist.get_rank() == 0:
+            with disk_errors(folder, bytes_of(state)):
+                files[name] = _write_whole(folder, name, state)
+        del state  # before the next is gathered
+    if dist.get_rank() == 0:
+        with disk_errors(folder):
+            folder.fsync("")
+            write_marker(folder, {"step": step, "time": time.time(), "files": files})
+    dist.barrier()
 
 
-def verdict(step: int | None) -> str:
-    """`vouched_step`'s answer in words."""
-    return "unverified, since no marker beside it lists it" if step is None else f"verified, step {step}"
+def _write_whole(folder: LocalFiles, name: str, state: Any) -> dict[str, Any]:
+    aside = f"{name}.tmp"
+    if folder.size(aside) is not None:
+        folder.unlink(aside)  # of a run that died here
+    with HashingStream(folder.create(aside)) as stream:
+        torch.save(state, cast(IO[bytes], stream))
+    folder.fsync(aside)
+    folder.rename(aside, name)
+    return stream.fingerprint()

@@ -24,7 +24,7 @@ from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.full_dtensor import full_model_state, full_optimizer_state
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.save import restore
+from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.state import AppState as OurState
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker

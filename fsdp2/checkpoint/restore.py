@@ -1,140 +1,24 @@
-"""Saving and restoring as collective operations: `state.py` and `store.py` put together by DCP."""
+"""Restoring as a collective operation: what a checkpoint holds, strictly into what there is here."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
-from pathlib import Path
-from typing import IO, Any, cast
+from collections.abc import Container, Mapping
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from fsdp2.checkpoint.dcp_files import HashingStream, ShardWriter
-from fsdp2.checkpoint.disk import bytes_of, disk_errors
-from fsdp2.checkpoint.files import Files, LocalFiles, NotTheWriter
+from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
-from fsdp2.checkpoint.store import (
-    MARKER,
-    DamagedCheckpoint,
-    Store,
-    read_marker,
-    require_metadata,
-    verify,
-    write_marker,
-)
-
-
-class SaveFailed(RuntimeError):
-    """A save that did not become a checkpoint; those committed before it are as they were."""
-
-    for_good = False  # whether no later save of this run can succeed either
-
-
-def save(
-    store: Store,
-    state: Any,
-    step: int,
-    *,
-    info: Mapping[str, Any],
-    keep: int,
-    keep_every: int | None = None,
-    still_ours: Callable[[], None] = lambda: None,
-    before_commit: Callable[[], None] = lambda: None,
-    group: dist.ProcessGroup | None = None,
-) -> str | None:
-    """Save one step on all ranks, commit it, and only then remove old ones. A collective call.
-
-    Args:
-        state: an AppState, or the tree that one gives.
-        info: what the marker shall say beside step, world size and files.
-        still_ours: raises NotTheWriter if this run has lost the place. Rank 0 calls it before anything is written and
-            before the commit, every rank when a file operation has failed.
-        before_commit: runs on rank 0 when all shards are durable; if it raises, nothing is committed.
-        group: of all ranks, with a CPU backend; unset = the default one.
-
-    Each rank writes, hashes and syncs its shards; rank 0 commits when it has heard from all of them, and no
-    rank returns before that. Raises SaveFailed on every rank, with the cause, if any of them failed.
-
-    Returns, on rank 0, why old checkpoints could not be removed, if so: the new one exists all the same.
-    """
-    not_removed: list[str] = []
-
-    def commit(files: Mapping[str, Mapping[str, Any]]) -> None:
-        before_commit()
-        store.commit(step, files, {**info, "world_size": dist.get_world_size()})
-        try:
-            store.retain(keep, keep_every)
-        except OSError as error:
-            not_removed.append(f"step {step} is saved, but old checkpoints could not be removed: {error}")
-
-    writer = ShardWriter(store.checkpoint(step), lambda: store.begin(step), commit, still_ours)
-    try:
-        dcp.save({"app": state}, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
-        failure = SaveFailed(f"step {step} was not saved to {store.files}: {causes}")
-        failure.for_good = any(isinstance(cause, NotTheWriter) for cause, _ in error.failures.values())
-        raise failure from error
-    return not_removed[0] if not_removed else None
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[-1] if text else 'no message'}"
-
-
-def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, step: int) -> None:
-    """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
-
-    Args:
-        api: `full_dtensor` or `full_dcp`.
-        path: of the model's file, full-model.pt; the optimizer's is full-optimizer.pt.
-
-    A file of that name is always a whole one: each is written under another name, synced and renamed. A marker
-    beside them, written last, says of which step they are: after a kill in between they may be of two.
-    """
-    folder, files = LocalFiles(path.parent), {}
-    if dist.get_rank() == 0:
-        with disk_errors(folder):
-            folder.mkdir("")
-            if folder.size(MARKER) is not None:
-                folder.unlink(MARKER)
-                folder.fsync("")
-    for name, gather in (
-        (path.name, lambda: api.full_model_state(model, folder.root)),
-        ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
-    ):
-        state = gather()
-        if dist.get_rank() == 0:
-            with disk_errors(folder, bytes_of(state)):
-                files[name] = _write_whole(folder, name, state)
-        del state  # before the next is gathered
-    if dist.get_rank() == 0:
-        with disk_errors(folder):
-            folder.fsync("")
-            write_marker(folder, {"step": step, "time": time.time(), "files": files})
-    dist.barrier()
-
-
-def _write_whole(folder: LocalFiles, name: str, state: Any) -> dict[str, Any]:
-    aside = f"{name}.tmp"
-    if folder.size(aside) is not None:
-        folder.unlink(aside)  # of a run that died here
-    with HashingStream(folder.create(aside)) as stream:
-        torch.save(state, cast(IO[bytes], stream))
-    folder.fsync(aside)
-    folder.rename(aside, name)
-    return stream.fingerprint()
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker, require_metadata, verify
 
 
 def verify_together(checkpoint: Files) -> dict[str, Any]:
