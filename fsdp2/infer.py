@@ -21,7 +21,7 @@ from fsdp2 import models
 from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.restore import read_weights, verify_together
+from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
@@ -111,7 +111,7 @@ def load_sharded(
 
     def load_weights(model: nn.Module) -> None:
         try:
-            read_weights(model, checkpoint, verify_together(checkpoint)["files"])
+            read_weights(model, checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
             raise ConfigError(
                 f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"

@@ -96,7 +96,7 @@ def main(
         }
         model, optimizer = engine.state["model"], engine.state["optimizer"]
         app = AppState(model, optimizer, with_users_parts(parts, also_saved), engine)
-        restored = resume(job, app)
+        restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
         first_step = progress.step

@@ -4,11 +4,12 @@ file operation goes through the object that fault tests replace."""
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemBase
@@ -65,6 +66,41 @@ class HashingStream(io.RawIOBase):
     def fingerprint(self) -> dict[str, Any]:
         """Size in bytes and BLAKE3 hash of all that was written."""
         return {"size": self._size, HASH: self._digest.hexdigest()}
+
+
+class HashedRead(io.RawIOBase):
+    """Reads from a file and hashes it on the way, in the order of the file and each byte once.
+
+    What is skipped is read for the hash alone, so whoever reads parts by their offsets reads the file once.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._hashed = cast(io.BufferedIOBase, file), new_hash(), 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._file.tell()
+        if at > self._hashed:
+            self._hash(at)
+        count = self._file.readinto(buffer)
+        new = max(0, at + count - self._hashed)
+        self._digest.update(memoryview(buffer)[count - new : count])
+        self._hashed += new
+        return count
+
+    def _hash(self, end: float = math.inf) -> None:
+        """Read on from what is hashed; the file's position is then there."""
+        self._file.seek(self._hashed)
+        while piece := self._file.read(int(min(_PIECE_BYTES, end - self._hashed))):
+            self._digest.update(piece)
+            self._hashed += len(piece)
+
+    def hexdigest(self) -> str:
+        """The BLAKE3 hash of the whole file."""
+        self._hash()
+        return self._digest.hexdigest()
 
 
 class DcpFiles(FileSystemBase):

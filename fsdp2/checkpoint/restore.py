@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,26 +18,43 @@ from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker, require_metadata, verify
+from fsdp2.checkpoint.store import HASH, MARKER, METADATA, DamagedCheckpoint, read_marker, require_metadata, verify
 
 
-def verify_together(checkpoint: Files) -> dict[str, Any]:
-    """Check every file's hash, each rank its share; the marker. A collective call.
+def open_together(checkpoint: Files, *, hashes: bool = True) -> tuple[dict[str, Any], SafeReader]:
+    """The marker of a checkpoint, and a reader that compares each file with it, one rank each. A collective call.
+
+    Sizes and `.metadata` are compared here. The hash of any other file is compared while the reader reads it, so what
+    is loaded must not be used before all ranks have loaded. Without `hashes` its size is trusted.
 
     Raises DamagedCheckpoint on every rank if any of them found damage.
     """
-    marker, problem = None, None
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    marker, reader, problem = None, None, None
     try:
         marker = read_marker(checkpoint)
         require_metadata(checkpoint, marker)
-        verify(checkpoint, sorted(marker["files"])[rank::world_size])
-    except DamagedCheckpoint as error:
+        mine = _share(marker["files"], dist.get_rank(), dist.get_world_size())
+        verify(checkpoint, mine, hashes=False)
+        compared = {METADATA, *(mine if hashes else ())}
+        reader = SafeReader(checkpoint, marker["files"], {name: marker["files"][name][HASH] for name in compared})
+        reader.read_metadata()
+    except (DamagedCheckpoint, FileNotFoundError) as error:
         problem = str(error)
     if problems := _of_all_ranks(problem):
         raise DamagedCheckpoint(problems)
     assert marker is not None
-    return marker
+    assert reader is not None
+    return marker, reader
+
+
+def _share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """The files whose content this rank compares: of the shards those that it reads most of, by who wrote them."""
+    share = []
+    for number, name in enumerate(sorted(names)):
+        writer = re.match(r"__(\d{1,9})_", name)
+        if (int(writer[1]) if writer else number) % world_size == rank:
+            share.append(name)
+    return share
 
 
 def _of_all_ranks(problem: str | None) -> str:
@@ -47,15 +64,16 @@ def _of_all_ranks(problem: str | None) -> str:
     return "; ".join(sorted(set(filter(None, problems))))
 
 
-def restore(checkpoint: Files, app: AppState) -> bool:
-    """Verify a checkpoint and load it in place, whatever world size it is from. A collective call.
+def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
+    """Load a checkpoint in place, whatever world size it is from, and verify it meanwhile. A collective call.
+
+    `hashes` False trusts the sizes of its files. After an error what it was loaded into is of no use.
 
     Returns whether the ranks' random generators were restored. At another world size, or from a run without
     the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
     DamagedCheckpoint, or ValueError that lists what differs.
     """
-    marker = verify_together(checkpoint)
-    reader = SafeReader(checkpoint, marker["files"])
+    marker, reader = open_together(checkpoint, hashes=hashes)
     saved = reader.read_metadata().state_dict_metadata
     progress = app.parts.get("progress")
     if marker.get("imported"):
@@ -80,24 +98,23 @@ def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and what it lists of another")
 
 
-def read_weights(model: nn.Module, checkpoint: Files, listed: Container[str] | None = None) -> None:
-    """Load the weights alone into a sharded model; no rank sees a full copy. A collective call.
+def read_weights(model: nn.Module, checkpoint: Files) -> None:
+    """Load the weights alone into a sharded model, verified; no rank sees a full copy. A collective call.
 
-    Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint. `listed` are the
-    names of the files that a marker vouches for.
+    Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint.
     """
-    reader = SafeReader(checkpoint, listed)
+    _, reader = open_together(checkpoint)
     others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
     _load(WeightsOnly(model), reader, ignore=others)
 
 
-def read_fitting_weights(model: nn.Module, checkpoint: Files) -> tuple[int, list[str]]:
+def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = True) -> tuple[int, list[str]]:
     """Load those weights that have the same name, shape and dtype here, and leave the rest. A collective call.
 
     Returns how many tensors were loaded, and a line for each tensor of either side, and each other part of the
     checkpoint, that was left out. Raises DamagedCheckpoint.
     """
-    reader = SafeReader(checkpoint, verify_together(checkpoint)["files"])
+    _, reader = open_together(checkpoint, hashes=hashes)
     saved = reader.read_metadata().state_dict_metadata
     theirs = {name.removeprefix("app.model."): entry for name, entry in saved.items() if name.startswith("app.model.")}
     targets: dict[str, Any] = get_model_state_dict(model)
@@ -123,7 +140,10 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
     except CheckpointException as error:
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
-        cause, _ = next(iter(error.failures.values()))
+        causes = [cause for cause, _ in error.failures.values()]
+        if damage := sorted({str(one) for one in causes if isinstance(one, DamagedCheckpoint)}):
+            raise DamagedCheckpoint("; ".join(damage)) from None
+        cause = causes[0]
         if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
             raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause
         raise cause from None

@@ -181,8 +181,8 @@ class Checkpoints:
         self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
 
 
-def resume(job: Job, app: AppState) -> dict[str, Any]:
-    """Load what the job starts from into `app`. A collective call.
+def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
+    """Load what the job starts from into `app`, its files' hashes compared or their sizes alone. A collective call.
 
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
     ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
@@ -193,9 +193,9 @@ def resume(job: Job, app: AppState) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         if not job.partial:
-            restored = restore(checkpoint, app)
+            restored = restore(checkpoint, app, hashes=hashes)
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
-        loaded, left_out = read_fitting_weights(app.model, checkpoint)
+        loaded, left_out = read_fitting_weights(app.model, checkpoint, hashes=hashes)
     except DamagedCheckpoint as error:
         raise damaged(error) from None
     except ValueError as error:
