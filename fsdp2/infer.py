@@ -215,8 +215,8 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             ) from None
         if not run.full_model.is_file():
             raise ConfigError(
-                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had "
-                "--no-save-model; use --sharded, or finish it"
+                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
+                "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
             )
         weights = f"{short(run.full_model)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)

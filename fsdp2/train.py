@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.full_model import full_state_api, save_full
+from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.config import Config, parse
 from fsdp2.data import Dataset
@@ -39,7 +39,7 @@ from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import check_device, preflight
-from fsdp2.run.rundir import RunDir, checkpoint_info, write_config
+from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked, write_config
 from fsdp2.run.runtime import World
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 
@@ -169,12 +169,13 @@ def main(
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
             reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
-            if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
+            too_large = None if config.save_model is not None else too_large_unasked(spec, config.model_size)
+            wanted = finished() and config.save_model is not False and too_large is None
+            if wanted and job.wants_full_model(run, progress.step, changed=changed):
                 engine.gather_state()
                 save_full(full_state_api(dcp_api=config.dcp_api), model, optimizer, run.full_model, progress.step)
                 engine.release_state()
-                if world.rank == 0:
-                    run.upload_full_model()
+                while_rank_0(run.upload_full_model)
             checkpoints.finish()
             end = {
                 "step": progress.step,
@@ -185,6 +186,7 @@ def main(
                 "accuracy": accuracy,
                 "nonfinite_steps": log.nonfinite,
                 "run_dir": run.place,
+                "full_model_left_out_bytes": too_large if finished() else None,
                 "peak_memory_bytes": runtime.peak_memory_bytes(device),
             }
             reports.emit("end", end)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,14 @@ from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import MARKER, write_marker
+
+T = TypeVar("T")
+
+# Of weights, up to which a run writes its full model unasked: a billion fp32 parameters. With Adam's state three times
+# that passes rank 0, at some 0.2 GB/s to a slow disk in a minute, while every other GPU waits. Above, the sharded
+# checkpoint is written by all ranks, and one process without a GPU makes the file of it.
+LARGEST_UNASKED = 4_000_000_000
+SECONDS_BETWEEN_SIGNS = 10.0
 
 
 def full_state_api(*, dcp_api: bool) -> Any:
@@ -44,9 +55,7 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
         ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
     ):
         state = gather()
-        if dist.get_rank() == 0:
-            with disk_errors(folder, bytes_of(state)):
-                files[name] = _write_whole(folder, name, state)
+        files[name] = while_rank_0(partial(_write_whole, folder, name, state))
         del state  # before the next is gathered
     if dist.get_rank() == 0:
         with disk_errors(folder):
@@ -55,12 +64,29 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
     dist.barrier()
 
 
+def while_rank_0(work: Callable[[], T]) -> T | None:
+    """Call a function on rank 0 alone, while the others wait for as long as it takes; its result there. Collective.
+
+    In a collective they would give up after the process group's timeout, and a large file takes longer. So rank 0
+    works in a thread and sends them a sign of life every few seconds.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="rank 0 alone") as thread:
+        future = thread.submit(work) if dist.get_rank() == 0 else None
+        done = [False]
+        while not done[0]:
+            if future is not None:
+                done = [bool(wait([future], SECONDS_BETWEEN_SIGNS).done)]
+            dist.broadcast_object_list(done, src=0)
+        return None if future is None else future.result()
+
+
 def _write_whole(folder: LocalFiles, name: str, state: Any) -> dict[str, Any]:
     aside = f"{name}.tmp"
-    if folder.size(aside) is not None:
-        folder.unlink(aside)  # of a run that died here
-    with HashingStream(folder.create(aside)) as stream:
-        torch.save(state, cast(IO[bytes], stream))
-    folder.fsync(aside)
-    folder.rename(aside, name)
+    with disk_errors(folder, bytes_of(state)):
+        if folder.size(aside) is not None:
+            folder.unlink(aside)  # of a run that died here
+        with HashingStream(folder.create(aside)) as stream:
+            torch.save(state, cast(IO[bytes], stream))
+        folder.fsync(aside)
+        folder.rename(aside, name)
     return stream.fingerprint()

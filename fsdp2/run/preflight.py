@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
@@ -174,6 +174,10 @@ def check_url(url: str, world: World) -> None:
             "others would be lost; use a folder that all ranks see"
         )
     files_at(url, "--run-dir")
+    try:
+        temporary_folder()
+    except OSError as error:
+        raise ConfigError(f"--run-dir {url}: what is uploaded is collected in a folder first: {error}") from None
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
