@@ -78,7 +78,7 @@ def weights(source: Source) -> dict[str, str]:
 
 
 def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
-    """Where a file can be mapped; one at a URL is copied to a temporary folder until the stack is left. Raises NotAFile."""
+    """Where a file can be mapped; one at a URL is copied to a disk until the stack is left. Raises NotAFile."""
     if isinstance(folder, LocalFiles):
         folder.open(name).close()
         return folder.root / inside(name)
