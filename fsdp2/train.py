@@ -56,7 +56,7 @@ def main(
             late), `eval`, `checkpoint`, `failure` and `end`.
 
     Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
-    sense here. Any later error ends the run without checkpoints, since other ranks may be elsewhere.
+    sense here. Any later error ends the run without saving, since other ranks may be elsewhere.
     """
     world = runtime.world()
     device = runtime.pick_device(config.device, world)

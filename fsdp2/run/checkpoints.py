@@ -125,6 +125,7 @@ class Checkpoints:
         except SaveFailed as error:
             text += f"; {error}"
         self._saver.close()
+        self._warn()
         last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
         advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
         raise RunStopped(printable(f"{text}; {last}; {advice}"))

@@ -126,6 +126,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
+            self.last_call()
             if isinstance(error, OSError):
                 self.has_folder()  # if that is why, it says more than a file that isn't found
         finally:
@@ -133,7 +134,6 @@ class Job:
 
     def release(self, *, refused: bool) -> None:
         """Give the run directory back; if nothing was run there, without the folder that was made for it."""
-        self.last_call()
         if self._swap_files is not None:
             self._swap_files.release()
         if self._lease is not None:
