@@ -142,7 +142,9 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
         causes = [cause for cause, _ in error.failures.values()]
         if damage := sorted({str(one) for one in causes if isinstance(one, DamagedCheckpoint)}):
-            raise DamagedCheckpoint("; ".join(damage)) from None
+            # Another rank may stumble over the changed bytes: that the file was changed says more.
+            changed = [text for text in damage if text.endswith("another content than was committed")]
+            raise DamagedCheckpoint("; ".join(changed or damage)) from None
         cause = causes[0]
         if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
             raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause
