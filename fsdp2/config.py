@@ -203,8 +203,16 @@ class Config:
     resume_partial: bool = option(
         False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
     )
+    verify: str = option(
+        "hash",
+        "what of a checkpoint is compared when a run resumes: each file's hash, while it is read, or its size alone",
+        one_of("hash", "size"),
+        metavar="hash|size",
+    )
     init_from: str | None = option(None, "start from the weights of a full-model.pt", location)
-    save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
+    save_model: bool | None = option(
+        None, "write full_model/full-model.pt at the end; unset = if the model has at most 4 GB", optional_switch
+    )
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
     memory_snapshot: bool = option(

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models
-from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.full_dtensor import differences, read_full
-from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.save import read_weights, verify_together
+from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
@@ -89,7 +88,7 @@ def vouched(config: Config, run: RunDir) -> str:
     """
     file, newest = short(run.full_model), max(run.store.committed(), default=None)
     try:
-        step = vouched_step(run.full_model)
+        step = vouched_step(LocalFiles(run.full_model.parent), run.full_model.name)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
     if newest is not None and (step is None or step < newest):
@@ -114,7 +113,7 @@ def load_sharded(
 
     def load_weights(model: nn.Module) -> None:
         try:
-            read_weights(model, checkpoint, verify_together(checkpoint)["files"])
+            read_weights(model, checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
             raise ConfigError(
                 f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
@@ -219,8 +218,8 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             ) from None
         if not run.full_model.is_file():
             raise ConfigError(
-                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had "
-                "--no-save-model; use --sharded, or finish it"
+                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
+                "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
             )
         weights = f"{short(run.full_model)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)

@@ -21,8 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import data, models
-from fsdp2.checkpoint import full_dcp, full_dtensor
-from fsdp2.checkpoint.save import save_full
+from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.config import Config, parse
 from fsdp2.data import Dataset
@@ -40,11 +39,11 @@ from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.run import runtime
+from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import preflight
-from fsdp2.run.rundir import RunDir, checkpoint_info, write_config
+from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked, write_config
 from fsdp2.run.runtime import World
-from fsdp2.run.saving import Saving, resume
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 
 
@@ -100,11 +99,11 @@ def main(
         }
         model, optimizer = engine.state["model"], engine.state["optimizer"]
         app = AppState(model, optimizer, with_users_parts(parts, also_saved), engine)
-        restored = resume(job, app)
+        restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
         first_step = progress.step
-        saving = Saving(config, job, run, app, progress, device, engine.weights)
+        checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights)
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -126,39 +125,39 @@ def main(
         with (
             reports,
             StopSignals() as stop,
-            observed(config, engine, spec, saving, run, world, device, lambda: progress.step),
+            observed(config, engine, spec, checkpoints, run, world, device, lambda: progress.step),
         ):
             started = time.perf_counter()
             opening = header.lines(config, engine, spec, world, device, run)
             place = {"step": progress.step, "epoch": batches.epoch}
             reports.emit(*job.opening_event({"header": opening, **place, **restored}))
-            saving.open(reports, checkpoint_info(config, world.world_size, spec))
+            checkpoints.open(reports, checkpoint_info(config, world.world_size, spec))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            log = StepLog(reports.emit, device, saving.stop_if_nonfinite)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
                     lr = engine.optimizer.param_groups[0]["lr"]
                     facts, values = train_step(
-                        engine, microbatches, spec, config, world, [stop.reason is not None, saving.poll()]
+                        engine, microbatches, spec, config, world, [stop.reason is not None, checkpoints.poll()]
                     )
                     progress.step += 1
                     place = {"step": progress.step, "epoch": batches.epoch, "step_in_epoch": batches.steps_done()}
                     log.add({**place, "lr": lr, **facts}, values)
-                    saving.stop_if_failed(log.failed)
+                    checkpoints.stop_if_failed(log.failed)
                     if log.stop or finished():
                         break
                     if config.checkpoint_due(progress.step) and not batches.at_end():
                         log.flush()
-                        saving.save(batches.epoch)
+                        checkpoints.save(batches.epoch)
                         log.restart_clock()
                 log.flush()
                 if log.stop:
-                    saving.save(batches.epoch, last=True)
+                    checkpoints.save(batches.epoch, last=True)
                     break
                 with engine.evaluating():
                     result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
@@ -168,18 +167,19 @@ def main(
                     scheduler.step()
                     batches.next_epoch()
                 if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
-                    saving.save(batches.epoch, last=finished())
+                    checkpoints.save(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
             reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
-            if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
+            too_large = None if config.save_model is not None else too_large_unasked(spec, config.model_size)
+            wanted = finished() and config.save_model is not False and too_large is None
+            if wanted and job.wants_full_model(run, progress.step, changed=changed):
                 engine.gather_state()
-                save_full(full_state_api(config), model, optimizer, run.full_model, progress.step)
+                save_full(full_state_api(dcp_api=config.dcp_api), model, optimizer, run.full_model, progress.step)
                 engine.release_state()
-                if world.rank == 0:
-                    run.upload_full_model()
-            saving.finish()
+                while_rank_0(run.upload_full_model)
+            checkpoints.finish()
             end = {
                 "step": progress.step,
                 "epoch": batches.epoch,
@@ -189,6 +189,7 @@ def main(
                 "accuracy": accuracy,
                 "nonfinite_steps": log.nonfinite,
                 "run_dir": run.place,
+                "full_model_left_out_bytes": too_large if finished() else None,
                 "peak_memory_bytes": runtime.peak_memory_bytes(device),
             }
             reports.emit("end", end)
@@ -262,7 +263,8 @@ def make_engine(
 
     def load_weights(model: nn.Module) -> None:
         try:
-            full_state_api(config).load_full_model_state(model, Path(str(config.init_from)))
+            api = full_state_api(dcp_api=config.dcp_api)
+            api.load_full_model_state(model, Path(str(config.init_from)))
         except ValueError as error:
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
         require_finite(model, f"--init-from {config.init_from}")
@@ -282,11 +284,6 @@ def make_engine(
         world_size=world.world_size,
         training=training,
     )
-
-
-def full_state_api(config: Config) -> Any:
-    """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
-    return full_dcp if config.dcp_api else full_dtensor
 
 
 def with_users_parts(parts: dict[str, Part], also_saved: Mapping[str, Part] | None) -> dict[str, Part]:

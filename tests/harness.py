@@ -23,18 +23,21 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp2.checkpoint.saver import Saver
+from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import Store
 from fsdp2.parallel.engine import Engine
 
 TIMEOUT = 120.0
@@ -222,6 +225,33 @@ def one_step(engine: Engine) -> float:
     engine.clip(None)
     engine.step()
     return float(loss)
+
+
+class _Tree:
+    """A tree of tensors in place of an AppState."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def state_dict(self) -> Any:
+        return self.tree
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it is saved alone")
+
+    def release(self) -> None:
+        """Nothing was gathered."""
+
+
+def save(store: Store, state: Any, step: int, *, info: Mapping[str, Any] | None = None, keep: int = 1) -> None:
+    """One save of an AppState, or of a tree of tensors, that is over when this returns. Raises SaveFailed."""
+    app = state if isinstance(state, AppState) else cast(AppState, _Tree(state))
+    saver = Saver(store, app, torch.device("cpu"), keep=keep)
+    ended = saver.save(step, info or {})
+    saver.close()
+    assert ended is not None
+    if ended.error is not None:
+        raise ended.error
 
 
 def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.disk import explained
-from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
-from fsdp2.checkpoint.full_dtensor import differences, read_full
-from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.disk import explained, temporary_folder
+from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, Unreachable, is_there
+from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import (
     MARKER,
@@ -158,6 +157,10 @@ def check_url(url: str, world: World) -> None:
             "others would be lost; use a folder that all ranks see"
         )
     files_at(url, "--run-dir")
+    try:
+        temporary_folder()
+    except OSError as error:
+        raise ConfigError(f"--run-dir {url}: what is uploaded is collected in a folder first: {error}") from None
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
@@ -261,7 +264,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
 def check_init_from(file: str, model: nn.Module) -> str:
     """What vouches for the file, in words. Raises ConfigError if it is damaged or of another model."""
     try:
-        vouched = verdict(vouched_step(Path(file)))
+        vouched = verdict(vouched_step(LocalFiles(Path(file).parent), Path(file).name))
         full = read_full(Path(file))
     except DamagedCheckpoint as error:
         raise ConfigError(f"--init-from {file}: is damaged: {error}; give another full-model.pt") from None
