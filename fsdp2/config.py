@@ -179,6 +179,18 @@ class Config:
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
     threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
 
+    matmul_precision: str = option(
+        "highest",
+        "fp32 products on a GPU: highest = fp32, high = TF32 (faster, 10 bits of mantissa), medium = bf16",
+        one_of("highest", "high", "medium"),
+    )
+    deterministic: bool = option(
+        False, "only algorithms that give the same bits each time; an operation without one ends the run", switch
+    )
+    gc_every: int = option(
+        50, "steps between garbage collections, at the same step on all ranks; 0 = whenever Python likes", whole(0)
+    )
+
     # What is written and read.
     run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)
     resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", _resume)

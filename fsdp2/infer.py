@@ -42,7 +42,7 @@ from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import check_data, checkpoint_at
 from fsdp2.run.rundir import RunDir, read_config
 from fsdp2.run.runtime import World
-from fsdp2.train import load_data
+from fsdp2.run.start import load_data
 
 SAMPLES = 10
 # Strategies whose checkpoints are read into a sharded model.

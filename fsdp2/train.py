@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
-from fsdp2 import data, models
+from fsdp2 import models
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
-from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
+from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
-from fsdp2.data import Dataset
-from fsdp2.data.loader import Batch, Batches
+from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
@@ -38,13 +36,16 @@ from fsdp2.parallelize import parallelize
 from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
+from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import preflight
-from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked, write_config
+from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
+from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
+from fsdp2.run.start import load_data, state_of_run, training_batches, write_start
 
 
 def main(
@@ -65,23 +66,14 @@ def main(
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
     spec = models.get(config.model)
-    with preflight(config, world) as job, runtime.process_group(world, device):
+    with preflight(config, world) as job, runtime.process_group(world, device), process_settings(config) as garbage:
         job.agree()  # rank 0 has chosen the run directory and what to resume
         run = RunDir(job.place)
         runtime.set_threads(config.threads, world)
 
         # Data: the same order of samples on all ranks, and this rank's part of it.
         dataset = load_data(config, spec, world)
-        batches = Batches(
-            dataset.train,
-            global_batch=config.global_batch(world.world_size),
-            accumulation=config.grad_accumulation,
-            seed=config.seed,
-            rank=world.rank,
-            world_size=world.world_size,
-            device=device,
-            workers=config.loader_workers,
-        )
+        batches = training_batches(config, dataset, world, device)
 
         # Model: meta -> sharded -> initialised -> with its optimizer.
         engine = make_engine(config, spec, world, device, restoring=job.restore is not None)
@@ -90,15 +82,7 @@ def main(
 
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
-        parts: dict[str, Part] = {
-            "scheduler": SchedulerState(scheduler),
-            "scaler": engine.scaler,
-            "batches": batches,
-            "progress": progress,
-            "rng": RandomState(world.rank, device),
-        }
-        model, optimizer = engine.state["model"], engine.state["optimizer"]
-        app = AppState(model, optimizer, with_users_parts(parts, also_saved), engine)
+        app = state_of_run(engine, scheduler, batches, progress, world, device, also_saved)
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
@@ -108,47 +92,37 @@ def main(
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
-        with job.starting(run):
-            reports = Reports(config, run, world, batches.steps_per_epoch, on_event)
-            if world.rank == 0:
-                job.set_aside_newer(run.store)
-                if not finished():
-                    run.outdate_full_model()
-                if not (finished() and run.config.exists()):  # a finished run keeps what it was trained with
-                    write_config(run, config, world.world_size)
-                    for name, content in engine.files.items():
-                        run.files.write(name, content)
-            # Steps after the checkpoint will be done again; cut, each stands in the file once.
-            position = progress.metrics_position if job.restores_own(run) else 0
-            job.add_note(reports.metrics.cut(position, progress.step))
+        def place() -> dict[str, int]:
+            return {"step": progress.step, "epoch": batches.epoch}
 
-        with (
-            reports,
-            StopSignals() as stop,
-            observed(config, engine, spec, checkpoints, run, world, device, lambda: progress.step),
-        ):
-            started = time.perf_counter()
-            opening = header.lines(config, engine, spec, world, device, run)
-            place = {"step": progress.step, "epoch": batches.epoch}
-            reports.emit(*job.opening_event({"header": opening, **place, **restored}))
+        with job.starting(run):
+            reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
+            write_start(config, job, run, world, engine.files, finished=finished())
+            # Steps after the checkpoint will be done again; cut, each stands in the file once.
+            job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
+
+        watch = observed(config, engine, spec, checkpoints, run, world, device, progress)
+        with reports, StopSignals() as stop, watch:
+            speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
+            opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
+            reports.emit(*job.opening_event({"header": opening, **place(), **restored}))
             checkpoints.open(reports, checkpoint_info(config, world.world_size, spec))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
                     lr = engine.optimizer.param_groups[0]["lr"]
-                    facts, values = train_step(
-                        engine, microbatches, spec, config, world, [stop.reason is not None, checkpoints.poll()]
-                    )
+                    votes = [stop.reason is not None, checkpoints.poll()]
+                    facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
-                    place = {"step": progress.step, "epoch": batches.epoch, "step_in_epoch": batches.steps_done()}
-                    log.add({**place, "lr": lr, **facts}, values)
+                    log.add({**place(), "step_in_epoch": batches.steps_done(), "lr": lr, **facts}, values)
                     checkpoints.stop_if_failed(log.failed)
+                    garbage.after_step(progress.step)
                     if log.stop or finished():
                         break
                     if config.checkpoint_due(progress.step) and not batches.at_end():
@@ -162,7 +136,7 @@ def main(
                 with engine.evaluating():
                     result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
                 accuracy = result["accuracy"]
-                reports.emit("eval", {"step": progress.step, "epoch": batches.epoch, **result})
+                reports.emit("eval", {**place(), **result})
                 if batches.at_end():
                     scheduler.step()
                     batches.next_epoch()
@@ -172,39 +146,21 @@ def main(
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
             reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
-            too_large = None if config.save_model is not None else too_large_unasked(spec, config.model_size)
-            wanted = finished() and config.save_model is not False and too_large is None
+            left_out = too_large_unasked(config, spec) if finished() else None
+            wanted = finished() and config.save_model is not False and left_out is None
             if wanted and job.wants_full_model(run, progress.step, changed=changed):
-                engine.gather_state()
-                save_full(full_state_api(dcp_api=config.dcp_api), model, optimizer, run.full_model, progress.step)
-                engine.release_state()
+                save_full(full_state_api(dcp_api=config.dcp_api), app, run.full_model, progress.step)
                 while_rank_0(run.upload_full_model)
             checkpoints.finish()
-            end = {
-                "step": progress.step,
-                "epoch": batches.epoch,
-                "steps": progress.step - first_step,
-                "reason": reason,
-                "seconds": time.perf_counter() - started,
-                "accuracy": accuracy,
-                "nonfinite_steps": log.nonfinite,
-                "run_dir": run.place,
-                "full_model_left_out_bytes": too_large if finished() else None,
-                "peak_memory_bytes": runtime.peak_memory_bytes(device),
-            }
-            reports.emit("end", end)
+            done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
+            end = reports.end({**done, "run_dir": run.place, "full_model_left_out_bytes": left_out}, log)
             if world.rank == 0:
-                run.upload_metrics(reports.metrics.position())
+                run.upload_metrics(reports.position())
     return end
 
 
 def train_step(
-    engine: Engine,
-    microbatches: Iterator[Batch],
-    spec: ModelSpec,
-    config: Config,
-    world: World,
-    votes: Sequence[bool],
+    engine: Engine, microbatches: Iterator[Batch], spec: ModelSpec, config: Config, world: World, votes: Sequence[bool]
 ) -> tuple[dict[str, Any], Tensor]:
     """One optimizer step over the microbatches of this rank. A collective call.
 
@@ -234,20 +190,6 @@ def train_step(
     skipped = {"skipped": not updated} if may_skip or scale else {}
     facts: dict[str, Any] = {"samples": batch.samples, **scale, **skipped}
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
-
-
-def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
-    """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
-    with runtime.first_on_node(world):
-        try:
-            return data.load(
-                config.dataset,
-                root=config.data_root,
-                seq_len=config.seq_len,
-                vocab_size=spec.vocab_size(config.model_size),
-            )
-        except data.DownloadFailed as error:
-            raise ConfigError(str(error)) from None
 
 
 def make_engine(
@@ -284,14 +226,6 @@ def make_engine(
         world_size=world.world_size,
         training=training,
     )
-
-
-def with_users_parts(parts: dict[str, Part], also_saved: Mapping[str, Part] | None) -> dict[str, Part]:
-    """All parts of a checkpoint beside model and optimizer. Raises ValueError for a name that is taken."""
-    taken = sorted({"model", "optim", *parts} & set(also_saved or {}))
-    if taken:
-        raise ValueError(f"also_saved: {', '.join(taken)} is a part of each checkpoint already; choose another name")
-    return {**parts, **(also_saved or {})}
 
 
 @record  # lets torchrun show the traceback of the rank that failed first

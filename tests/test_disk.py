@@ -138,7 +138,7 @@ def _fails_at_the_full_model(folder: Path) -> str:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
-        save_full(full_dtensor, engine.model, engine.optimizer, folder / "full-model.pt", 1)
+        save_full(full_dtensor, AppState(engine.model, engine.optimizer, {}), folder / "full-model.pt", 1)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -131,7 +131,9 @@ def _peak(api_name: str, path: str, direction: str) -> int:
         if direction == "load":
             api.load_full_model_state(engine.model, Path(path))
         elif direction == "save to a file":
-            save_full(api, engine.model, engine.optimizer, Path(path).parent / "model" / "full-model.pt", 1)
+            save_full(
+                api, AppState(engine.model, engine.optimizer, {}), Path(path).parent / "model" / "full-model.pt", 1
+            )
         else:
             kept = [api.full_model_state(engine.model), api.full_optimizer_state(engine.model, engine.optimizer)]
             assert bool(kept[0]) == (dist.get_rank() == 0)
@@ -193,13 +195,13 @@ def _tied(folder: str) -> None:
     model(torch.arange(6)).sum().backward()
     optimizer.step()
     for name, api in {"dtensor": full_dtensor, "dcp": full_dcp}.items():
-        save_full(api, model, optimizer, Path(folder) / name / "full-model.pt", 1)
+        save_full(api, AppState(model, optimizer, {}), Path(folder) / name / "full-model.pt", 1)
     for name, api in {"dtensor": full_dcp, "dcp": full_dtensor}.items():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         api.load_full_model_state(model, Path(folder) / name / "full-model.pt")
-        save_full(full_dtensor, model, optimizer, Path(folder) / f"{name}-again" / "full-model.pt", 1)
+        save_full(full_dtensor, AppState(model, optimizer, {}), Path(folder) / f"{name}-again" / "full-model.pt", 1)
     assert model.head.weight is model.embedding.weight
 
 

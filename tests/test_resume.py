@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp2.run.start
 import fsdp2.train
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
@@ -118,19 +119,19 @@ def test_hsdp_and_one_dimensional_meshes_read_each_others_checkpoints(train: Tra
 
 def _resume_with_another_generator(run: str) -> bool:
     """Resume as a machine would that has a generator which the checkpoint lacks, such as a GPU's."""
-    program: Any = fsdp2.train
+    start: Any = fsdp2.run.start
 
     class WithGPU(RandomState):
         def state_dict(self) -> dict[str, Any]:
             return {self.key: {**super().state_dict()[self.key], "cuda": torch.zeros(16, dtype=torch.uint8)}}
 
     events: list[tuple[str, dict[str, Any]]] = []
-    real, program.RandomState = program.RandomState, WithGPU
+    real, start.RandomState = start.RandomState, WithGPU
     try:
         flags = [*SMALL, "--max-steps=4"]
-        program.main(parse([*flags, f"--run-dir={run}"]), lambda kind, data: events.append((kind, data)))
+        fsdp2.train.main(parse([*flags, f"--run-dir={run}"]), lambda kind, data: events.append((kind, data)))
     finally:
-        program.RandomState = real
+        start.RandomState = real
     return of_kind(events, "resume")[0]["random_state_restored"]
 
 

@@ -11,12 +11,12 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp2.checkpoint import full_dcp, full_dtensor
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER, write_marker
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def full_state_api(*, dcp_api: bool) -> Any:
     return full_dcp if dcp_api else full_dtensor
 
 
-def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, step: int) -> None:
+def save_full(api: Any, app: AppState, path: Path, step: int) -> None:
     """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
 
     Args:
@@ -43,6 +43,7 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
     A file of that name is always a whole one: each is written under another name, synced and renamed. A marker
     beside them, written last, says of which step they are: after a kill in between they may be of two.
     """
+    app.gather()
     folder, files = LocalFiles(path.parent), {}
     if dist.get_rank() == 0:
         with disk_errors(folder):
@@ -51,8 +52,8 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
                 folder.unlink(MARKER)
                 folder.fsync("")
     for name, gather in (
-        (path.name, lambda: api.full_model_state(model, folder.root)),
-        ("full-optimizer.pt", lambda: api.full_optimizer_state(model, optimizer, folder.root)),
+        (path.name, lambda: api.full_model_state(app.model, folder.root)),
+        ("full-optimizer.pt", lambda: api.full_optimizer_state(app.model, app.optimizer, folder.root)),
     ):
         state = gather()
         files[name] = while_rank_0(partial(_write_whole, folder, name, state))
@@ -61,6 +62,7 @@ def save_full(api: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path
         with disk_errors(folder):
             folder.fsync("")
             write_marker(folder, {"step": step, "time": time.time(), "files": files})
+    app.release()
     dist.barrier()
 
 

@@ -60,14 +60,18 @@ class AppState(Stateful):
         """The same model and optimizer with other parts."""
         return AppState(self.model, self.optimizer, parts, self.source)
 
+    def gather(self) -> None:
+        """To be called before `model` and `optimizer` are read."""
+        if self.source is not None:
+            self.source.gather_state()
+
     def release(self) -> None:
-        """To be called when a tree that `state_dict` gave has been written."""
+        """To be called when what was gathered, or a tree that `state_dict` gave, has been written."""
         if self.source is not None:
             self.source.release_state()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.source is not None:
-            self.source.gather_state()
+        self.gather()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,

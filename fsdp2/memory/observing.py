@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from fsdp2.checkpoint.state import Progress
 from fsdp2.config import Config
 from fsdp2.memory import out_of_memory
 from fsdp2.memory.ledger import Allocation, Ledger
@@ -31,7 +32,7 @@ def observed(
     run: RunDir,
     world: World,
     device: torch.device,
-    step: Callable[[], int],
+    progress: Progress,
 ) -> Iterator[None]:
     """Record the training as `--memory-snapshot`, `--memory-limit` and `--profile` ask.
 
@@ -50,7 +51,7 @@ def observed(
     record = functools.partial(checkpoints.job.write, run)
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
-            phases = observers.enter_context(Phases(engine, checkpoints, step))
+            phases = observers.enter_context(Phases(engine, checkpoints, lambda: progress.step))
         if config.memory_snapshot or config.memory_limit:
             write = record if config.memory_snapshot else None
             recorder = observers.enter_context(Recorder(engine, device, facts, write, config.memory_limit))

@@ -25,15 +25,35 @@ def short(path: Path | str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def speed(data: dict[str, Any]) -> str:
+    """The speed of a `train` record in words."""
+    tokens = data.get("tokens_per_second")
+    words = [f"{data['samples_per_second']:.0f} samples/s" if tokens is None else f"{tokens:.0f} tokens/s"]
+    if "tflops" in data:
+        mfu = f"MFU {data['mfu']:.1%}" if "mfu" in data else "MFU unknown"
+        words += [f"{data['tflops']:.1f} TFLOP/s", mfu]
+    return "  ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as far as they matter."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
 class Console:
     """A listener: a progress bar in a terminal, plain lines elsewhere."""
 
-    def __init__(self, rank: int, steps_per_epoch: int, epochs: int) -> None:
-        self.active, self.steps_per_epoch, self.epochs = rank == 0, steps_per_epoch, epochs
+    def __init__(self, rank: int, steps_per_epoch: int, epochs: int, max_steps: int | None = None) -> None:
+        self.active, self.steps_per_epoch, self.epochs, self.max_steps = rank == 0, steps_per_epoch, epochs, max_steps
         self.in_terminal = sys.stderr.isatty()
         self._bar: Any = None
         self._printed = self._warned = 0.0
         self._nonfinite = 0
+        self._first: tuple[int, float] | None = None  # the first step, and when it was reported
 
     def line(self, text: str) -> None:
         if self.active:
@@ -73,9 +93,7 @@ class Console:
                 update = "; parameters are not updated" if data.get("skipped") else ""
                 so_far = f"; {self._nonfinite} such steps so far" if self._nonfinite > 1 else ""
                 self.line(f"step {data['step']}: {what}{update}{so_far}")
-        figures = (
-            f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {data['samples_per_second']:.0f} samples/s"
-        )
+        figures = f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {speed(data)}{self._left(data)}"
         if self.in_terminal:
             if self._bar is None:
                 self._bar = tqdm(total=self.steps_per_epoch, unit="step", leave=False)
@@ -85,6 +103,18 @@ class Console:
         elif time.monotonic() - self._printed > SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             self.line(f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  {figures}")
+
+    def _left(self, data: dict[str, Any]) -> str:
+        """The time until the last step, by how long the steps since the first took, evaluations and saves included."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = data["step"], now
+            return ""  # the first step of a process is the slowest
+        first, since = self._first
+        steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
+        if self.max_steps is not None:
+            steps = min(steps, self.max_steps - data["step"])
+        return f"  {duration(steps * (now - since) / (data['step'] - first))} left"
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from fsdp2.config import Config
@@ -10,20 +12,18 @@ from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.report.console import short
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import World
 from fsdp2.units import size
 
 
 def lines(
-    config: Config, engine: Engine, spec: ModelSpec, world: World, device: torch.device, run: RunDir
+    config: Config, engine: Engine, spec: ModelSpec, world_size: int, device: torch.device, folder: Path
 ) -> list[str]:
     """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in spec.build(config.model_size).parameters())
-    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if config.replicas > 1:
-        ranks += f" ({config.replicas} replicas of {world.world_size // config.replicas} shards)"
+        ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
     return [
         f"model: {config.model} {config.model_size}, {parameters:,} parameters; data: {config.dataset}; "
@@ -32,7 +32,7 @@ def lines(
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else ""),
         f"sharding: {engine.sharding}",
-        f"run directory: {short(run.path)}",
+        f"run directory: {short(folder)}",
     ]
 
 

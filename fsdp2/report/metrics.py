@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch import Tensor
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.report import records
-from fsdp2.run.runtime import peak_memory_bytes
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -113,6 +113,17 @@ class TensorBoard:
             self._writer.close()
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _samples_per_second(samples: int, seconds: float) -> dict[str, Any]:
+    return {"samples_per_second": samples / seconds}
+
+
 class StepLog:
     """Emits a `train` event for each step, one step late.
 
@@ -123,12 +134,17 @@ class StepLog:
 
     Args:
         on_nonfinite: is called with the step and what of it was no number, when that is known.
+        speed: (samples, seconds) -> what the record says of a step's speed.
     """
 
     def __init__(
-        self, emit: OnEvent, device: torch.device, on_nonfinite: Callable[[int, str], None] = lambda step, what: None
+        self,
+        emit: OnEvent,
+        device: torch.device,
+        on_nonfinite: Callable[[int, str], None] = lambda step, what: None,
+        speed: Callable[[int, float], dict[str, Any]] = _samples_per_second,
     ) -> None:
-        self.emit, self.device, self.on_nonfinite = emit, device, on_nonfinite
+        self.emit, self.device, self.on_nonfinite, self.speed = emit, device, on_nonfinite, speed
         self.stop = self.failed = self.nonfinite = 0
         self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
         self._clock = time.perf_counter()
@@ -148,7 +164,7 @@ class StepLog:
             values = values.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        timing = {"step_ms": 1000 * seconds, "samples_per_second": data["samples"] / seconds}
+        timing = {"step_ms": 1000 * seconds, **self.speed(data["samples"], seconds)}
         self.flush()
         self._waiting = ({**data, **timing}, values, event)
 

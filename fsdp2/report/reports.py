@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from fsdp2.config import Config
 from fsdp2.report.console import Console
-from fsdp2.report.metrics import MetricsFile, OnEvent, TensorBoard
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import World
+from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, TensorBoard, peak_memory_bytes
 
 
 class Reports:
@@ -20,16 +20,17 @@ class Reports:
     """
 
     def __init__(
-        self, config: Config, run: RunDir, world: World, steps_per_epoch: int, on_event: OnEvent | None
+        self, config: Config, metrics: Path, rank: int, steps_per_epoch: int, on_event: OnEvent | None
     ) -> None:
-        self.world = world
+        """`metrics`: where the metrics file is, in the run directory."""
+        self.rank = rank
         self._open = ExitStack()
-        self.console = Console(world.rank, steps_per_epoch, config.epochs)
-        self.metrics = MetricsFile(run.metrics, world.rank)
+        self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps)
+        self.metrics = MetricsFile(metrics, rank)
         self._open.callback(self.metrics.close)
         self._listeners: list[OnEvent] = [self.metrics, self.console]
         if config.tensorboard:
-            board = TensorBoard(run.path / "tensorboard", world.rank)
+            board = TensorBoard(metrics.parent / "tensorboard", rank)
             self._open.callback(board.close)
             self._listeners.append(board)
         if on_event is not None:
@@ -39,7 +40,23 @@ class Reports:
         for listener in self._listeners:
             listener(kind, data)
 
+    def position(self) -> int:
+        """Bytes of the metrics file, durable when this returns; 0 on ranks that don't write it."""
+        return self.metrics.position()
+
+    def end(self, data: dict[str, Any], log: StepLog) -> dict[str, Any]:
+        """Emit the `end` event: `data`, and what was measured since this was entered. Returns it."""
+        end = {
+            **data,
+            "seconds": time.perf_counter() - self._started,
+            "nonfinite_steps": log.nonfinite,
+            "peak_memory_bytes": peak_memory_bytes(log.device),
+        }
+        self.emit("end", end)
+        return end
+
     def __enter__(self) -> Reports:
+        self._started = time.perf_counter()
         return self
 
     def __exit__(
@@ -48,7 +65,7 @@ class Reports:
         try:
             with self._open:
                 if error is not None:
-                    self.emit("failure", {"rank": self.world.rank, "error": repr(error)})
+                    self.emit("failure", {"rank": self.rank, "error": repr(error)})
         except OSError as unwritten:
             if error is None:
                 raise

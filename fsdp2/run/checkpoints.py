@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +18,22 @@ from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.report.reports import Reports
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
 from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import RunStopped
+
+
+class Reports(Protocol):
+    """What a save needs of the run's reports: this room doesn't know the one they come from."""
+
+    def emit(self, kind: str, data: dict[str, Any]) -> None: ...
+
+    def position(self) -> int:
+        """Durable bytes of the metrics file; 0 on ranks that don't write it."""
+        ...
 
 
 class Checkpoints:
@@ -77,7 +86,7 @@ class Checkpoints:
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
         self._end(self._failed or self._saver.wait())
-        known = runtime.gather((self._reports.metrics.position(), is_finite(self._weights())))
+        known = runtime.gather((self._reports.position(), is_finite(self._weights())))
         finite = all(finite for _, finite in known)
         if not finite:
             self.stop_if_nonfinite(step, "the weights hold NaN or infinity")

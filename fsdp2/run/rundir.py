@@ -198,10 +198,12 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def too_large_unasked(spec: ModelSpec, size: str) -> int | None:
-    """The bytes of a model's weights if they are too many for a full-model.pt that nobody asked for."""
+def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
+    """The bytes of a model's weights if they are too many for a full-model.pt, for which nobody asked."""
+    if config.save_model is not None:
+        return None
     with torch.device("meta"):
-        needed = bytes_of(spec.build(size).state_dict())
+        needed = bytes_of(spec.build(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
 
 

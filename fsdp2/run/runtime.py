@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import os
 import random
-import resource
 import signal
 import sys
 import threading
@@ -82,19 +81,42 @@ def end_with_launcher() -> None:
 def pick_device(wanted: str, world: World) -> torch.device:
     """The device of this rank: `auto` is a GPU where there is one.
 
-    Raises ConfigError if a GPU is wanted and missing, or if there are fewer than ranks on this node.
+    A launcher may show each process its own GPU alone, as `srun --gpus-per-task=1` does; then that one is cuda:0 for
+    each. Raises ConfigError if a GPU is wanted and missing, or if there are fewer than ranks on this node.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return torch.device("cpu")
     if gpus == 0:
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    if gpus == 1 and world.local_world_size > 1 and _is_bound():
+        return torch.device("cuda", 0)  # its own, as `process_group` makes sure
     if world.local_world_size > gpus:
         raise ConfigError(
             f"--device {wanted}: {world.local_world_size} ranks and {gpus} GPU on this node; start "
             f"{gpus} ranks a node (--nproc_per_node {gpus}) or use --device cpu"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def _is_bound() -> bool:
+    """Whether what this process sees may be a part of the node's GPUs, chosen for it."""
+    return any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+
+
+def require_own_gpu(world: World, device: torch.device) -> None:
+    """Raise ConfigError on every rank if two ranks compute on one GPU. A collective call where that could be."""
+    if device.type != "cuda" or world.local_world_size == 1 or torch.cuda.device_count() > 1:
+        return
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(gather(str(torch.cuda.get_device_properties(device).uuid))):
+        ranks.setdefault(found, []).append(rank)
+    for found, sharing in ranks.items():
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"--device cuda: ranks {', '.join(map(str, sharing))} see the same GPU ({found}); bind one to each "
+                "process (srun --gpus-per-task=1), show all of them to all (CUDA_VISIBLE_DEVICES), or start fewer ranks"
+            )
 
 
 def set_threads(threads: int | None, world: World) -> int:
@@ -117,6 +139,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
+        require_own_gpu(world, device)
         yield
         return
     end_with_launcher()
@@ -127,6 +150,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
         # Alone: a store in memory, so that no port is opened.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
+        require_own_gpu(world, device)
         yield
     except BaseException:
         # After an error other ranks may be dead, and waiting for them would hang. Without others there is nobody to
@@ -193,13 +217,6 @@ def seed_everything(seed: int, *context: int) -> None:
     torch.manual_seed(number)  # every GPU too
     random.seed(number)
     numpy.random.seed(number)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:

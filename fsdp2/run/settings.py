@@ -1,0 +1,79 @@
+"""What a run sets for its whole process: arithmetic of fp32, determinism, garbage collection. Taken back at its end,
+since a notebook goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fsdp2.config import Config
+
+# What cuBLAS needs for repeatable sums: 8 buffers of 4 MiB.
+# https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+WORKSPACE, DETERMINISTIC_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+@contextmanager
+def process_settings(config: Config) -> Iterator[GarbageCollection]:
+    """Set the process as `--matmul-precision`, `--deterministic` and `--gc-every` say, for as long as the body runs.
+
+    cuDNN's convolutions, for which torch has TF32 on by default, follow `--matmul-precision`, too. With
+    `--deterministic` an operation that has no deterministic algorithm raises RuntimeError.
+    """
+    cudnn = torch.backends.cudnn
+    precision, workspace = torch.get_float32_matmul_precision(), os.environ.get(WORKSPACE)
+    flags = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    cudnn.allow_tf32 = config.matmul_precision != "highest"
+    if config.deterministic:
+        os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACE)  # read when cuBLAS starts
+        cudnn.deterministic, cudnn.benchmark = True, False
+        torch.use_deterministic_algorithms(True)
+    garbage = GarbageCollection(config.gc_every)
+    try:
+        yield garbage
+    finally:
+        garbage.end()
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
+
+
+class GarbageCollection:
+    """Python's collection of reference cycles, between steps and at the same step on all ranks.
+
+    Left alone, Python collects on each rank when it likes; one rank that does so makes all others wait in their next
+    collective, and with many ranks nearly every step has one. The idea is torchtitan's.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every, self._was_enabled = every, gc.isenabled()
+        self._froze = False
+        if every:
+            gc.disable()
+
+    def after_step(self, step: int) -> None:
+        """Collect if it is time. The first time, everything that is alive, imported modules above all, is put aside
+        for good, so that later collections look only at what is newer."""
+        if self.every and step % self.every == 0:
+            gc.collect()
+            if not self._froze and gc.get_freeze_count() == 0:  # else the caller has put objects aside, and keeps them
+                gc.freeze()
+                self._froze = True
+
+    def end(self) -> None:
+        """Give Python its own collection back."""
+        if self._froze:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

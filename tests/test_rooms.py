@@ -1,0 +1,66 @@
+"""The rules of the house that a reader relies on: which room imports which, and how large a file may be."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fsdp2"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def _modules(file: Path) -> set[str]:
+    """The modules of fsdp2, or names in it, that a file imports anywhere, functions included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide which room they lead to"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("fsdp2.")}
+
+
+@cache
+def _imported_by(room: str) -> set[str]:
+    """Rooms, and modules at the top of the package, that a room imports; not those of the commands in it."""
+    files = [file for file in (PACKAGE / room).rglob("*.py") if file.name != "__main__.py"]
+    return {name.split(".")[1] for file in files for name in _modules(file)} - {room}
+
+
+@pytest.mark.parametrize("room", ["parallel", "checkpoint", "models", "data"])
+def test_a_room_that_can_be_copied_out_imports_no_other(room: str) -> None:
+    assert _imported_by(room) <= {"units"}
+
+
+def test_no_circle_between_rooms() -> None:
+    def reached(room: str, seen: frozenset[str]) -> set[str]:
+        direct = (_imported_by(room) & set(ROOMS)) - seen
+        return direct.union(*(reached(other, seen | direct) for other in direct))
+
+    assert {room for room in ROOMS if room in reached(room, frozenset())} == set()
+
+
+def test_run_and_report_know_nothing_of_each_other() -> None:
+    assert "report" not in _imported_by("run")
+    assert "run" not in _imported_by("report")
+
+
+def test_the_top_of_the_package_fits_on_a_screen() -> None:
+    assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 10
+
+
+def test_no_file_is_long() -> None:
+    rewriter = PACKAGE / "migrate" / "code"
+    lines = {file: len(file.read_text().splitlines()) for file in SOURCES if rewriter not in file.parents}
+    assert {str(file): count for file, count in lines.items() if count > 400} == {}
+
+
+def test_the_training_is_one_page() -> None:
+    source = (PACKAGE / "train.py").read_text()
+    (main,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert len(source.splitlines()) <= 250
+    assert main.end_lineno is not None
+    assert main.end_lineno - main.lineno < 110
