@@ -98,4 +98,10 @@ def parallelize(
     if training:
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=config.fused_optimizer)
     scaler = gradient_scaler(device.type, config.mixed_precision)
-    return FSDP2Engine(model, optimizer, scaler, early_unshard=any(config.prefetches))
+    return FSDP2Engine(
+        model,
+        optimizer,
+        scaler,
+        early_unshard=any(config.prefetches),
+        accumulation_sync=config.grad_accumulation_sync,
+    )
