@@ -129,7 +129,7 @@ class Config:
     shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", _granularity)
     reshard_after_forward: bool | int | None = option(
         None,
-        "true (root too), false, or N ranks; unset or auto = torch's rule: blocks yes, root no",
+        "true (root too), false, or N ranks; unset or auto = all but the root and the last group",
         _reshard,
     )
     explicit_prefetching: int | None = option(

@@ -70,7 +70,7 @@ def parallelize(
     # Shard the groups, then the root, while there is still nothing to move.
     groups = shard(
         model,
-        shard_groups(blocks, config.shard_granularity),
+        shard_groups(model, blocks, config.shard_granularity),
         mesh=mesh,
         precision=fsdp2_policy(config.mixed_precision, config.reduce_dtype),
         offload=offload_policy(config.cpu_offload, device.type),

@@ -49,12 +49,12 @@ def _collectives(flags: str) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize(
     ("flags", "groups", "gathered_again"),
     [
-        ("", 3, 2),  # two blocks and the root; torch's rule keeps the root gathered
+        ("", 3, 1),  # two blocks and the root; the last block and the root stay gathered
         ("--reshard-after-forward=true", 3, 3),
         ("--reshard-after-forward=false", 3, 0),
-        ("--shard-granularity=2", 2, 1),
+        ("--shard-granularity=2", 2, 0),
         ("--shard-granularity=root", 1, 0),
-        ("--shard-granularity=layer", 11, 10),  # per block two norms, attention and two linear layers
+        ("--shard-granularity=layer", 11, 9),  # per block two norms, attention and two linear layers
     ],
 )
 def test_groups_and_reshard_policy_decide_the_collectives(

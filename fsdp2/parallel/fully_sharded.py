@@ -46,13 +46,15 @@ def shard(
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and
-    gets what is left. Torch's rule for `reshard_after_forward=None` is True for groups and False for the
-    root, whose parameters backward needs first.
+    gets what is left. With `reshard_after_forward=None` groups are freed after their forward, but neither the
+    root nor the last group: backward needs their parameters first, so they would be gathered again at once.
     """
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     heads = []
     for group in groups:
-        fully_shard(group, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+        kept = reshard_after_forward is None and group is groups[-1]
+        policy = False if kept else reshard_after_forward
+        fully_shard(group, reshard_after_forward=policy, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     return heads
