@@ -87,7 +87,7 @@ train-dcp-api: $(VENV)/.installed  ## full state dicts by the DCP API
 	$(TRAIN) --dcp-api $(ARGS)
 
 .PHONY: train-accumulate
-train-accumulate: $(VENV)/.installed  ## four microbatches a step, one exchange of gradients
+train-accumulate: $(VENV)/.installed  ## four microbatches a step; gradients stay sharded between them
 	$(TRAIN) --grad-accumulation 4 --batch-size 16 $(ARGS)
 
 .PHONY: train-clip

@@ -31,6 +31,7 @@ from fsdp2.options.values import (
     whole,
 )
 from fsdp2.parallel.baselines import fsdp1
+from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
 from fsdp2.parallel.optimizer import FUSED, OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
@@ -109,7 +110,14 @@ class Config:
     clip_grad_norm: float | None = option(
         None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
     )
-    grad_accumulation: int = option(1, "microbatches per optimizer step; communicates once a step", whole(1, 2**16))
+    grad_accumulation: int = option(1, "microbatches per optimizer step", whole(1, 2**16))
+    grad_accumulation_sync: str = option(
+        "every",
+        "reduce-scatter gradients with every microbatch, or once with the last; replica = HSDP: every, but all-reduce "
+        "over replicas with the last",
+        one_of(*ACCUMULATION_SYNC),
+        metavar="|".join(ACCUMULATION_SYNC),
+    )
     freeze: tuple[str, ...] = option(
         (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True
     )
@@ -121,7 +129,7 @@ class Config:
     shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", _granularity)
     reshard_after_forward: bool | int | None = option(
         None,
-        "true (root too), false, or N ranks; unset or auto = torch's rule: blocks yes, root no",
+        "true (root too), false, or N ranks; unset or auto = all but the root and the last group",
         _reshard,
     )
     explicit_prefetching: int | None = option(

@@ -73,7 +73,7 @@ def parallelize(
     # Shard the groups, then the root, while there is still nothing to move.
     groups = shard(
         model,
-        shard_groups(blocks, config.shard_granularity),
+        shard_groups(model, blocks, config.shard_granularity),
         mesh=mesh,
         precision=fsdp2_policy(config.mixed_precision, config.reduce_dtype),
         offload=offload_policy(config.cpu_offload, device.type),
@@ -101,4 +101,10 @@ def parallelize(
     if training:
         optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=config.fused_optimizer)
     scaler = gradient_scaler(device.type, config.mixed_precision)
-    return FSDP2Engine(model, optimizer, scaler, early_unshard=any(config.prefetches))
+    return FSDP2Engine(
+        model,
+        optimizer,
+        scaler,
+        early_unshard=any(config.prefetches),
+        accumulation_sync=config.grad_accumulation_sync,
+    )

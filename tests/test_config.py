@@ -149,6 +149,12 @@ BAD = [
     (["--strategy", "ddp", "--mixed-precision", "--reduce-dtype", "bf16"], ["--reduce-dtype bf16 with --strategy ddp"]),
     (["--mixed-precision", "fp8"], ["--mixed-precision fp8", "bf16, fp16"]),
     (["--global-batch-size", "2", "--grad-accumulation", "4"], ["--global-batch-size 2", "empty"]),
+    (["--grad-accumulation-sync", "last"], ["--grad-accumulation-sync last", "--grad-accumulation 1", "N"]),
+    (["--grad-accumulation", "2", "--grad-accumulation-sync", "replica"], ["--replicas 1", "add --replicas R"]),
+    (
+        ["--strategy", "ddp", "--grad-accumulation", "2", "--grad-accumulation-sync", "last"],
+        ["--grad-accumulation-sync with --strategy ddp", "use --strategy fsdp2 or drop"],
+    ),
     (["--config", "nowhere.toml"], ["--config nowhere.toml", "cannot be read"]),
 ]
 

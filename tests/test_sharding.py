@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import models
 from fsdp2.config import parse
+from fsdp2.models import transformer
+from fsdp2.models.initial import reset_parameters
 from fsdp2.parallel import fully_sharded, precision
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.inspect import check_dtypes, check_sharded
+from fsdp2.parallel.mesh import make_mesh
 from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
 
@@ -107,16 +111,83 @@ def test_offload_reaches_every_group(ranks: Ranks) -> None:
 
 def test_groups_hold_every_block_once() -> None:
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) for _ in range(5)]
-    assert [len(group) for group in shard_groups(blocks, 2)] == [2, 2, 1]
-    assert shard_groups(blocks, "root") == []
-    layers = shard_groups(blocks, "layer")
+    model = nn.ModuleList(blocks)
+    assert [len(group) for group in shard_groups(model, blocks, 2)] == [2, 2, 1]
+    assert shard_groups(model, blocks, "root") == []
+    layers = shard_groups(model, blocks, "layer")
     assert len(layers) == 10
     assert all(isinstance(group[0], nn.Linear) for group in layers)
 
 
 def test_attention_is_one_layer_because_it_reads_its_childs_weight() -> None:
     attention = nn.MultiheadAttention(4, 2)
-    assert shard_groups([nn.Sequential(nn.LayerNorm(4), attention)], "layer")[1] == [attention]
+    block = nn.Sequential(nn.LayerNorm(4), attention)
+    assert shard_groups(nn.Sequential(block), [block], "layer")[1] == [attention]
+
+
+def test_an_embedding_and_a_head_of_a_blocks_size_are_groups_of_their_own() -> None:
+    spec = models.get("transformer")
+    with torch.device("meta"):
+        model = spec.build("seed")
+        assert isinstance(model, transformer.Transformer)
+        blocks = spec.blocks(model)
+        assert shard_groups(model, blocks, 3) == [[model.tok_embeddings], list(blocks), [model.output]]
+        assert len(shard_groups(model, blocks, "layer")) == 2 + 3 * 5
+        assert shard_groups(model, blocks, "root") == []
+        # A smaller one isn't worth a collective of its own, and a tied one is needed at both ends of the model.
+        small, vit = spec.build("debug"), models.get("vit")
+        image = vit.build("tiny")
+        assert shard_groups(small, spec.blocks(small), 1) == [[block] for block in spec.blocks(small)]
+        assert len(shard_groups(image, vit.blocks(image), 1)) == 2
+        model.output.weight = model.tok_embeddings.weight
+        assert shard_groups(model, blocks, 1) == [[block] for block in blocks]
+
+
+def _large_layers(tied: bool) -> dict[str, Any]:
+    """What stays gathered while the blocks compute, and the losses of three steps, by granularity."""
+    spec = models.get("transformer")
+    found: dict[str, Any] = {}
+    for granularity in (1, "root"):
+        model = transformer.Transformer(vocab_size=300, dim=16, num_layers=2)
+        reset_parameters(model, spec.initial_values, 1)
+        if tied:
+            model.output.weight = model.tok_embeddings.weight
+        groups = shard_groups(model, list(model.layers), granularity)
+        settings: dict[str, Any] = {"mesh": make_mesh("cpu", 2), "precision": precision.fsdp2_policy(None, "fp32")}
+        fully_sharded.shard(
+            model, groups, **settings, offload=fully_sharded.offload_policy(False, "cpu"), reshard_after_forward=None
+        )
+        gathered: set[str] = set()
+        model.layers[1].register_forward_pre_hook(
+            lambda module, args, model=model, gathered=gathered: gathered.update(
+                name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+            )
+        )
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        tokens = torch.arange(24).view(2, 12) + dist.get_rank()
+        for _ in range(3):
+            loss = spec.loss(model(tokens), tokens + 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        found[str(granularity)] = (len(groups), gathered, losses)
+    return found
+
+
+def test_large_layers_are_not_gathered_while_blocks_compute(ranks: Ranks) -> None:
+    ends = {"tok_embeddings.weight", "output.weight", "output.bias"}
+    for found in ranks.run(_large_layers, False):
+        (count, gathered, losses), (_, everything, expected) = found["1"], found["root"]
+        assert count == 4
+        assert gathered
+        assert not gathered & ends
+        assert ends <= everything
+        assert losses == expected
+        assert losses[-1] != losses[0]
+    for found in ranks.run(_large_layers, True):
+        assert found["1"][0] == 2
+        assert found["1"][2] == found["root"][2]
 
 
 def _inspection_catches() -> list[str]:

@@ -19,6 +19,17 @@ def _fsdp2_refusals(options: Options) -> Iterator[str]:
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
         )
+    mode = options.grad_accumulation_sync
+    if mode != "every" and options.grad_accumulation == 1:
+        yield (
+            f"--grad-accumulation-sync {mode} with --grad-accumulation 1: one microbatch is exchanged once anyway; "
+            "add --grad-accumulation N or drop it"
+        )
+    if mode == "replica" and options.replicas == 1:
+        yield (
+            "--grad-accumulation-sync replica with --replicas 1: no all-reduce between replicas could wait; add "
+            "--replicas R or use --grad-accumulation-sync every"
+        )
 
 
 FSDP2 = Rules(
@@ -30,6 +41,7 @@ FSDP2 = Rules(
         "explicit_prefetching",
         "forward_prefetch",
         "backward_prefetch",
+        "grad_accumulation_sync",
         "inspect",
     ),
     refusals=_fsdp2_refusals,
@@ -44,6 +56,7 @@ PARTICULAR = {
     "shard_granularity": "has no groups of modules",
     "reshard_after_forward": "has no such policy",
     **dict.fromkeys(("explicit_prefetching", "forward_prefetch", "backward_prefetch"), "has no groups to prefetch"),
+    "grad_accumulation_sync": "has no such choice",
     "inspect": "has no DTensor parameters",
     "bucket_mb": "doesn't reduce gradients in buckets of a chosen size",
     **dict.fromkeys(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), "isn't FSDP1"),

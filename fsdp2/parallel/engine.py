@@ -101,7 +101,7 @@ class Engine:
         return self.model(batch.inputs)
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
-        """Accumulate gradients of `loss` (0-d); ranks exchange theirs with the last microbatch of a step."""
+        """Accumulate gradients of `loss` (0-d); after the last microbatch of a step they are exchanged in full."""
         self.scaler.scale(loss).backward()
 
     @torch.no_grad()

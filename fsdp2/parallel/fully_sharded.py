@@ -46,20 +46,33 @@ def shard(
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and
-    gets what is left. Torch's rule for `reshard_after_forward=None` is True for groups and False for the
-    root, whose parameters backward needs first.
+    gets what is left. With `reshard_after_forward=None` groups are freed after their forward, but neither the
+    root nor the last group: backward needs their parameters first, so they would be gathered again at once.
     """
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     heads = []
     for group in groups:
-        fully_shard(group, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+        kept = reshard_after_forward is None and group is groups[-1]
+        policy = False if kept else reshard_after_forward
+        fully_shard(group, reshard_after_forward=policy, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     return heads
 
 
+# When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of
+# all once, `replica` reduce-scatters each inside the shard group and all-reduces over replicas once.
+ACCUMULATION_SYNC = ("every", "last", "replica")
+
+
 class FSDP2Engine(Engine):
-    """`early_unshard`: all-gather the root before the data of a step is there, as explicit prefetching does."""
+    """FSDP2.
+
+    Args:
+        early_unshard: all-gather the root before the data of a step is there, as explicit prefetching does.
+        accumulation_sync: one of `ACCUMULATION_SYNC`. Between microbatches a rank holds gradients of a shard's size;
+            with `last` it holds those of the whole model, in the reduce dtype. `replica` needs a 2-D mesh.
+    """
 
     strategy = "fsdp2"
 
@@ -70,10 +83,12 @@ class FSDP2Engine(Engine):
         scaler: torch.amp.GradScaler,
         *,
         early_unshard: bool,
+        accumulation_sync: str = "every",
     ) -> None:
         super().__init__(model, optimizer, scaler)
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
+        self.accumulation_sync = accumulation_sync
 
     @property
     def sharding(self) -> str:
@@ -84,14 +99,23 @@ class FSDP2Engine(Engine):
             self.root.unshard(async_op=True)
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
-        self.root.set_is_last_backward(last_microbatch)
-        self.root.set_requires_gradient_sync(last_microbatch)
+        self._exchange_all(last_microbatch)
         try:
             super().backward(loss, last_microbatch)
         finally:
             # Also after an error: a model left like this would train on without exchanging gradients.
-            self.root.set_requires_gradient_sync(True)
-            self.root.set_is_last_backward(True)
+            self._exchange_all(True)
+
+    def _exchange_all(self, now: bool) -> None:
+        """Whether the next backward completes the exchange of gradients, or defers what the mode defers."""
+        if self.accumulation_sync == "last":
+            self.root.set_requires_gradient_sync(now)
+            # Not the last means that torch needn't wait for an exchange at the end of backward: there is none. In the
+            # other modes each backward ends like a last one, since a reduction that torch doesn't wait for keeps the
+            # unsharded gradients of its group, its input, until another group needs the place.
+            self.root.set_is_last_backward(now)
+        elif self.accumulation_sync == "replica":
+            self.root.set_requires_all_reduce(now)
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
         # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer

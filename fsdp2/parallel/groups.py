@@ -5,6 +5,7 @@ More groups mean a lower peak (one group is whole at a time) and more, smaller c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -21,16 +22,53 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [layer for child in module.children() for layer in _layers(child)]
 
 
-def shard_groups(blocks: Sequence[nn.Module], granularity: int | str) -> list[list[nn.Module]]:
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers below `module` that are neither in a block nor contain one."""
+    found = []
+    for child in module.children():
+        if child in blocks:
+            continue
+        inside = set(child.modules())
+        found += _outside(child, blocks) if any(block in inside for block in blocks) else _layers(child)
+    return found
+
+
+def large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Layers outside of the blocks with at least as many parameters as the largest block: embedding, head.
+
+    The root's parameters stay gathered from the start of forward to the end of backward. That suits a norm; an
+    embedding of a block's size is better gathered for its own forward and backward, as a block is. A layer that shares
+    a parameter with another stays with the root: both must be in one group, and such a group is needed at both ends of
+    the model, so it would be gathered throughout as well.
+    """
+    largest = max((_size(block) for block in blocks), default=0)
+    layers = _outside(model, blocks)
+    users = Counter(id(parameter) for part in [*layers, *blocks] for parameter in part.parameters())
+    alone = [layer for layer in layers if all(users[id(parameter)] == 1 for parameter in layer.parameters())]
+    return [layer for layer in alone if _size(layer) >= largest > 0]
+
+
+def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int | str) -> list[list[nn.Module]]:
     """Groups of modules in forward order; what is in none of them is left to the root.
 
     Args:
+        blocks: modules of `model`, in forward order. Other layers are taken in the order in which they stand in it.
         granularity: N puts N blocks into a group; `layer` makes each layer of a block a group; `root` makes
-            none, so that the whole model is one group.
+            none, so that the whole model is one group. But for `root`, each of `large_layers` is a group too.
     """
     if granularity == "root":
         return []
     if granularity == "layer":
-        return [[layer] for block in blocks for layer in _layers(block)]
-    assert isinstance(granularity, int)
-    return [list(blocks[i : i + granularity]) for i in range(0, len(blocks), granularity)]
+        groups = [[layer] for block in blocks for layer in _layers(block)]
+    else:
+        assert isinstance(granularity, int)
+        groups = [list(blocks[i : i + granularity]) for i in range(0, len(blocks), granularity)]
+    place = {module: index for index, module in enumerate(model.modules())}
+    start = min((place[group[0]] for group in groups), default=0)
+    large = large_layers(model, blocks)
+    before = [[layer] for layer in large if place[layer] < start]
+    return before + groups + [[layer] for layer in large if place[layer] > start]
