@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,89 @@ def test_loader_processes_give_the_same_batches() -> None:
         return [[batch.inputs.flatten().tolist() for batch in microbatches] for microbatches in batches]
 
     assert all_of(_batches(100, 1, 2, 2, workers=2)) == all_of(_batches(100, 1, 2, 2))
+
+
+class _ReadBy(Windows):
+    """Its samples are the processes that read them."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        inputs, targets = super().__getitems__(indices)
+        return torch.full_like(inputs, os.getpid()), targets
+
+
+def test_loader_processes_survive_an_epoch_and_end_with_the_batches() -> None:
+    batches = Batches(
+        _ReadBy(torch.arange(49), seq_len=1), global_batch=12, accumulation=1, seed=1, rank=0, world_size=1,
+        device=CPU, workers=2,
+    )  # fmt: skip
+    before = torch.get_rng_state()
+    readers = []
+    for _ in range(2):
+        readers.append({batch.inputs[0].item() for microbatches in batches for batch in microbatches})
+        batches.next_epoch()
+    assert readers[0] == readers[1]
+    assert len(readers[0]) == 2
+    assert os.getpid() not in readers[0]
+    # A loader that drew from it would give a resumed run, which starts another one, other dropout.
+    assert torch.equal(torch.get_rng_state(), before)
+    next(next(iter(batches)))  # left in the middle of an epoch
+    gc.disable()
+    try:
+        gone = weakref.ref(batches)
+        del batches
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_that_were_left_in_an_epoch_go_on_from_any_place(workers: int) -> None:
+    def rest(batches: Batches, epoch: int, position: int) -> list[list[int]]:
+        batches.load_state_dict({"epoch": epoch, "position": position, "seed": 1, "size": 100})
+        return [b.inputs.flatten().tolist() for microbatches in batches for b in microbatches]
+
+    batches = _batches(100, 0, 2, 2, workers=workers)
+    for index, microbatches in enumerate(batches):
+        list(microbatches)
+        if index == 1:
+            break  # workers have read ahead
+    for epoch, position in ((3, 36), (0, 0), (0, 96), (0, 100)):
+        expected = [
+            part.tolist()
+            for batch in sampler.global_batches(sampler.epoch_order(100, 1, epoch), 12, position)
+            for part in sampler.microbatches(batch, 0, 2, 2)
+        ]
+        assert rest(batches, epoch, position) == expected
+
+
+def test_an_epoch_is_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = sampler.microbatches
+
+    def counted(batch: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+        asked.append(len(batch))
+        return real(batch, *sizes)
+
+    monkeypatch.setattr(sampler, "microbatches", counted)
+    for microbatches in _batches(10**6, 0, 1, 1):
+        list(microbatches)
+        if len(asked) > 1:
+            break
+    assert asked == [12, 12]
+
+
+@given(st.integers(0, 60), worlds, st.integers(1, 4))
+def test_sizes_of_microbatches_are_known_without_them(samples: int, world_size: int, accumulation: int) -> None:
+    for rank in range(world_size):
+        parts = sampler.microbatches(torch.arange(samples), rank, world_size, accumulation)
+        assert sampler.microbatch_sizes(samples, rank, world_size, accumulation) == [len(part) for part in parts]
+
+
+def test_the_order_of_an_epoch_is_that_of_64_bit_numbers() -> None:
+    order = sampler.epoch_order(100_003, seed=1, epoch=2)
+    generator = torch.Generator().manual_seed(1_000_005)
+    assert order.dtype == torch.int32
+    assert torch.equal(order.long(), torch.randperm(100_003, generator=generator))
 
 
 def test_data_is_read_only_when_a_microbatch_is_asked_for() -> None:

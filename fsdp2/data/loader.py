@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -40,13 +42,28 @@ def _whole_batch(batch: Any) -> Any:
     return batch
 
 
-def _loader(split: Images | Windows, rows: Sequence[Sequence[int]], device: torch.device, workers: int) -> Any:
-    # A batch sampler that is a plain list: the order is decided in sampler.py and not here.
+class _Rows:
+    """A batch sampler that asks for the rows of each batch when it is needed, and again for each pass.
+
+    Rows are NumPy arrays: a worker gets them as bytes, where it would open a file of shared memory for each tensor.
+    """
+
+    def __init__(self, rows: Callable[[], Iterator[Tensor]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[numpy.ndarray]:
+        return (rows.numpy() for rows in self._rows())
+
+
+def _loader(
+    split: Images | Windows, rows: Callable[[], Iterator[Tensor]], device: torch.device, workers: int
+) -> DataLoader[Any]:
     return DataLoader(
         split,
-        batch_sampler=rows,  # type: ignore[arg-type]
+        batch_sampler=_Rows(rows),  # type: ignore[arg-type]  # the order is decided in sampler.py and not here
         collate_fn=_whole_batch,
         num_workers=workers,
+        persistent_workers=workers > 0,  # else each epoch waits for new processes
         pin_memory=device.type == "cuda",
         # Of its own: a loader draws a number when it starts, and taken from the global generator, a resumed
         # run, which starts one more loader, would go on with other dropout.
@@ -78,6 +95,8 @@ class Batches:
         self.rank, self.world_size, self.device, self.workers = rank, world_size, device, workers
         self.epoch = 0
         self.position = 0  # samples of this epoch that finished steps have consumed, over all ranks
+        this = weakref.proxy(self)  # a circle would keep the workers alive after the run
+        self._loader = _loader(split, lambda: this._rows(), device, workers)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,30 +111,30 @@ class Batches:
         return self.position >= len(self.split)
 
     def __iter__(self) -> Iterator[Iterator[Batch]]:
-        order = sampler.epoch_order(len(self.split), self.seed, self.epoch)
-        steps = list(sampler.global_batches(order, self.global_batch, self.position))
-        rows: list[list[int]] = []
-        valid: list[bool] = []
-        for batch in steps:
-            for part in sampler.microbatches(batch, self.rank, self.world_size, self.accumulation):
-                valid.append(len(part) > 0)
-                rows.append((part if len(part) > 0 else batch[:1]).tolist())
-        pairs = iter(_loader(self.split, rows, self.device, self.workers))
-        for index, batch in enumerate(steps):
-            first = index * self.accumulation
-            yield self._microbatches(pairs, len(batch), valid[first : first + self.accumulation])
+        pairs = iter(self._loader)  # asks for the rows from the position on
+        for start in range(self.position, len(self.split), self.global_batch):
+            yield self._microbatches(pairs, min(self.global_batch, len(self.split) - start))
 
-    def _microbatches(self, pairs: Iterator[Any], samples: int, valid: list[bool]) -> Iterator[Batch]:
-        for index, is_valid in enumerate(valid):
+    def _rows(self) -> Iterator[Tensor]:
+        """The rows of each microbatch from the position to the end of the epoch; workers ask for them ahead."""
+        rank, world_size, accumulation = self.rank, self.world_size, self.accumulation
+        order = sampler.epoch_order(len(self.split), self.seed, self.epoch)
+        batches = sampler.global_batches(order, self.global_batch, self.position)
+        parts = ((batch, sampler.microbatches(batch, rank, world_size, accumulation)) for batch in batches)
+        return (part if len(part) > 0 else batch[:1] for batch, mine in parts for part in mine)
+
+    def _microbatches(self, pairs: Iterator[Any], samples: int) -> Iterator[Batch]:
+        sizes = sampler.microbatch_sizes(samples, self.rank, self.world_size, self.accumulation)
+        for index, size in enumerate(sizes):
             inputs, targets = next(pairs)
-            last = index == len(valid) - 1
+            last = index == len(sizes) - 1
             if last:
                 # Before the last one is handed out: a checkpoint written in this step must not repeat it.
                 self.position += samples
             yield Batch(
                 inputs.to(self.device, non_blocking=True),
                 targets.to(self.device, non_blocking=True),
-                is_valid,
+                size > 0,
                 samples,
                 samples * self.split.targets_per_sample,
                 last,
@@ -150,15 +169,19 @@ def evaluation_batches(
     counts agree exactly between world sizes and with inference in one process. All ranks get equally many;
     a placeholder fills the last round.
     """
-    rows = torch.arange(len(split)).split(batch_size)
-    rounds = -(-len(rows) // world_size)
-    mine = [rows[i] if i < len(rows) else None for i in range(rank, rounds * world_size, world_size)]
-    loader = _loader(split, [rows[0][:1].tolist() if r is None else r.tolist() for r in mine], device, 0)
-    for row, (inputs, targets) in zip(mine, loader, strict=True):
+    count = -(-len(split) // batch_size)
+    rounds = -(-count // world_size)
+    mine = range(rank, rounds * world_size, world_size)
+
+    def rows() -> Iterator[Tensor]:
+        for start in (i * batch_size if i < count else None for i in mine):
+            yield torch.arange(1) if start is None else torch.arange(start, min(start + batch_size, len(split)))
+
+    for index, (inputs, targets) in zip(mine, _loader(split, rows, device, 0), strict=True):
         yield Batch(
             inputs.to(device, non_blocking=True),
             targets.to(device, non_blocking=True),
-            row is not None,
+            index < count,
             len(split),
             len(split) * split.targets_per_sample,
             True,

@@ -14,9 +14,12 @@ from torch import Tensor
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
-    """The permutation of 0 … size-1 that epoch `epoch` (from 0) is read in; (size,), int64."""
+    """The permutation of 0 … size-1 that epoch `epoch` (from 0) is read in; (size,), int32 where that is enough.
+
+    torch draws the same permutation in both dtypes.
+    """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(size, generator=generator)
+    return torch.randperm(size, generator=generator, dtype=torch.int32 if size < 2**31 else torch.int64)
 
 
 def global_batches(order: Tensor, global_batch: int, position: int = 0) -> Iterator[Tensor]:
@@ -33,3 +36,13 @@ def microbatches(batch: Tensor, rank: int, world_size: int, accumulation: int) -
     """
     mine = batch.tensor_split(world_size)[rank]
     return list(mine.tensor_split(accumulation))
+
+
+def microbatch_sizes(samples: int, rank: int, world_size: int, accumulation: int) -> list[int]:
+    """How many samples are in each of the parts that `microbatches` makes of a global batch of so many."""
+
+    def part(whole: int, parts: int, index: int) -> int:
+        return whole // parts + (index < whole % parts)
+
+    mine = part(samples, world_size, rank)
+    return [part(mine, accumulation, index) for index in range(accumulation)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 Pair = tuple[Tensor, Tensor]
+Rows = Sequence[int] | numpy.ndarray
 
 
 class DownloadFailed(OSError):
@@ -42,10 +44,11 @@ class Images(TorchDataset[Pair]):
         inputs, labels = self.__getitems__([index])
         return inputs[0], labels[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> Pair:
+    def __getitems__(self, indices: Rows) -> Pair:
         # The same operations in the same order as ToTensor and Normalize, so that the result is bit-equal.
-        picked = self.pixels[list(indices)].to(torch.float32).div(self.white)
-        return picked.sub(self.mean).div(self.std).unsqueeze(1), self.labels[list(indices)]
+        rows = torch.as_tensor(indices)
+        picked = self.pixels[rows].to(torch.float32).div(self.white)
+        return picked.sub(self.mean).div(self.std).unsqueeze(1), self.labels[rows]
 
 
 class Windows(TorchDataset[Pair]):
@@ -68,8 +71,8 @@ class Windows(TorchDataset[Pair]):
         inputs, targets = self.__getitems__([index])
         return inputs[0], targets[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> Pair:
-        starts = torch.tensor(list(indices)) * self.seq_len
+    def __getitems__(self, indices: Rows) -> Pair:
+        starts = torch.as_tensor(indices).to(torch.int64) * self.seq_len
         windows = self.tokens[starts[:, None] + torch.arange(self.seq_len + 1)].to(torch.int64)
         return windows[:, :-1], windows[:, 1:]
 
