@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
+from fsdp2.parallel.activation_checkpointing import EXPENSIVE
 from fsdp2.parallel.fully_sharded import FSDP2Engine
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
@@ -54,6 +55,20 @@ def test_activation_checkpointing_recomputes_blocks_or_only_what_is_cheap(ranks:
     assert [count.get(gelu, 0) for count in (plain, block, op)] == [0, 2, 2]
     assert plain.get(linear, 0) == op.get(linear, 0) == 0
     assert block[linear] > 0
+
+
+def test_op_recomputation_keeps_attention_by_every_kernel() -> None:
+    for op in EXPENSIVE:
+        assert torch._C._dispatch_has_kernel(op.name()), f"{op} is no operator of this torch"
+    # All fused forms that this torch can choose. The other two are made of products, which are kept themselves.
+    fused = {
+        schema.name
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::_scaled_dot_product_")
+        and not schema.name.endswith(("_backward", "_mps", "_math"))
+    }
+    assert fused
+    assert fused <= {op.name().partition(".")[0] for op in EXPENSIVE}
 
 
 def _norms() -> list[tuple[float, float, int]]:

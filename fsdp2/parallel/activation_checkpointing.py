@@ -20,6 +20,8 @@ EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,  # what torch prefers on an H100
+    _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices that bring their own, such as XPU
 }
 
 
