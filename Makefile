@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train resume infer test test-slow test-oldest test-ray test-zero chaos fuzz lint format clean
+.PHONY: help train resume infer test test-slow test-oldest test-ray test-zero test-gpu chaos fuzz lint format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
@@ -218,6 +218,26 @@ test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; buil
 
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
 	$(BIN)/tox run -e oldest -- $(ARGS)
+
+test-gpu: $(VENV)/.tools  ## the tests that need a GPU, some of them two (FSDP2_TEST_DEVICE=cpu: the same on the CPU)
+	$(BIN)/tox run -e gpu -- $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(VENV)/.installed  ## the documentation's tables with GPU rows, each within 8 minutes
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+# For a machine that has no network and only a Python with torch (docs/gpu.md): that Python, and what fits its torch.
+GPU_PYTHON ?= 3.12
+GPU_TORCHVISION ?= 0.26.0
+GPU_PLATFORMS = $(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform any
+
+.PHONY: gpu-bundle
+gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may lack (GPU_PYTHON=3.12)
+	rm -rf build/wheels build/site
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(GPU_PYTHON) $(GPU_PLATFORMS) -d build/wheels torchvision==$(GPU_TORCHVISION) \
+		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest scikit-learn tqdm
+	du -sh build/wheels
 
 chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(BIN)/tox run -e chaos -- $(ARGS)

@@ -15,12 +15,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from checkpoint_page import Figures, Found, facts_of, page
 from checkpoint_sides import Job, Save, Side, sides
+from tables import write_page
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -126,8 +128,8 @@ def _discard(folder: Path) -> None:
     dist.barrier()
 
 
-def run(job: Job, rounds: int, folder: Path, expected: int) -> Found:
-    """Every side's figures; of "no save", the step alone. The first round isn't kept."""
+def run(job: Job, rounds: int, folder: Path, expected: int) -> Iterator[Found]:
+    """Every side's figures, after each round; of "no save", the step alone. The first round isn't kept."""
     found: Found = {"no save": [], **{side.name: [] for side in sides(job.device)}}
     for number in range(rounds + 1):
         order = sides(job.device)
@@ -142,7 +144,8 @@ def run(job: Job, rounds: int, folder: Path, expected: int) -> Found:
             if dist.get_rank() == 0:
                 shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items() if key != "bytes")
                 print(f"round {number or 'of warming up'}  {name:40}{shown}", flush=True)
-    return found
+        if number > 0:
+            yield found
 
 
 def main() -> None:
@@ -153,7 +156,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each side is measured (default: 5)")
     parser.add_argument("--dir", type=Path, default=Path(), help="where to save (default: the current folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument("--seconds", type=float, help="begin no round after so many")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the results go (default: docs/)")
     given = parser.parse_args()
+    began = time.perf_counter()
     usual = 20_000_000 if given.quick else 200_000_000
     wanted = usual if given.parameters is None else given.parameters
     for flag, value in (("--parameters", wanted), ("--rounds", given.rounds)):
@@ -173,15 +179,18 @@ def main() -> None:
         folder = Path(runtime.broadcast(str(mine)))
         try:
             job = make_job(parameters, device)
-            found = run(job, given.rounds, folder, size)
+            for number, found in enumerate(run(job, given.rounds, folder, size), 1):
+                if world.rank == 0:  # after each round, so that an interruption leaves a page of those before
+                    facts = facts_of(device, parameters, number, given.dir, load)
+                    write_page(given.page, page(found, facts, gpu=device.type == "cuda"))
+                late = given.seconds is not None and time.perf_counter() - began > given.seconds
+                if any(runtime.gather(late)):
+                    break
         finally:
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # an error of its own would hide why the run failed
         if world.rank == 0:
-            facts = facts_of(device, parameters, given.rounds, given.dir, load)
-            text = page(found, facts, gpu=device.type == "cuda")
-            PAGE.write_text(text)
-            print(f"\n{text}\nwritten to {PAGE}", flush=True)
+            print(f"\n{given.page.read_text()}\nwritten to {given.page}", flush=True)
 
 
 def check_folder(folder: Path, size: int) -> None:

@@ -138,7 +138,9 @@ def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, l
     on = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     peer = f", torch_checkpointing {version('torch_checkpointing')}" if has_torch_checkpointing() else ""
     # Where on this machine is nobody's business.
-    arguments = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if "--dir" not in word + before]
+    arguments = [
+        word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if not {"--dir", "--page"} & {word, before}
+    ]
     command = f"torchrun --nproc_per_node {dist.get_world_size()} benchmarks/checkpoint.py {' '.join(arguments)}"
     return {
         "Command": f"`{command.strip()}`; {rounds} rounds after one of warming up",

@@ -19,3 +19,11 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     names = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")] or [": unknown processor"]
     return f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} cores, {memory:.0f} GiB of memory"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replace a page as a whole: who is interrupted while writing leaves the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    os.replace(new, path)

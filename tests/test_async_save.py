@@ -307,28 +307,3 @@ def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(monkeypatch: py
     assert stage._finished.is_set()
     stage._before_step()
     assert gpu.asked == ["wait_stream", "record", "synchronize", "wait_event"], "both are waited for"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_on_a_gpu_with_tensors_on_both_sides(offloaded: bool) -> None:
-    """A state with parameters on the GPU and the optimizer's `step` on the CPU, or all of it on the CPU."""
-    device = torch.device("cuda", 0)
-    weight = torch.nn.Parameter(torch.ones(1 << 20, device="cpu" if offloaded else device))
-    optimizer = torch.optim.Adam([weight])
-    stage = staging.Staging(optimizer, device)
-    for step in (1, 2):  # the second time into buffers that are there
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        state = {"weight": weight.detach(), "buffer": torch.full((5,), step, device=device), **optimizer.state[weight]}
-        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
-        staged = stage.copy(state)
-        threading.Thread(target=stage.finish).start()
-        optimizer.step()  # waits for both sides
-        stage._finished.wait()
-        torch.cuda.synchronize()
-        assert same(staged, expected)
-        assert {name: tensor.is_pinned() for name, tensor in staged.items()} == {
-            name: tensor.is_cuda for name, tensor in state.items()
-        }
-    stage.close()

@@ -1,0 +1,14 @@
+"""The GPU lane with any Python that has torch:  python3 -m tests.gpu [arguments of pytest]"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.gpu.wheels import ROOT, environment
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    # The project's own options need plugins of pytest, which a borrowed machine may lack.
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
+    os.execve(sys.executable, [*command, *sys.argv[1:]], environment())
