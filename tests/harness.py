@@ -196,9 +196,9 @@ def peak_at_start(flags: str) -> tuple[int, int]:
     before, seen, whole = held(), [], 0
     real = initial.reset_parameters
 
-    def counting(model: nn.Module, *arguments: Any) -> None:
+    def counting(model: nn.Module, *arguments: Any, **how: Any) -> None:
         nonlocal whole
-        real(model, *arguments)
+        real(model, *arguments, **how)
         whole += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         seen.append(held() - before)
 
