@@ -18,7 +18,7 @@ from fsdp2.models import transformer
 from fsdp2.models.initial import reset_parameters
 from fsdp2.parallel import fully_sharded, precision
 from fsdp2.parallel.groups import shard_groups
-from fsdp2.parallel.inspect import check_dtypes, check_sharded
+from fsdp2.parallel.inspect import check_dtypes, check_sharded, summary
 from fsdp2.parallel.mesh import make_mesh
 from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
@@ -157,6 +157,8 @@ def _large_layers(tied: bool) -> dict[str, Any]:
         fully_sharded.shard(
             model, groups, **settings, offload=fully_sharded.offload_policy(False, "cpu"), reshard_after_forward=None
         )
+        # Embedding, two blocks and the head leave the root of this model nothing.
+        assert f", {4 if (granularity, tied) == (1, False) else len(groups) + 1} groups, " in summary(model)
         gathered: set[str] = set()
         model.layers[1].register_forward_pre_hook(
             lambda module, args, model=model, gathered=gathered: gathered.update(

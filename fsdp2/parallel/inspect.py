@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,14 @@ from torch.distributed.tensor.placement_types import Placement
 def groups_of(model: nn.Module) -> list[FSDPModule]:
     """The modules that `fully_shard` was applied to, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _owns_parameters(group: FSDPModule) -> bool:
+    """Whether a group has anything to gather. A root may have nothing left: its layers are in groups of their own."""
+    module = cast(nn.Module, group)
+    inner = [child for child in module.modules() if isinstance(child, FSDPModule) and child is not module]
+    taken = {parameter for child in inner for parameter in cast(nn.Module, child).parameters()}
+    return any(parameter not in taken for parameter in module.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -29,9 +38,10 @@ def summary(model: nn.Module) -> str:
     """One line for the header of a run with FSDP2."""
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
+    groups = sum(map(_owns_parameters, groups_of(model)))
     placements = {", ".join(map(repr, p.placements)) for p in sharded}
     return (
-        f"{type(model).__name__}, {len(groups_of(model))} groups, {len(sharded)} of {len(parameters)} parameters are "
+        f"{type(model).__name__}, {groups} groups, {len(sharded)} of {len(parameters)} parameters are "
         f"DTensors placed ({' or '.join(sorted(placements))})"
     )
 
