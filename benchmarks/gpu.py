@@ -40,6 +40,7 @@ def run(name: str, ranks: int, given: argparse.Namespace) -> bool:
     page = given.out / f"{name if name != 'steps' else 'step'}-benchmark-gpu.md"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     command += [*(QUICK[name] if given.quick else arguments), f"--page={page}", f"--device={given.device}"]
+    command += [f"--dir={given.dir}"] if name == "checkpoint" else []
     command += [f"--seconds={given.seconds - START - LAST}"]
     print(f"--- {name}: {' '.join(command[3:])}", flush=True)
     began = time.monotonic()
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, help="ranks (default: one for each GPU)")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of each part at most (default: 480)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="where the pages go (default: docs)")
+    parser.add_argument("--dir", type=Path, default=ROOT, help="where saves are measured, a disk (default: here)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny models, to try it")
     given = parser.parse_args()

@@ -155,8 +155,8 @@ def page(rows: list[tuple[str, ...]], flags: str, world: World, device: torch.de
 # What a step takes of memory
 
 Written by `benchmarks/memory.py`: rank 0's memory in the third step of a training, in MB. The ledger counts tensors
-(`--memory-snapshot` does); the allocator's peak is `torch.cuda.max_memory_allocated`, less what was there before
-beside its tensors. Reserved is what the process has taken from the device.
+(`--memory-snapshot` does), offloaded ones too. The allocator's peak is `torch.cuda.max_memory_allocated`, less
+what was there before beside its tensors. Reserved is what the process has taken from the device.
 
 - Flags of all rows: `{flags}`; {world.world_size} ranks, device {device.type}
 - Date: {time.strftime("%Y-%m-%d")}

@@ -85,6 +85,6 @@ def train(folder: Path, device: torch.device, epochs: int = 12) -> list[float]:
 
 if __name__ == "__main__":
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    dist.init_process_group(device_id=device if device.type == "cuda" else None)
+    dist.init_process_group()  # gloo, and nccl where there are GPUs; init_device_mesh makes this rank's the current one
     train(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/minimal"), device)
     dist.destroy_process_group()

@@ -11,4 +11,5 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     # The project's own options need plugins of pytest, which a borrowed machine may lack.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
-    os.execve(sys.executable, [*command, *sys.argv[1:]], environment())
+    device = {"FSDP2_TEST_DEVICE": os.environ.get("FSDP2_TEST_DEVICE", "cuda")}
+    os.execve(sys.executable, [*command, *sys.argv[1:]], {**environment(), **device})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tests.gpu.harness import DEVICE, Events, Ranks, needs, small
 
 @pytest.fixture(autouse=True, scope="session")
 def _there_is_a_gpu() -> None:
+    if "FSDP2_TEST_DEVICE" not in os.environ:
+        pytest.skip("has a run of its own: make test-gpu")
     if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU (make test-gpu; on the CPU: FSDP2_TEST_DEVICE=cpu)")
 

@@ -14,6 +14,7 @@ from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.memory.ledger import Ledger
 from fsdp2.memory.timeline import file_name, load
+from fsdp2.parallel.inspect import local
 from fsdp2.train import main, train_step
 from tests.gpu.harness import DEVICE, ON_GPU, Events, Ranks, engine, losses, of_kind, rank, small
 
@@ -35,9 +36,10 @@ def _peaks(flags: list[str]) -> dict[str, int]:
 
         for _ in range(2):  # cuBLAS' workspaces and nccl's buffers, which stay
             step()
-        state = sum(tensor.nbytes for tensor in made.held()["parameters"] if tensor.device.type == DEVICE)
+        held = {kind: [t for t in tensors if t.device.type == DEVICE] for kind, tensors in made.held().items()}
+        state = sum(local(tensor).nbytes for tensor in held["parameters"])
         with Ledger() as ledger:
-            ledger.watch(made.model, made.held())
+            ledger.watch(made.model, held)
             ledger.mark("data", [tokens])
             before = ledger.live_bytes
             if ON_GPU:
@@ -84,7 +86,7 @@ def test_a_snapshot_has_both_records_and_changes_no_loss(train: Train, tmp_path:
     snapshot = tmp_path / "recorded" / "rank0_memory_snapshot.pickle"
     assert snapshot.is_file() == ON_GPU
     if ON_GPU:
-        assert 0 < line.peak()[1] <= 1.1 * line.facts["allocated_bytes"] <= 1.1 * line.facts["reserved_bytes"]
+        assert 0 < line.facts["allocated_bytes"] <= line.facts["reserved_bytes"]
         history = pickle.loads(snapshot.read_bytes())
         assert history["segments"]
         assert any(history["device_traces"])
@@ -109,7 +111,7 @@ def test_the_peak_in_the_metrics_is_the_allocators(train: Train) -> None:
 def _out_of_memory(flags: list[str]) -> str:
     """The note of a run that has a small part of the device's memory."""
     if ON_GPU:
-        torch.cuda.set_per_process_memory_fraction(0.01)
+        torch.cuda.set_per_process_memory_fraction(3e9 / torch.cuda.get_device_properties(0).total_memory)
     try:
         main(parse(flags), lambda kind, data: None)
     except torch.OutOfMemoryError as error:
@@ -122,6 +124,7 @@ def _out_of_memory(flags: list[str]) -> str:
 
 def test_out_of_memory_says_what_was_alive_and_what_to_do(gpus: Ranks, tmp_path: Path) -> None:
     limit = [] if ON_GPU else ["--memory-limit=40MB"]
+    # Of the state, 1 GB, there is room; of the activations of 1024 samples there isn't.
     large = ["--model-size=base", "--batch-size=1024"] if ON_GPU else ["--model-size=seed", "--batch-size=64"]
     try:
         note = gpus.run(_out_of_memory, [*small(tmp_path / "run"), *large, *limit])[0]
@@ -129,7 +132,7 @@ def test_out_of_memory_says_what_was_alive_and_what_to_do(gpus: Ranks, tmp_path:
         gpus.close()  # what such an error leaves in a process is nobody else's to meet
     assert "of tensors were alive on this rank" in note
     assert "parameters" in note
-    assert "--activation-checkpointing" in note
+    assert "--mixed-precision bf16" in note
     assert ("--cpu-offload" in note) == ON_GPU
 
 
