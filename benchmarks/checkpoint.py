@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint_page import Figures, Found, facts_of, file_system, page
+from checkpoint_page import Figures, Found, facts_of, page
 from checkpoint_sides import Job, Save, Side, sides
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from fsdp2.checkpoint.disk import file_system
 from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint_sides import has_torch_checkpointing
-from tables import lines_of, machine, spread
+from tables import machine, spread
 
+from fsdp2.checkpoint.disk import file_system
 from fsdp2.compare.report import markdown_table
 
 UNHASHED, UNSYNCED, BACKGROUND = "ours, nothing hashed", "ours, nothing synced", "ours, asynchronous"
@@ -147,13 +148,6 @@ def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, l
         "Threads": f"{torch.get_num_threads()} for each rank's torch",
         "Machine": machine(),
         "Load": f"{load:.1f} processes in the minute before; above 0.5 others took part in what was measured",
-        "Disk": f"{file_system(folder)}, a new folder for each save",
+        "Disk": f"{file_system(folder) or 'unknown file system'}, a new folder for each save",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}{peer}",
     }
-
-
-def file_system(folder: Path) -> str:
-    """The kind of file system that a folder lies on, `ext4` say."""
-    mounts = [line.split()[1:3] for line in lines_of("/proc/mounts")]
-    above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
-    return max(above)[1] if above else "unknown file system"

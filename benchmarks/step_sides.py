@@ -20,7 +20,6 @@ from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import reset_parameters
-from fsdp2.options.strategies import ZERO
 from fsdp2.report.metrics import MetricsFile, StepLog
 from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
@@ -107,7 +106,7 @@ def ours(*flags: str) -> Make:
 
     def make(job: Job) -> Side:
         config = job.config(*flags)
-        if config.strategy in ZERO:
+        if config.strategy.startswith("zero"):
             _needs("deepspeed")
         spec = models.get(config.model)
         engine = make_engine(config, spec, job.world, job.device, restoring=False)

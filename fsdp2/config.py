@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp2 import data, models
+from fsdp2.options import deepspeed_settings
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
@@ -29,11 +30,10 @@ from fsdp2.options.values import (
     text,
     whole,
 )
-from fsdp2.parallel.optimizer import FUSED
+from fsdp2.parallel.baselines import fsdp1
+from fsdp2.parallel.optimizer import FUSED, OPTIMIZERS
+from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
-
-OPTIMIZERS = ("adam", "adamw", "adadelta", "sgd")
-FSDP1_SHARDINGS = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
 
 
 def _reshard(value: Any) -> bool | int | None:
@@ -140,13 +140,13 @@ class Config:
         number(0, 2**20, open_minimum=True),
     )
     fsdp1_sharding: str = option(
-        "full-shard", "FSDP1's sharding strategy", one_of(*FSDP1_SHARDINGS), metavar="|".join(FSDP1_SHARDINGS)
+        "full-shard", "FSDP1's sharding strategy", one_of(*fsdp1.SHARDING), metavar="|".join(fsdp1.SHARDING)
     )
     min_wrap_params: int | None = option(
         None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1, 10**15)
     )
     fsdp1_backward_prefetch: str = option(
-        "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of("pre", "post", "never")
+        "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of(*fsdp1.PREFETCH)
     )
 
     overlap_comm: bool = option(False, "ZeRO: exchange gradients while backward goes on", switch)
@@ -161,7 +161,7 @@ class Config:
         or_off(one_of("bf16", "fp16")),
         bare="bf16",
     )
-    reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of("fp32", "bf16", "fp16"))
+    reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of(*DTYPES))
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
     nvme_offload: str | None = option(
         None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
@@ -215,8 +215,16 @@ class Config:
     resume_partial: bool = option(
         False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
     )
+    verify: str = option(
+        "hash",
+        "what of a checkpoint is compared when a run resumes: each file's hash, while it is read, or its size alone",
+        one_of("hash", "size"),
+        metavar="hash|size",
+    )
     init_from: str | None = option(None, "start from the weights of a full-model.pt", location)
-    save_model: bool = option(True, "write full_model/full-model.pt at the end", switch)
+    save_model: bool | None = option(
+        None, "write full_model/full-model.pt at the end; unset = if the model has at most 4 GB", optional_switch
+    )
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
     memory_snapshot: bool = option(
@@ -282,18 +290,11 @@ class Config:
             )
 
     def _check_precision(self) -> None:
-        if self.reduce_dtype == "fp32":
-            return
-        if self.mixed_precision != self.reduce_dtype:
+        if self.reduce_dtype not in ("fp32", self.mixed_precision):
             raise ConfigError(
                 f"--reduce-dtype {self.reduce_dtype} with --mixed-precision {self.mixed_precision or 'off'}: "
                 "gradients would be rounded to a dtype they are not computed in; "
                 f"add --mixed-precision {self.reduce_dtype} or drop it"
-            )
-        if self.strategy in ("ddp", "none"):
-            raise ConfigError(
-                f"--reduce-dtype {self.reduce_dtype} with --strategy {self.strategy}: its gradients are fp32, the "
-                "dtype of its parameters; use --strategy fsdp2 or drop --reduce-dtype"
             )
 
     def _check_resume(self) -> None:
@@ -324,6 +325,10 @@ class Config:
     def checkpoint_due(self, step: int) -> bool:
         """Whether `--checkpoint-every` asks for a checkpoint after this step."""
         return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+
+    def deepspeed_settings(self, device_type: str) -> dict[str, Any]:
+        """DeepSpeed's configuration. Raises ConfigError if `--deepspeed-config` can't be read or contradicts a flag."""
+        return deepspeed_settings.settings(self, device_type)
 
     @property
     def prefetches(self) -> tuple[int | None, int | None]:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models
-from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.full_dtensor import differences, read_full
-from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.save import read_weights, verify_together
+from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
@@ -32,9 +31,10 @@ from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser, files_at
-from fsdp2.options.strategies import ZERO
+from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location
-from fsdp2.parallel.precision import DTYPES, autocast
+from fsdp2.parallel.baselines.autocast import autocast
+from fsdp2.parallel.precision import DTYPES
 from fsdp2.parallelize import parallelize
 from fsdp2.report.console import short
 from fsdp2.run import runtime
@@ -45,7 +45,8 @@ from fsdp2.run.runtime import World
 from fsdp2.run.start import load_data
 
 SAMPLES = 10
-SHARDED = ("fsdp2", *ZERO)  # strategies whose checkpoints are read into a sharded model
+# Strategies whose checkpoints are read into a sharded model.
+SHARDED = [name for name, rules in STRATEGIES.items() if rules.reads_as_fsdp2]
 
 
 def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Tensor]:
@@ -67,7 +68,7 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     model.load_state_dict(full)
     require_finite(model, short(file))
     model.to(device).eval()
-    casts = config.mixed_precision is not None and config.strategy in ("fsdp1", "fsdp2", *ZERO)
+    casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
     model.to(dtype)
     context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
@@ -87,7 +88,7 @@ def vouched(config: Config, run: RunDir) -> str:
     """
     file, newest = short(run.full_model), max(run.store.committed(), default=None)
     try:
-        step = vouched_step(run.full_model)
+        step = vouched_step(LocalFiles(run.full_model.parent), run.full_model.name)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
     if newest is not None and (step is None or step < newest):
@@ -112,24 +113,25 @@ def load_sharded(
 
     def load_weights(model: nn.Module) -> None:
         try:
-            read_weights(model, checkpoint, verify_together(checkpoint)["files"])
+            read_weights(model, checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
             raise ConfigError(
                 f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
             ) from None
         require_finite(model, f"--sharded: {short(str(checkpoint))}")
 
-    if config.strategy in ZERO:  # its checkpoints are FSDP2's
+    if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
         config = Config(model=config.model, model_size=config.model_size, mixed_precision=config.mixed_precision)
     engine = parallelize(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=False),
         load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=False,
+        restoring=True,
     )
     engine.model.eval()
     return engine.forward
@@ -216,8 +218,8 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             ) from None
         if not run.full_model.is_file():
             raise ConfigError(
-                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished or had "
-                "--no-save-model; use --sharded, or finish it"
+                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
+                "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
             )
         weights = f"{short(run.full_model)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)

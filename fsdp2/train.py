@@ -6,6 +6,7 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import models
-from fsdp2.checkpoint import full_dcp, full_dtensor
-from fsdp2.checkpoint.save import save_full
+from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
@@ -29,6 +29,8 @@ from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import check_device
+from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.report import header
@@ -36,11 +38,11 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
+from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.finite import require_finite
-from fsdp2.run.preflight import check_device, preflight
-from fsdp2.run.rundir import RunDir, checkpoint_info
+from fsdp2.run.preflight import preflight
+from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
-from fsdp2.run.saving import Saving, resume
 from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 from fsdp2.run.start import load_data, state_of_run, training_batches, write_start
@@ -62,7 +64,7 @@ def main(
     """
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
-    check_device(config, device)
+    check_device(config, device.type)
     spec = models.get(config.model)
     with preflight(config, world) as job, runtime.process_group(world, device), process_settings(config) as garbage:
         job.agree()  # rank 0 has chosen the run directory and what to resume
@@ -81,11 +83,11 @@ def main(
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
         app = state_of_run(engine, scheduler, batches, progress, world, device, also_saved)
-        restored = resume(job, app)
+        restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
         first_step = progress.step
-        saving = Saving(config, job, run, app, progress, device, engine.weights)
+        checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights)
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -99,37 +101,36 @@ def main(
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
-        watch = observed(config, engine, spec, saving, run, world, device, progress)
+        watch = observed(config, engine, spec, checkpoints, run, world, device, progress)
         with reports, StopSignals() as stop, watch:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **place(), **restored}))
-            saving.open(reports, checkpoint_info(config, world.world_size, spec))
+            checkpoints.open(reports, checkpoint_info(config, world.world_size, spec))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            log = StepLog(reports.emit, device, saving.stop_if_nonfinite, speed)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
-                    lr = engine.optimizer.param_groups[0]["lr"]
-                    votes = [stop.reason is not None, saving.poll()]
+                    votes = [stop.reason is not None, checkpoints.poll()]
                     facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
-                    log.add({**place(), "step_in_epoch": batches.steps_done(), "lr": lr, **facts}, values)
-                    saving.stop_if_failed(log.failed)
+                    log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
+                    checkpoints.stop_if_failed(log.failed)
                     garbage.after_step(progress.step)
                     if log.stop or finished():
                         break
                     if config.checkpoint_due(progress.step) and not batches.at_end():
                         log.flush()
-                        saving.save(batches.epoch)
+                        checkpoints.save(batches.epoch)
                         log.restart_clock()
                 log.flush()
                 if log.stop:
-                    saving.save(batches.epoch, last=True)
+                    checkpoints.save(batches.epoch, last=True)
                     break
                 with engine.evaluating():
                     result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
@@ -139,20 +140,21 @@ def main(
                     scheduler.step()
                     batches.next_epoch()
                 if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
-                    saving.save(batches.epoch, last=finished())
+                    checkpoints.save(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
-            changed = accuracy is not None
-            reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
-            if finished() and config.save_model and job.wants_full_model(run, progress.step, changed=changed):
+            reason = stop.agreed() if log.stop else "finished" if accuracy is not None else "already finished"
+            left_out = too_large_unasked(spec, config.model_size) if finished() and config.save_model is None else None
+            wanted = finished() and config.save_model is not False and left_out is None
+            if wanted and job.wants_full_model(run, progress.step, changed=accuracy is not None):
                 engine.gather_state()
-                save_full(full_state_api(config), app.model, app.optimizer, run.full_model, progress.step)
+                api = full_state_api(dcp_api=config.dcp_api)
+                save_full(api, app.model, app.optimizer, run.full_model, progress.step)
                 engine.release_state()
-                if world.rank == 0:
-                    run.upload_full_model()
-            saving.finish()
+                while_rank_0(run.upload_full_model)
+            checkpoints.finish()
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            end = reports.end({**done, "run_dir": run.place}, log)
+            end = reports.end({**done, "run_dir": run.place, "full_model_left_out_bytes": left_out}, log)
             if world.rank == 0:
                 run.upload_metrics(reports.position())
     return end
@@ -187,7 +189,8 @@ def train_step(
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
     scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
     skipped = {"skipped": not updated} if may_skip or scale else {}
-    facts: dict[str, Any] = {"samples": batch.samples, **scale, **skipped}
+    lr = engine.optimizer.param_groups[0]["lr"]
+    facts: dict[str, Any] = {"lr": lr, "samples": batch.samples, **scale, **skipped}
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 
@@ -203,29 +206,28 @@ def make_engine(
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
     def load_weights(model: nn.Module) -> None:
-        if config.init_from is None or restoring:
-            return
         try:
-            full_state_api(config).load_full_model_state(model, Path(config.init_from))
+            api = full_state_api(dcp_api=config.dcp_api)
+            api.load_full_model_state(model, Path(str(config.init_from)))
         except ValueError as error:
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
         require_finite(model, f"--init-from {config.init_from}")
 
-    return parallelize(
+    # The only place that asks for the strategy: each engine is driven in the same way. Under FSDP2 nothing is drawn
+    # that a checkpoint will replace.
+    drawn = not restoring or config.resume_partial or config.strategy != "fsdp2"
+    is_fsdp2 = config.strategy == "fsdp2"
+    build_engine = functools.partial(parallelize, restoring=not drawn) if is_fsdp2 else BASELINES[config.strategy].build
+    return build_engine(
         config,
         build=lambda: spec.build(config.model_size),
         blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
-        load_weights=load_weights,
+        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
+        load_weights=None if config.init_from is None or restoring else load_weights,
         device=device,
         world_size=world.world_size,
         training=training,
     )
-
-
-def full_state_api(config: Config) -> Any:
-    """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
-    return full_dcp if config.dcp_api else full_dtensor
 
 
 @record  # lets torchrun show the traceback of the rank that failed first

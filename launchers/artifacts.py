@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp2.checkpoint.files import Files, NotAFile
+from fsdp2.checkpoint.files import Files, size_of
 from fsdp2.report.console import short
 from fsdp2.units import size
 
@@ -17,19 +17,11 @@ def artifacts(files: Files) -> list[str]:
 
 
 def _entry(files: Files, name: str) -> list[str]:
-    count = _bytes(files, name)
+    count = size_of(files, name)
     if count is not None:
         return [f"  {name}  {size(count)}"]
     inside = [f"{name}/{entry}" for entry in files.list(name)]
     if name in ("checkpoints", "full_model"):
         return [line for entry in inside for line in _entry(files, entry)]
-    sizes = [_bytes(files, entry) or 0 for entry in inside]
+    sizes = [size_of(files, entry) or 0 for entry in inside]
     return [f"  {name}/  {len(sizes)} files, {size(sum(sizes))}"]
-
-
-def _bytes(files: Files, name: str) -> int | None:
-    """Bytes of a file; None for a folder, and for what is no file."""
-    try:
-        return files.size(name)
-    except NotAFile:
-        return None

@@ -23,18 +23,21 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp2.checkpoint.saver import Saver
+from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import Store
 from fsdp2.parallel.engine import Engine
 
 TIMEOUT = 120.0
@@ -170,21 +173,39 @@ def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
 
 def make_engine(flags: str = "") -> Engine:
     """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
-    from fsdp2 import models
+    from fsdp2 import models, train
     from fsdp2.config import parse
-    from fsdp2.models.initial import reset_parameters
-    from fsdp2.parallelize import parallelize
+    from fsdp2.run import runtime
 
     config = parse(["--model-size=tiny", *flags.split()])
-    spec = models.get(config.model)
-    return parallelize(
-        config,
-        build=lambda: spec.build(config.model_size),
-        blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed),
-        device=torch.device("cpu"),
-        world_size=dist.get_world_size(),
-    )
+    return train.make_engine(config, models.get(config.model), runtime.world(), torch.device("cpu"), restoring=False)
+
+
+def peak_at_start(flags: str) -> tuple[int, int]:
+    """Bytes of the whole model, and the most that this rank holds whenever tensors of it have got their initial values.
+
+    Counted are all tensors of the process that came since. In `Ranks`.
+    """
+    from fsdp2.models import initial
+
+    def held() -> int:
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter)]
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors if not one.is_meta}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    before, seen, whole = held(), [], 0
+    real = initial.reset_parameters
+
+    def counting(model: nn.Module, *arguments: Any) -> None:
+        nonlocal whole
+        real(model, *arguments)
+        whole += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        seen.append(held() - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2.train.reset_parameters", counting)
+        make_engine(flags)
+    return whole, max(seen)
 
 
 def batch(last: bool = True) -> Any:
@@ -204,6 +225,33 @@ def one_step(engine: Engine) -> float:
     engine.clip(None)
     engine.step()
     return float(loss)
+
+
+class _Tree:
+    """A tree of tensors in place of an AppState."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def state_dict(self) -> Any:
+        return self.tree
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it is saved alone")
+
+    def release(self) -> None:
+        """Nothing was gathered."""
+
+
+def save(store: Store, state: Any, step: int, *, info: Mapping[str, Any] | None = None, keep: int = 1) -> None:
+    """One save of an AppState, or of a tree of tensors, that is over when this returns. Raises SaveFailed."""
+    app = state if isinstance(state, AppState) else cast(AppState, _Tree(state))
+    saver = Saver(store, app, torch.device("cpu"), keep=keep)
+    ended = saver.save(step, info or {})
+    saver.close()
+    assert ended is not None
+    if ended.error is not None:
+        raise ended.error
 
 
 def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from fsdp2.checkpoint import staging
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.save import SaveFailed, restore
-from fsdp2.checkpoint.saver import Saver
+from fsdp2.checkpoint.restore import restore
+from fsdp2.checkpoint.saver import SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse

@@ -11,11 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import Files, LocalFiles
-from fsdp2.checkpoint.save import save
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, verify
 from tests.faults import MemoryFiles
-from tests.harness import Ranks, loss_of, make_engine
+from tests.harness import Ranks, loss_of, make_engine, save
 
 DAMAGES = 2400
 

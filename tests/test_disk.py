@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,18 +19,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp2.checkpoint import files, full_dtensor
+from fsdp2.checkpoint import disk, files, full_dtensor
 from fsdp2.checkpoint.disk import DiskError, disk_errors
 from fsdp2.checkpoint.files import EagerFile, LocalFiles
-from fsdp2.checkpoint.save import SaveFailed, save, save_full
+from fsdp2.checkpoint.full_model import save_full
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.preflight import preflight
+from fsdp2.run.preflight import check_url, preflight
 from fsdp2.run.runtime import World, exit_status
 from fsdp2.train import main
-from tests.harness import Ranks, losses, make_engine, of_kind, small
+from tests.harness import Ranks, losses, make_engine, of_kind, save, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -113,7 +115,7 @@ def _saves_with_limits(folder: Path, limits: list[int]) -> list[str]:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
-            save(store, app, step, info={}, keep=1)
+            save(store, app, step)
         except SaveFailed as error:
             messages.append(str(error))
         finally:
@@ -295,3 +297,25 @@ def test_a_disk_that_fails_in_the_middle_of_a_file_is_heard_of(tmp_path: Path, m
     with pytest.raises(OSError, match="Input/output error"):
         file.close()
     assert file.closed
+
+
+def test_uploads_are_not_collected_in_memory_unless_tmpdir_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"/tmp": "tmpfs", "/var/tmp": "ext4"}
+    monkeypatch.setattr(disk, "file_system", lambda folder: kinds[str(folder)])
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert disk.temporary_folder() == "/var/tmp"
+    kinds["/tmp"] = "overlay"
+    assert disk.temporary_folder() == "/tmp"
+    kinds.update({"/tmp": "tmpfs", "/var/tmp": "tmpfs"})
+    with pytest.raises(OSError, match="set TMPDIR to a folder"):
+        disk.temporary_folder()
+    with pytest.raises(ConfigError, match=r"--run-dir memory://run: .* set TMPDIR to a folder"):
+        check_url("memory://run", World(0, 1, 0, 1))
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    assert disk.temporary_folder() == "/tmp"
+
+
+def test_the_kind_of_a_file_system_is_known(tmp_path: Path) -> None:
+    assert disk.file_system(Path("/proc")) == "proc"
+    assert disk.file_system(tmp_path) not in ("", "proc")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp2 import models
-from fsdp2.checkpoint import full_dcp, full_dtensor
-from fsdp2.checkpoint.save import save_full
+from fsdp2.checkpoint import full_dcp, full_dtensor, full_model
+from fsdp2.checkpoint.__main__ import main as checkpoint_command
+from fsdp2.checkpoint.full_model import save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.config import Config
 from fsdp2.parallelize import parallelize
-from tests.harness import Ranks, full_files, losses, make_engine, of_kind, same
+from tests.harness import Ranks, full_files, losses, main_in_ranks, make_engine, of_kind, same, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -223,3 +227,51 @@ def _communication_free() -> int:
 
 def test_the_sharded_application_state_issues_no_collective(ranks: Ranks) -> None:
     assert ranks.run(_communication_free) == [0, 0]
+
+
+def _large(folder: Path) -> list[Any]:
+    """Runs of a model that is larger than what is written unasked; what is said of it at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_model, "LARGEST_UNASKED", 1_000)
+        ends = [
+            of_kind(main_in_ranks(small(folder / name, "--max-steps=1", *flags)), "end")[0]
+            for name, flags in (("unasked", []), ("asked", ["--save-model"]), ("refused", ["--no-save-model"]))
+        ]
+    return [end["full_model_left_out_bytes"] for end in ends]
+
+
+def test_of_a_large_model_the_full_one_is_written_only_if_asked_for(ranks: Ranks, tmp_path: Path) -> None:
+    weights = sum(tensor.nbytes for tensor in models.get("vit").build("tiny").state_dict().values())
+    assert ranks.run(_large, tmp_path) == [[weights, None, None]] * 2
+    written = [(tmp_path / name / "full_model" / "full-model.pt").is_file() for name in ("unasked", "asked", "refused")]
+    assert written == [False, True, False]
+    # The command that the run's last line gives instead.
+    out = tmp_path / "model.pt"
+    assert checkpoint_command(["export", str(tmp_path / "unasked"), str(out), "--format", "pt"]) == 0
+    assert same(torch.load(out, weights_only=True), full_files(tmp_path / "asked")[0])
+
+
+def _patient(seconds: float) -> tuple[str, str]:
+    """Rank 0 works for longer than its group may wait, with signs of life and without."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+
+    def work() -> str:
+        time.sleep(seconds)
+        return "it"
+
+    answers = []
+    for pause in (0.1, 60.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(full_model, "SECONDS_BETWEEN_SIGNS", pause)
+            patch.setattr(dist, "broadcast_object_list", partial(dist.broadcast_object_list, group=group))
+            try:
+                answers.append(f"got {full_model.while_rank_0(work)}")
+            except RuntimeError as error:
+                answers.append(type(error).__name__)
+    return answers[0], answers[1]
+
+
+def test_rank_0_may_take_longer_than_a_collective_may_wait(ranks: Ranks) -> None:
+    first, second = ranks.run(_patient, 2.5)
+    assert (first[0], second[0]) == ("got it", "got None")
+    assert second[1] != "got None"  # so the test above was one

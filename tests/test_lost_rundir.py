@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import LocalFiles, NotTheWriter
-from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError

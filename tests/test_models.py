@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import models
 from fsdp2.config import Config
 from fsdp2.models.initial import fill_for, normal, ones, reset_parameters, zeros
-from fsdp2.parallelize import check_initialised, parallelize, poison
+from fsdp2.parallel.meta import check_initialised, poison
+from fsdp2.parallelize import parallelize
 from tests.harness import Ranks, make_engine
 
 CPU = torch.device("cpu")
@@ -130,6 +131,20 @@ def test_buffers_are_initialised_too() -> None:
     model = _initialise(dict(TABLE))
     check_initialised(model)
     assert torch.equal(model.get_buffer("positions"), torch.ones(3))
+
+
+def test_what_no_checkpoint_holds_is_set_on_resume_too() -> None:
+    with torch.device("meta"):
+        model = WithBuffers()
+    model.to_empty(device="cpu")
+    poison(model)
+    with pytest.raises(RuntimeError, match="1 of 1 tensors were not initialised: positions"):
+        check_initialised(model, saved=False)
+    reset_parameters(model, TABLE, seed=1, saved=False)
+    check_initialised(model, saved=False)
+    assert torch.equal(model.get_buffer("positions"), torch.ones(3))
+    assert model.inner.weight.isnan().all()  # a checkpoint brings it
+    assert model.get_buffer("kept").isnan().all()
 
 
 @pytest.mark.parametrize("missing", ["*.bias", "kept", "positions"])

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.save import save
 from fsdp2.checkpoint.store import DamagedCheckpoint, Store, verify
 from tests.faults import MemoryFiles, Op, PowerCut, recording
-from tests.harness import Ranks, python_environment
+from tests.harness import Ranks, python_environment, save
 
 STEPS, KEEP = (1, 2, 3), 2
 
@@ -43,7 +42,7 @@ def _save_and_record(base: str) -> list[tuple[float, Op]]:
     store.log = log
     for step in STEPS:
         state = {"weight": torch.full((3, 4), float(step)), "rank": {str(dist.get_rank()): torch.ones(5) * step}}
-        save(store, state, step, info={}, keep=KEEP)
+        save(store, state, step, keep=KEEP)
     return log
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.save import restore, save
+from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config, parse
@@ -20,7 +20,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main
-from tests.harness import SMALL, Ranks, full_files, losses, make_engine, of_kind, one_step, same, small
+from tests.harness import SMALL, Ranks, full_files, losses, make_engine, of_kind, one_step, same, save, small
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -79,7 +79,7 @@ def _frozen_and_unused(frozen_again: bool, folder: Path) -> tuple[Any, Any]:
     engine.model.get_parameter("first.weight").requires_grad_(False)  # in the middle, as in staged fine-tuning
     engine.model.get_parameter("first.bias").requires_grad_(False)
     _step(engine)
-    save(store, _app(engine), 1, info={}, keep=1)
+    save(store, _app(engine), 1)
     again = _partly()
     if frozen_again:
         again.model.get_parameter("first.weight").requires_grad_(False)
@@ -216,7 +216,7 @@ def _load_right_after_saving(flags: str, folder: Path) -> dict[str, bool]:
 
     one_step(engine)
     engine.scaler.update(4096.0 if engine.scaler.is_enabled() else None)  # as after overflows
-    save(store, app, 1, info={}, keep=1)
+    save(store, app, 1)
     scale = engine.scaler.state_dict()
     expected = [one_step(engine) for _ in range(2)]
     restore(store.checkpoint(1), app)

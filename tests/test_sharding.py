@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.parallel import fsdp2 as fsdp2_engine
-from fsdp2.parallel import precision
+from fsdp2.parallel import fully_sharded, precision
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.inspect import check_dtypes, check_sharded
 from tests.harness import Ranks, loss_of
@@ -81,24 +80,24 @@ def test_reduce_dtype_is_always_set() -> None:
 
 
 def test_offload_pins_only_for_a_gpu() -> None:
-    assert fsdp2_engine.offload_policy(True, "cpu") == CPUOffloadPolicy(pin_memory=False)
-    assert fsdp2_engine.offload_policy(True, "cuda") == CPUOffloadPolicy(pin_memory=True)
-    assert not isinstance(fsdp2_engine.offload_policy(False, "cuda"), CPUOffloadPolicy)
+    assert fully_sharded.offload_policy(True, "cpu") == CPUOffloadPolicy(pin_memory=False)
+    assert fully_sharded.offload_policy(True, "cuda") == CPUOffloadPolicy(pin_memory=True)
+    assert not isinstance(fully_sharded.offload_policy(False, "cuda"), CPUOffloadPolicy)
 
 
 def _offloaded() -> list[str]:
     taken: list[str] = []
-    real = fsdp2_engine.fully_shard
+    real = fully_sharded.fully_shard
 
     def spy(module: Any, **settings: Any) -> Any:
         taken.append(repr(settings["offload_policy"]))
         return real(module, **settings)
 
-    fsdp2_engine.fully_shard = spy
+    fully_sharded.fully_shard = spy
     try:
         make("--cpu-offload")
     finally:
-        fsdp2_engine.fully_shard = real
+        fully_sharded.fully_shard = real
     return taken
 
 

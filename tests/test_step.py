@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
-from fsdp2.parallel.fsdp2 import FSDP2Engine
+from fsdp2.parallel.fully_sharded import FSDP2Engine
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from tests.harness import Ranks, loss_of

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.fsdp1 import PREFETCH, SHARDING
+from fsdp2.options.strategies import PARTICULAR, STRATEGIES
+from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
 from fsdp2.train import main
-from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step
+from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step, peak_at_start
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -99,6 +100,36 @@ def test_fsdp1_wraps_as_it_is_told(ranks: Ranks) -> None:
     # The seed's two sizes: nothing in so small a model has 20000 parameters, and much has 100.
     assert names("--min-wrap-params=20000") == [""]
     assert len(names("--min-wrap-params=100")) > len(blocks)
+
+
+def test_each_option_of_a_strategy_is_one_that_the_others_refuse() -> None:
+    honoured = {option for rules in STRATEGIES.values() for option in rules.honours}
+    assert honoured == set(PARTICULAR)
+    assert {option for rules in STRATEGIES.values() for option in rules.instead} <= set(PARTICULAR)
+
+
+def test_fsdp1_never_holds_more_than_its_shards_and_one_whole_unit(ranks: Ranks) -> None:
+    whole, peak = ranks.run(peak_at_start, "--strategy=ddp")[0]
+    assert peak >= whole
+    unit = max(ranks.run(_bytes_of_units)[0])
+    for whole, peak in ranks.run(peak_at_start, "--strategy=fsdp1"):
+        assert peak <= whole / 2 + unit
+
+
+def _bytes_of_units() -> list[int]:
+    """Bytes of each unit's parameters when they are whole, and of the root's buffers."""
+    engine = make_engine("--strategy=fsdp1 --fsdp1-sharding=no-shard")
+    units = [unit for unit in engine.model.modules() if isinstance(unit, FullyShardedDataParallel)]
+    held = [sum(p.nbytes for p in unit.parameters()) for unit in units]
+    return [held[0] - sum(held[1:]), *held[1:]]
+
+
+@pytest.mark.parametrize("sharding", ["full-shard", "no-shard"])
+def test_fsdp1_starts_from_a_file_as_fsdp2_does(train: Train, tmp_path: Path, sharding: str) -> None:
+    train(run="first", steps=2)
+    file = f"--init-from={tmp_path / 'first' / 'full_model' / 'full-model.pt'}"
+    expected = losses(train(file, run="fsdp2", steps=3))
+    assert losses(train(file, "--strategy=fsdp1", f"--fsdp1-sharding={sharding}", run="fsdp1", steps=3)) == expected
 
 
 @pytest.mark.parametrize("sharding", ["full-shard", "shard-grad-op", "no-shard"])

@@ -15,11 +15,13 @@ from fsdp2 import infer
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
-from fsdp2.options.deepspeed_settings import check_installed, settings
+from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.options.strategies import check_device
+from fsdp2.parallel.baselines import zero_settings
+from fsdp2.parallel.baselines.zero_settings import choose_accelerator, deepspeed_config
 from fsdp2.run.lock import SwapFiles
-from tests.harness import Ranks, full_files, losses, of_kind, same
+from tests.harness import Ranks, full_files, losses, of_kind, peak_at_start, same
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: the extra deepspeed"
@@ -163,7 +165,25 @@ def _sharded(run: Path) -> dict[str, Any]:
 
 def test_fp16_on_the_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="DeepSpeed has no fp16 there; use bf16"):
-        check_installed(Config(strategy="zero1", mixed_precision="fp16"), "cpu")
+        check_device(Config(strategy="zero1", mixed_precision="fp16"), "cpu")
+
+
+@needs_deepspeed
+def test_stage_3_never_holds_the_whole_model(ranks: Ranks) -> None:
+    for stage, most in (("zero1", 1.1), ("zero3", 0.7)):
+        ranks.close()  # DeepSpeed keeps groups of ranks in global variables
+        for whole, peak in ranks.run(peak_at_start, f"--strategy={stage}", timeout=280):
+            assert 0.5 * whole < peak < most * whole
+            assert stage == "zero3" or peak >= whole
+    ranks.close()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_starts_from_a_file_as_fsdp2_does(train: Train, zero: Train, tmp_path: Path, stage: str) -> None:
+    train("--model=cnn", run="first", steps=2)
+    flags = ["--model=cnn", f"--init-from={tmp_path / 'first' / 'full_model' / 'full-model.pt'}"]
+    assert losses(zero(f"--strategy={stage}", *flags, run="zero", steps=3)) == losses(train(*flags, run="a", steps=3))
 
 
 @needs_deepspeed
@@ -212,12 +232,12 @@ def test_state_in_files_is_refused_without_libaio(tmp_path: Path) -> None:
     if _has_file_io():
         pytest.skip("libaio is here")
     with pytest.raises(ConfigError, match=r"--nvme-offload .*: DeepSpeed builds its file I/O with libaio, .* install"):
-        check_installed(Config(strategy="zero3", nvme_offload=str(tmp_path), mixed_precision="bf16"), "cpu")
+        check_device(Config(strategy="zero3", nvme_offload=str(tmp_path), mixed_precision="bf16"), "cpu")
 
 
 def test_fp32_in_files_is_refused_on_the_cpu() -> None:
     with pytest.raises(ConfigError, match=r"--nvme-offload /x on the CPU: .* files of bf16 .* add --mixed-precision"):
-        check_installed(Config(strategy="zero3", nvme_offload="/x"), "cpu")
+        check_device(Config(strategy="zero3", nvme_offload="/x"), "cpu")
 
 
 def test_files_of_a_rank_are_one_runs_and_go_with_it(tmp_path: Path) -> None:
@@ -327,12 +347,11 @@ def test_what_zero_can_not_do_is_refused(values: dict[str, Any], part: str) -> N
 def test_what_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, part: str
 ) -> None:
-    from fsdp2.options import deepspeed_settings
     from fsdp2.train import main
 
     found = importlib.util.find_spec("json")
-    monkeypatch.setattr(deepspeed_settings.importlib.util, "find_spec", lambda name: None if name == module else found)
-    monkeypatch.setattr(deepspeed_settings.shutil, "which", lambda name: None if name == module else f"/bin/{name}")
+    monkeypatch.setattr(zero_settings.importlib.util, "find_spec", lambda name: None if name == module else found)
+    monkeypatch.setattr(zero_settings.shutil, "which", lambda name: None if name == module else f"/bin/{name}")
     with pytest.raises(ConfigError, match=part):
         main(Config(strategy="zero1", device="cpu", run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

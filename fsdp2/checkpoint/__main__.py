@@ -16,7 +16,7 @@ from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.convert.opening import KINDS
 from fsdp2.checkpoint.convert.show import list_checkpoints, show, verify_checkpoints
-from fsdp2.checkpoint.refusal import Refused, is_name, printable, refusal
+from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, printable, refusal
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.units import byte_count
 
@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        for word in words:
-            if not is_name(word) or (word.startswith("--") and word.endswith("=")):
-                self.error(f"{word or repr(word)}: is empty, or no UTF-8 text; give a value, or drop it")
+        wrong = empty_word(words) or next((word for word in words if not is_name(word)), None)
+        if wrong is not None:
+            self.error(f"{wrong}: is empty, or no UTF-8 text; give a value, or drop it")
         return super().parse_args(words, namespace)
 
 

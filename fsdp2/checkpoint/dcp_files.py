@@ -4,11 +4,12 @@ file operation goes through the object that fault tests replace."""
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemBase
@@ -65,6 +66,41 @@ class HashingStream(io.RawIOBase):
     def fingerprint(self) -> dict[str, Any]:
         """Size in bytes and BLAKE3 hash of all that was written."""
         return {"size": self._size, HASH: self._digest.hexdigest()}
+
+
+class HashedRead(io.RawIOBase):
+    """Reads from a file and hashes it on the way, in the order of the file and each byte once.
+
+    What is skipped is read for the hash alone, so whoever reads parts by their offsets reads the file once.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._hashed = cast(io.BufferedIOBase, file), new_hash(), 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._file.tell()
+        if at > self._hashed:
+            self._hash(at)
+        count = self._file.readinto(buffer)
+        new = max(0, at + count - self._hashed)
+        self._digest.update(memoryview(buffer)[count - new : count])
+        self._hashed += new
+        return count
+
+    def _hash(self, end: float = math.inf) -> None:
+        """Read on from what is hashed; the file's position is then there."""
+        self._file.seek(self._hashed)
+        while piece := self._file.read(int(min(_PIECE_BYTES, end - self._hashed))):
+            self._digest.update(piece)
+            self._hashed += len(piece)
+
+    def hexdigest(self) -> str:
+        """The BLAKE3 hash of the whole file."""
+        self._hash()
+        return self._digest.hexdigest()
 
 
 class DcpFiles(FileSystemBase):
@@ -126,10 +162,10 @@ class ShardWriter(dcp.FileSystemWriter):
     """Writes shards into a directory that `begin` makes, and ends with `commit` of all files' fingerprints.
 
     Both are called on rank 0 alone, inside DCP's own protocol: `begin` when all ranks have a plan and none has
-    written, `commit` when all have said that their files are durable. Before both, `still_ours` raises NotTheWriter if
-    another run may have the place; so it does on any rank where a file operation has failed. A failure in any of
-    them, or on any rank, is a failure of the save on every rank. DCP sends it there without what it was caused by, so
-    a disk's error is put into words before.
+    written, `commit` when all have said that their files are durable, and after `before_commit`. Before both,
+    `still_ours` raises NotTheWriter if another run may have the place; so it does on any rank where a file operation
+    has failed. A failure in any of them, or on any rank, is a failure of the save on every rank. DCP sends it there
+    without what it was caused by, so a disk's error is put into words before.
     """
 
     def __init__(
@@ -138,12 +174,14 @@ class ShardWriter(dcp.FileSystemWriter):
         begin: Callable[[], None],
         commit: Callable[[Mapping[str, Mapping[str, Any]]], None],
         still_ours: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         # Syncing is `DcpFiles`' work, so that it is seen by whatever stands in for the files.
         super().__init__("", sync_files=False)
         self.fs: Any = DcpFiles(files)
         self.path = ""
-        self._begin, self._commit, self._still_ours = begin, commit, still_ours
+        self._begin, self._commit = begin, commit
+        self._still_ours, self._before_commit = still_ours, before_commit
 
     @contextmanager
     def _failing_clearly(self, needed: int | None = None) -> Generator[None, None, None]:
@@ -177,6 +215,7 @@ class ShardWriter(dcp.FileSystemWriter):
             files = dict(self.fs.written)
             for rank in results:
                 files.update(cast(Written, rank).files)
+            self._before_commit()
             self._commit(files)
 
 

@@ -48,7 +48,7 @@ def explained(error: BaseException, place: str | Path | Files, needed: int | Non
     assert found.errno is not None
     if not isinstance(place, (str, Path)):
         # Files of an object store are collected in a temporary folder.
-        place = place.root if isinstance(place, LocalFiles) else tempfile.gettempdir()
+        place = place.root if isinstance(place, LocalFiles) else temporary_folder()
     return DiskError(found.errno, f"{os.strerror(found.errno)}: {_facts(found.errno, Path(place), needed)}")
 
 
@@ -70,6 +70,30 @@ def _facts(code: int, path: Path, needed: int | None) -> str:
     elif code == errno.EFBIG:
         facts.append("a file may not be larger (`ulimit -f`, or the file system's own limit)")
     return ", ".join(facts)
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a folder lies on, `ext4` say; "" where the system doesn't tell, as macOS."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(above)[1] if above else ""
+
+
+def temporary_folder() -> str:
+    """Where a file as large as a shard may lie until it is uploaded: $TMPDIR, as it is, or else a folder on a disk.
+
+    On many machines /tmp is memory, and a rank's shards would be in it a second time. Then it is /var/tmp. Raises
+    OSError if that is memory too, or can't be written to: who means it sets TMPDIR.
+    """
+    if os.environ.get("TMPDIR"):
+        return tempfile.gettempdir()
+    for folder in (tempfile.gettempdir(), "/var/tmp"):
+        if file_system(Path(folder)) not in ("tmpfs", "ramfs") and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise OSError(f"{tempfile.gettempdir()} and /var/tmp lie in memory or can't be written to; set TMPDIR to a folder")
 
 
 def bytes_of(tree: Any) -> int:

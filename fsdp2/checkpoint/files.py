@@ -88,6 +88,14 @@ def is_there(files: Files, name: str) -> bool:
         return True
 
 
+def size_of(files: Files, name: str) -> int | None:
+    """Bytes of a file; None for a folder, for what is no file, and for nothing."""
+    try:
+        return files.size(name)
+    except NotAFile:
+        return None
+
+
 sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from fsdp2.checkpoint.full_dtensor import read_same
+from fsdp2.checkpoint.full_file import read_same
 from fsdp2.checkpoint.spool import spool
 
 # Gathered tensors are moved to the CPU one by one and kept on rank 0 alone.

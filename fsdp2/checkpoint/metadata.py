@@ -4,7 +4,7 @@ here, each field checked: its text, numbers and names are a stranger's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -163,3 +163,33 @@ def _paths(paths: Any) -> dict[str, TreePath]:
 
 def _are_parts(path: Iterable[Any]) -> bool:
     return all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in path)
+
+
+def misses(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """How chunks, (offsets, sizes) each, fail to cover a tensor exactly; None if they do. Equal ones count once."""
+    boxes = {(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks}
+    for offsets, sizes in boxes:
+        fits = len(offsets) == len(sizes) == len(size) and all(
+            0 <= start <= start + length <= whole for start, length, whole in zip(offsets, sizes, size, strict=True)
+        )
+        if not fits:
+            return f"a chunk of {sizes} at {offsets} lies outside of {tuple(size)}"
+    filled = sorted(box for box in boxes if math.prod(box[1]))
+    covered, total = sum(math.prod(sizes) for _, sizes in filled), math.prod(size)
+    if covered != total:
+        return f"its chunks have {covered} of {total} elements"
+    return "its chunks overlap" if len(filled) > 1 and _overlap(filled) else None
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes share an element. Along the axis that is cut most, only neighbours are compared."""
+    dims = range(len(boxes[0][0]))
+    axis = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][axis]):
+        reaching = [box for box in reaching if box[0][axis] + box[1][axis] > offsets[axis]]
+        for others, lengths in reaching:
+            if all(others[d] < offsets[d] + sizes[d] and offsets[d] < others[d] + lengths[d] for d in dims):
+                return True
+        reaching.append((offsets, sizes))
+    return False

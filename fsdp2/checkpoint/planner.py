@@ -11,25 +11,29 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.metadata import misses
 from fsdp2.checkpoint.refusal import Refused
 
 
 def misfit(saved: Any, target: Any) -> str | None:
-    """How a tensor's dtype or shape differs from its target's; None if it fits."""
+    """How a tensor's dtype or shape differs from its target's, or which part of it is missing; None if it fits."""
     if isinstance(saved, TensorStorageMetadata) != isinstance(target, Tensor):
         here, there = ("a tensor", "a plain value") if isinstance(target, Tensor) else ("a plain value", "a tensor")
         return f"{there} in the checkpoint, {here} here"
     if not isinstance(saved, TensorStorageMetadata):
         return None
     theirs, ours = (saved.properties.dtype, tuple(saved.size)), (target.dtype, tuple(target.shape))
-    return None if theirs == ours else f"{theirs[0]} {theirs[1]} in the checkpoint, {ours[0]} {ours[1]} here"
+    if theirs != ours:
+        return f"{theirs[0]} {theirs[1]} in the checkpoint, {ours[0]} {ours[1]} here"
+    # Torch reads the chunks that there are, and leaves the rest of a target as it is.
+    return misses(saved.size, [(chunk.offsets, chunk.sizes) for chunk in saved.chunks])
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
     """Reads a checkpoint only if its tensors and the targets are the same ones, in both directions.
 
-    Torch's planner ignores what is in the checkpoint and not among the targets. It also unpickles plain
-    values freely; here they are read by `archive.py`, and each must be of its target's type.
+    Torch's planner ignores what is in the checkpoint and not among the targets, and holes in a tensor. It also
+    unpickles plain values freely; here they are read by `archive.py`, and each must be of its target's type.
 
     Names in the checkpoint that begin with one of `ignore` need no target. Targets whose names match `keep` stay as
     they are where the checkpoint lacks them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Refused(ValueError):
     """What can't be read, written or compared. The message is one line that says why, and what to do."""
@@ -26,6 +28,15 @@ def refusal(text: str) -> str:
     """One printable line of bounded length: what is wrong stands at its start, and the fix at its end."""
     line, half = printable(text), LONGEST_REFUSAL // 2
     return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} … {line[-half:]}"
+
+
+def empty_word(words: Sequence[str]) -> str | None:
+    """The flag that a command line gives an empty value, as it stands there; None if there is none."""
+    for before, word in zip(["", *words], words, strict=False):
+        flag, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if not value and (equals or not word):
+            return f'{flag} ""'.lstrip()
+    return None
 
 
 def is_name(text: str) -> bool:

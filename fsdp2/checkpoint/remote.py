@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
-from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import NotTheWriter, Unreachable, inside
 from fsdp2.checkpoint.store import MARKER
 
@@ -131,7 +131,7 @@ class RemoteFiles:
 
     def create(self, name: str) -> BinaryIO:
         """Replaces a file of that name: there is no way to create one that every store knows."""
-        spool = tempfile.NamedTemporaryFile(prefix="fsdp2-upload-")  # noqa: SIM115 - closed by _Upload
+        spool = tempfile.NamedTemporaryFile(prefix="fsdp2-upload-", dir=temporary_folder())  # noqa: SIM115 - closed by _Upload
         return cast(BinaryIO, _Upload(self, inside(name), spool))
 
     def open(self, name: str) -> BinaryIO:
@@ -303,7 +303,7 @@ class _Upload(io.RawIOBase):
                 raise self._local(error) from error
 
     def _local(self, error: OSError) -> OSError:
-        found = explained(error, tempfile.gettempdir()) or error
+        found = explained(error, temporary_folder()) or error
         text = f"{found.strerror}; {self._name} is collected there, set TMPDIR to a folder with room"
         return type(found)(found.errno, text)
 

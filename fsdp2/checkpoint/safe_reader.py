@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import IO, Any, cast
 
 import torch
@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp2.checkpoint.archive import parse_archive
-from fsdp2.checkpoint.dcp_files import DcpFiles
+from fsdp2.checkpoint.dcp_files import DcpFiles, HashedRead
 from fsdp2.checkpoint.files import Files, NotAFile
 from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint
+from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, new_hash
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -28,10 +28,17 @@ class SafeReader(dcp.FileSystemReader):
     Every method raises DamagedCheckpoint, naming the file and entry, for what isn't as it should be.
     """
 
-    def __init__(self, files: Files, listed: Container[str] | None = None) -> None:
-        """`listed` are the names of the files that a marker vouches for: no other is read."""
+    def __init__(
+        self, files: Files, listed: Container[str] | None = None, hashes: Mapping[str, str] | None = None
+    ) -> None:
+        """A reader of a checkpoint's files.
+
+        Args:
+            listed: names of the files that a marker vouches for: no other is read.
+            hashes: name -> BLAKE3 hash of files that are compared with it while they are read, and read as a whole.
+        """
         super().__init__("")
-        self.files, self.listed = files, listed
+        self.files, self.listed, self.hashes = files, listed, hashes or {}
         self.fs: Any = DcpFiles(files)
         self.path = ""
         self._metadata: Metadata | None = None
@@ -40,7 +47,9 @@ class SafeReader(dcp.FileSystemReader):
         """Raises FileNotFoundError if there is none."""
         if self._metadata is None:
             try:
-                self._metadata = load_metadata(self.files.read(METADATA))
+                content = self.files.read(METADATA)
+                self._compare(METADATA, lambda: new_hash(content).hexdigest())
+                self._metadata = load_metadata(content)
             except (Refused, ValueError) as error:
                 raise DamagedCheckpoint(f"{self.files}: {METADATA} can't be used: it {error}") from None
             except NotAFile as error:
@@ -57,16 +66,38 @@ class SafeReader(dcp.FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._place(item).relative_path, []).append(item)
-        for name, items in by_file.items():
+        unread = sorted(self.hashes.keys() - by_file.keys() - {METADATA})
+        for name, items in [*by_file.items(), *((name, []) for name in unread)]:
             try:
                 with self.fs.create_stream(name, "rb") as stream:
-                    for item in items:
-                        self._read_item(item, planner, stream)
+                    self._read_file(name, items, planner, stream)
             except (FileNotFoundError, NotAFile) as error:
-                raise DamagedCheckpoint(f"{self.files}: {items[0].dest_index.fqn} can't be read ({error})") from None
+                what = items[0].dest_index.fqn if items else name
+                raise DamagedCheckpoint(f"{self.files}: {what} can't be read ({error})") from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_file(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner, stream: IO[bytes]) -> None:
+        size = stream.seek(0, os.SEEK_END)  # once: it drops what was read ahead
+        if name not in self.hashes:
+            for item in items:
+                self._read_item(item, planner, stream, size)
+            return
+        hashed = HashedRead(stream)
+        failure: Exception | None = None
+        try:
+            for item in sorted(items, key=lambda item: int(self._place(item).offset)):
+                self._read_item(item, planner, cast(IO[bytes], hashed), size)
+        except Exception as error:  # if the file is damaged, that says more
+            failure = error
+        self._compare(name, hashed.hexdigest)
+        if failure is not None:
+            raise failure
+
+    def _compare(self, name: str, digest: Callable[[], str]) -> None:
+        if name in self.hashes and digest() != self.hashes[name]:
+            raise DamagedCheckpoint(f"{self.files}: {name} has another content than was committed")
 
     def _place(self, item: ReadItem) -> Any:
         try:
@@ -75,10 +106,10 @@ class SafeReader(dcp.FileSystemReader):
             name = item.storage_index.fqn
             raise DamagedCheckpoint(f"{self.files}: {name} is not in {METADATA}'s list of what is where") from None
 
-    def _read_item(self, item: ReadItem, planner: LoadPlanner, stream: IO[bytes]) -> None:
+    def _read_item(self, item: ReadItem, planner: LoadPlanner, stream: IO[bytes], size: int) -> None:
         name, place = item.storage_index.fqn, self._place(item)
         try:
-            content = _slice(stream, place.offset, place.length)
+            content = _slice(stream, size, place.offset, place.length)
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(content))
                 return
@@ -108,9 +139,8 @@ class SafeReader(dcp.FileSystemReader):
         return None
 
 
-def _slice(stream: IO[bytes], offset: int, length: int) -> memoryview:
-    """Bytes of a file, in memory of their own. Raises Refused if the file is shorter."""
-    size = stream.seek(0, os.SEEK_END)
+def _slice(stream: IO[bytes], size: int, offset: int, length: int) -> memoryview:
+    """Bytes of a file of that size, in memory of their own. Raises Refused if the file is shorter."""
     if offset + length > size:
         raise Refused(f"is said to end at {offset + length}, and the file has {size} bytes")
     content = torch.empty(length, dtype=torch.uint8).numpy().data

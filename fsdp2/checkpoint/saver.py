@@ -1,31 +1,43 @@
-"""The saves of one run: at once, or in the background with one in flight."""
+"""Saving as a collective operation: at once, or in the background with one save in flight."""
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from fsdp2.checkpoint.save import SaveFailed, save
+from fsdp2.checkpoint.dcp_files import ShardWriter
+from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.staging import Staging
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
 
 
+class SaveFailed(RuntimeError):
+    """A save that did not become a checkpoint; those committed before it are as they were."""
+
+    for_good = False  # whether no later save of this run can succeed either
+
+
 @dataclass
-class Saved:
-    """A save that has ended."""
+class Outcome:
+    """How a save has ended."""
 
     step: int
     seconds: float  # from the call to the commit
     stall_seconds: float  # of them, how long the call kept training waiting
     error: SaveFailed | None = None
-    warning: str | None = None  # on rank 0: why old checkpoints could not be removed
 
 
 class Saver:
@@ -33,6 +45,9 @@ class Saver:
 
     In the background, a save has a gloo group of its own: on the training group its collectives would mix with
     those of training, and the two would wait for each other. One save is in flight at a time.
+
+    Once a checkpoint is committed, a thread of rank 0 removes old ones, while training goes on. It is done before the
+    next save begins to write, and when `close` returns.
     """
 
     def __init__(
@@ -46,14 +61,21 @@ class Saver:
         background: bool = False,
     ) -> None:
         self.store, self.app, self.keep, self.keep_every = store, app, keep, keep_every
-        self._in_flight: Future[Saved] | None = None
+        self._in_flight: Future[Outcome] | None = None
+        self._removal: Future[None] | None = None
+        self._not_removed: deque[str] = deque()
+        self._planner = _new_planner()
         self._staging: Staging | None = None
+        self._group: dist.ProcessGroup | None = None
+        # One thread, so that what it is given happens in that order. CUDA's current device is each thread's own: in
+        # a new one it is GPU 0, where streams and pinned copies of all ranks would meet.
+        use_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save", initializer=use_gpu)
         if background:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)  # and not the constant for ranks that aren't in it
             self._group = group
             self._staging = Staging(app.optimizer, device)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(
         self,
@@ -61,23 +83,35 @@ class Saver:
         info: Mapping[str, Any],
         still_ours: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
-    ) -> Saved | None:
-        """Save the state as it is now; the functions are those of `save`. A collective call.
+    ) -> Outcome | None:
+        """Save the state as it is now on all ranks, commit it, and only then remove old ones. A collective call.
+
+        Args:
+            info: what the marker says beside step, world size and files.
+            still_ours: raises NotTheWriter if this run has lost the place. Rank 0 calls it before anything is
+                written, before the commit and before old checkpoints are removed, every rank when a file operation
+                has failed.
+            before_commit: runs on rank 0 when all shards are durable; if it raises, nothing is committed.
+
+        Each rank writes, hashes and syncs its shards; rank 0 commits when it has heard from all of them, and no
+        rank's save ends before that. An error is the same on every rank, with the cause, if any of them failed.
 
         Returns how it ended; None if it goes on in the background. An earlier save must have ended: see `wait`.
         """
         began = time.perf_counter()
         if self._staging is None:
-            saved = self._save(self.app, step, info, still_ours, before_commit, began, None)
+            self.wait_for_removal()
+            outcome = self._write(self.app, step, info, still_ours, before_commit, began)
             self.app.release()
-            return saved
+            return outcome
         assert self._in_flight is None, "one save at a time: wait for the one in flight"
         staged = self._staging.copy(self.app.state_dict())
+        self.app.release()
         stall = time.perf_counter() - began
-        self._in_flight = self._thread.submit(self._save, staged, step, info, still_ours, before_commit, began, stall)
+        self._in_flight = self._thread.submit(self._write, staged, step, info, still_ours, before_commit, began, stall)
         return None
 
-    def _save(
+    def _write(
         self,
         state: Any,
         step: int,
@@ -85,38 +119,54 @@ class Saver:
         still_ours: Callable[[], None],
         before_commit: Callable[[], None],
         began: float,
-        stall: float | None,
-    ) -> Saved:
-        group = None
-        error: SaveFailed | None = None
-        warning = None
-        if self._staging is not None:
-            group = self._group
-            error = self._staging_failed(step)
+        stall: float | None = None,
+    ) -> Outcome:
+        error = None if self._staging is None else self._staging_failed(self._staging, step)
         if error is None:
+            begin = partial(self.store.begin, step)
+            commit = partial(self.store.commit, step, info={**info, "world_size": dist.get_world_size()})
+            writer = ShardWriter(self.store.checkpoint(step), begin, commit, still_ours, before_commit)
+            planner = self._planner(enable_plan_caching=True)
             try:
-                warning = save(
-                    self.store,
-                    state,
-                    step,
-                    info=info,
-                    keep=self.keep,
-                    keep_every=self.keep_every,
-                    still_ours=still_ours,
-                    before_commit=before_commit,
-                    group=group,
-                )
-            except SaveFailed as failure:
-                error = failure
+                dcp.save({"app": state}, storage_writer=writer, planner=planner, process_group=self._group)
+            except CheckpointException as failure:
+                error = self._failed(step, failure)
         seconds = time.perf_counter() - began
-        return Saved(step, seconds, seconds if stall is None else stall, error, warning)
+        if error is None and dist.get_rank() == 0:
+            self._removal = self._thread.submit(self._remove_old, step, still_ours)
+        return Outcome(step, seconds, seconds if stall is None else stall, error)
 
-    def _staging_failed(self, step: int) -> SaveFailed | None:
+    def _failed(self, step: int, error: CheckpointException) -> SaveFailed:
+        causes = "; ".join(f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+        failure = SaveFailed(f"step {step} was not saved to {self.store.files}: {causes}")
+        failure.for_good = any(isinstance(cause, NotTheWriter) for cause, _ in error.failures.values())
+        failure.__cause__ = error
+        self._planner = _new_planner()
+        return failure
+
+    def _remove_old(self, step: int, still_ours: Callable[[], None]) -> None:
+        try:
+            still_ours()
+            self.store.retain(self.keep, self.keep_every)
+        except NotTheWriter:
+            return  # the next save fails because of it, and so does the end of the run
+        except OSError as error:
+            self._not_removed.append(f"step {step} is saved, but old checkpoints could not be removed: {error}")
+
+    def wait_for_removal(self) -> None:
+        """Return when old checkpoints are removed, of which the last save began to remove some."""
+        if self._removal is not None:
+            self._removal.result()
+
+    def not_removed(self) -> list[str]:
+        """Why old checkpoints could not be removed, on rank 0, as far as it is known; each reason once."""
+        return [self._not_removed.popleft() for _ in range(len(self._not_removed))]
+
+    def _staging_failed(self, staging: Staging, step: int) -> SaveFailed | None:
         """Finish the copies, on all ranks; what went wrong with them, the same on every rank."""
-        assert self._staging is not None
         problem = None
         try:
-            self._staging.finish()
+            staging.finish()
         except Exception as error:  # whatever it is, the other ranks must hear of it or wait for ever
             problem = f"rank {dist.get_rank()}: {error!r}"
         problems: list[str | None] = [None] * dist.get_world_size()
@@ -129,11 +179,11 @@ class Saver:
         """Whether a save of this rank is still being written; ranks may differ for a moment."""
         return self._in_flight is not None and not self._in_flight.done()
 
-    def ended(self) -> Saved | None:
+    def ended(self) -> Outcome | None:
         """The save in flight, if it has ended since the last call."""
         return None if self._in_flight is None or self.busy else self.wait()
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> Outcome | None:
         """Wait for the save in flight and return how it ended; None if there is none."""
         if self._in_flight is None:
             return None
@@ -141,8 +191,27 @@ class Saver:
         return future.result()
 
     def close(self) -> None:
-        """After the last save has ended."""
+        """After the last save has ended; returns when old checkpoints are removed."""
+        self._thread.shutdown()
+        self.wait_for_removal()
         if self._staging is not None:
-            self._thread.shutdown()
             self._staging.close()
             dist.destroy_process_group(self._group)
+
+
+_planners = itertools.count()
+
+
+def _new_planner() -> type[DefaultSavePlanner]:
+    """A class of planners that share their plans from save to save, and with no other Saver.
+
+    The ranks send rank 0 the plans that have changed since the last save, and it merges plans only then. Torch keeps
+    them for the whole process by the name of the planner's class. After a failed save the name must be new: rank 0 may
+    have noted plans that the ranks never got, and these would look for them in vain.
+    """
+    return type(f"SavePlanner{next(_planners)}", (DefaultSavePlanner,), {})
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1] if text else 'no message'}"

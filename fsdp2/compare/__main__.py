@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
         values[name] = list(dict.fromkeys(part.strip() for part in values[name].split(",")))
     for strategy in values["strategies"]:
         if strategy not in STRATEGIES:
-            raise ConfigError(f"--strategies {shown(strategy)}: {unknown(shown(strategy), STRATEGIES)}")
+            raise ConfigError(f"--strategies {shown(strategy)}: {unknown(shown(strategy), list(STRATEGIES))}")
     return values, read_values(Config, given)
 
 

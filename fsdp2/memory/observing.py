@@ -18,9 +18,9 @@ from fsdp2.memory.profile import Profile
 from fsdp2.memory.recorder import Recorder
 from fsdp2.models import ModelSpec
 from fsdp2.parallel.engine import Engine
+from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
-from fsdp2.run.saving import Saving
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def observed(
     config: Config,
     engine: Engine,
     spec: ModelSpec,
-    saving: Saving,
+    checkpoints: Checkpoints,
     run: RunDir,
     world: World,
     device: torch.device,
@@ -48,10 +48,10 @@ def observed(
         "blocks": blocks,
     }
     recorder: Recorder | None = None
-    record = functools.partial(saving.job.write, run)
+    record = functools.partial(checkpoints.job.write, run)
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
-            phases = observers.enter_context(Phases(engine, saving, lambda: progress.step))
+            phases = observers.enter_context(Phases(engine, checkpoints, lambda: progress.step))
         if config.memory_snapshot or config.memory_limit:
             write = record if config.memory_snapshot else None
             recorder = observers.enter_context(Recorder(engine, device, facts, write, config.memory_limit))

@@ -25,18 +25,18 @@ class Phases(AbstractContextManager["Phases"]):
 
     Args:
         step: the number of optimizer steps done.
-        saving: an object whose `save` writes checkpoints.
+        checkpoints: an object whose `save` writes checkpoints.
     """
 
-    def __init__(self, engine: Engine, saving: Any, step: Callable[[], int]) -> None:
-        self.engine, self.saving, self.step = engine, saving, step
+    def __init__(self, engine: Engine, checkpoints: Any, step: Callable[[], int]) -> None:
+        self.engine, self.checkpoints, self.step = engine, checkpoints, step
         self.listeners: list[Listener] = []
         self._replaced: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Phases:
         for method, (during, after) in OF_ENGINE.items():
             self._tell(self.engine, method, during, after)
-        self._tell(self.saving, "save", "checkpoint", "between")
+        self._tell(self.checkpoints, "save", "checkpoint", "between")
         return self
 
     def __exit__(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from typing import Any
 
-from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.settings_file import parse_json, read_bytes
-from fsdp2.parallel.zero import choose_accelerator, deepspeed_config
+from fsdp2.parallel.baselines.zero_settings import deepspeed_config
 
 BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own rule
 
 
-def settings(config: Config, device_type: str) -> dict[str, Any]:
-    """The dictionary that DeepSpeed gets. Raises ConfigError if the file can't be read or contradicts the flags."""
+def settings(config: Any, device_type: str) -> dict[str, Any]:
+    """What DeepSpeed gets for a Config. Raises ConfigError if the file can't be read or contradicts the flags."""
     made = deepspeed_config(
         int(config.strategy[-1]),
         micro_batch=config.batch_size,
@@ -62,43 +58,3 @@ def settings(config: Config, device_type: str) -> dict[str, Any]:
 
 def _over(ours: Any, theirs: Any) -> Any:
     return {**ours, **theirs} if isinstance(ours, dict) and isinstance(theirs, dict) else theirs
-
-
-def check_installed(config: Config, device_type: str) -> None:
-    """Raises ConfigError if DeepSpeed, or what it builds itself with, isn't there, or can't do it on the device."""
-    flag = f"--strategy {config.strategy}"
-    if device_type == "cpu" and config.mixed_precision == "fp16":
-        raise ConfigError(
-            f"--mixed-precision fp16 with {flag} on the CPU: DeepSpeed has no fp16 there; use bf16, or --strategy fsdp2"
-        )
-    if device_type == "cpu" and config.nvme_offload is not None and config.mixed_precision != "bf16":
-        # Seen: zero.Init takes bf16 for the dtype of its files wherever the device has no fp16, and rounds fp32 to it.
-        raise ConfigError(
-            f"--nvme-offload {config.nvme_offload} on the CPU: DeepSpeed keeps parameters in files of bf16 there, and "
-            "would round fp32 ones without a word; add --mixed-precision, or use --cpu-offload"
-        )
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"{flag}: DeepSpeed isn't installed; after torch, pip install --no-build-isolation "
-            "'fsdp2-reference[deepspeed]'"
-        )
-    if config.nvme_offload is not None:
-        _check_file_io(config.nvme_offload, device_type)
-    if device_type == "cpu":
-        missing = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if shutil.which(tool) is None]
-        if missing:
-            raise ConfigError(
-                f"{flag}: DeepSpeed builds its communication for the CPU when it is first used, and "
-                f"{' and '.join(missing)} can't be found; install what is missing"
-            )
-
-
-def _check_file_io(folder: str, device_type: str) -> None:
-    choose_accelerator(device_type)
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise ConfigError(
-            f"--nvme-offload {folder}: DeepSpeed builds its file I/O with libaio, whose header or library can't be "
-            "found; install libaio-dev, or say where they are in CFLAGS and LDFLAGS"
-        )

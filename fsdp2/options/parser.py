@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.refusal import empty_word
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_NAME, checked, location, optional_switch, switch
@@ -25,10 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        for before, word in zip(["", *words], words, strict=False):
-            flag, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-            if not value and (equals or not word):
-                self.error(f'{flag} "": is empty; give a value, or drop it'.lstrip())
+        if (empty := empty_word(words)) is not None:
+            self.error(f"{empty}: is empty; give a value, or drop it")
         values, extra = self.parse_known_args(words, namespace)
         if extra:
             known = [name for action in self._actions for name in action.option_strings]

@@ -142,21 +142,3 @@ class Engine:
                 yield
         finally:
             self.model.train()
-
-
-class AutocastEngine(Engine):
-    """A strategy whose model doesn't cast by itself: the forward runs under autocast."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler,
-        autocast: Any,
-    ) -> None:
-        super().__init__(model, optimizer, scaler)
-        self.autocast = autocast
-
-    def forward(self, batch: Microbatch) -> Tensor:
-        with self.autocast:
-            return super().forward(batch)

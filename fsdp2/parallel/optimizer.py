@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-CLASSES: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adadelta": torch.optim.Adadelta,
@@ -34,7 +34,7 @@ def make_optimizer(
     options: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if name == "sgd":
         options["momentum"] = 0.9
-    optimizer = CLASSES[name](trained, lr=lr, **options)
+    optimizer = OPTIMIZERS[name](trained, lr=lr, **options)
     if materialised:
         _materialise(optimizer)
     return optimizer

@@ -1,16 +1,13 @@
-"""Mixed precision: the compute dtype by strategy, and the loss scaling that fp16 needs.
+"""Mixed precision: the compute dtype, and the loss scaling that fp16 needs.
 
 FSDP casts parameters when it all-gathers them, so activations are stored in the low dtype and the sharded
-parameters that the optimizer updates stay fp32. DDP and a single process have no such moment and use
-autocast, which picks a dtype for each operation: other arithmetic, close results.
+parameters that the optimizer updates stay fp32.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,19 +19,6 @@ def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:
     where each rank's gradients alone would not.
     """
     return MixedPrecisionPolicy(param_dtype=None if compute is None else DTYPES[compute], reduce_dtype=DTYPES[reduce])
-
-
-def fsdp1_policy(compute: str | None, reduce: str) -> MixedPrecision | None:
-    """The same for FSDP1; None leaves everything in fp32."""
-    if compute is None:
-        return None
-    # Buffers stay fp32, as FSDP2, which doesn't cast them, leaves them.
-    return MixedPrecision(param_dtype=DTYPES[compute], reduce_dtype=DTYPES[reduce], buffer_dtype=torch.float32)
-
-
-def autocast(device_type: str, compute: str | None) -> AbstractContextManager[object]:
-    """The context of a forward that isn't FSDP's."""
-    return nullcontext() if compute is None else torch.autocast(device_type, DTYPES[compute])
 
 
 def gradient_scaler(device_type: str, compute: str | None) -> torch.amp.GradScaler:

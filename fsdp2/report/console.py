@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fsdp2.report.metrics import nonfinite
+from fsdp2.units import size
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -156,7 +157,11 @@ class Console:
         self.line(f"run directory: {run}")
         if data.get("accuracy") is not None:
             self.line(f"test accuracy: {data['accuracy']:.2%}")
-        if data["reason"] in ("finished", "already finished"):
+        left_out = data.get("full_model_left_out_bytes")
+        if left_out is not None:
+            self.line(f"full-model.pt is not written, since the model has {size(left_out)}; --save-model asks for it")
+            self.line(f"next: python -m fsdp2.checkpoint export {quoted} model.pt --format pt")
+        elif data["reason"] in ("finished", "already finished"):
             self.line(f"next: python -m fsdp2.infer {quoted}")
         else:
             flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fsdp2.checkpoint.full_dtensor import plain_names
+from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
 from fsdp2.run.runtime import gather

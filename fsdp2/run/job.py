@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Job:
         self.restore: str | None = None  # where the checkpoint is
         self.partial = False  # of it the weights that fit, and nothing else
         self.note: str | None = None
+        self.last_call: Callable[[], None] = lambda: None  # before the run directory is given back
         self._newest_kept: int | None = None
         self._run: RunDir | None = None
         self._token = ""  # of the folder's one writer, known to all ranks that see it
@@ -125,6 +126,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
+            self.last_call()
             if isinstance(error, OSError):
                 self.has_folder()  # if that is why, it says more than a file that isn't found
         finally:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.disk import explained
-from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
-from fsdp2.checkpoint.full_dtensor import differences, read_full
-from fsdp2.checkpoint.full_model import verdict, vouched_step
+from fsdp2.checkpoint.disk import explained, temporary_folder
+from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, Unreachable, is_there
+from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import (
     MARKER,
@@ -28,12 +27,11 @@ from fsdp2.checkpoint.store import (
     verify,
 )
 from fsdp2.config import Config
-from fsdp2.options.deepspeed_settings import check_installed, settings
+from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
-from fsdp2.options.strategies import ZERO
 from fsdp2.options.values import is_step
-from fsdp2.parallelize import freeze
+from fsdp2.parallel.freeze import freeze
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
@@ -118,25 +116,9 @@ def check_versions(config: Config) -> None:
         raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
 
 
-def check_device(config: Config, device: torch.device) -> None:
-    """What a strategy can't do on the device that was picked. Raises ConfigError."""
-    if config.strategy in ZERO:
-        check_installed(config, device.type)
-        settings(config, device.type)
-    if config.strategy == "fsdp1" and config.cpu_offload and device.type == "cpu":
-        raise ConfigError(
-            "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "
-            "driver; use --strategy fsdp2 or drop --cpu-offload"
-        )
-
-
 def check_world(config: Config, world: World) -> None:
     size = world.world_size
-    if config.strategy == "none" and size > 1:
-        raise ConfigError(
-            f"--strategy none with {size} ranks: each would train a model of its own; start one process "
-            "or use --strategy ddp or fsdp2"
-        )
+    strategies.check_world(config, size)
     if size % config.replicas:
         raise ConfigError(
             f"--replicas {config.replicas}: doesn't divide the world size {size}; use one of "
@@ -175,6 +157,10 @@ def check_url(url: str, world: World) -> None:
             "others would be lost; use a folder that all ranks see"
         )
     files_at(url, "--run-dir")
+    try:
+        temporary_folder()
+    except OSError as error:
+        raise ConfigError(f"--run-dir {url}: what is uploaded is collected in a folder first: {error}") from None
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
@@ -278,7 +264,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
 def check_init_from(file: str, model: nn.Module) -> str:
     """What vouches for the file, in words. Raises ConfigError if it is damaged or of another model."""
     try:
-        vouched = verdict(vouched_step(Path(file)))
+        vouched = verdict(vouched_step(LocalFiles(Path(file).parent), Path(file).name))
         full = read_full(Path(file))
     except DamagedCheckpoint as error:
         raise ConfigError(f"--init-from {file}: is damaged: {error}; give another full-model.pt") from None

@@ -14,11 +14,14 @@ import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
 
+from fsdp2.checkpoint import full_model
+from fsdp2.checkpoint.dcp_files import HashingStream
+from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
@@ -103,11 +106,12 @@ class RunDir:
             for old in (MARKER, aside := f"{name}.tmp"):
                 if here.size(old) is not None:
                     here.unlink(old)
-            with there.open(name) as source, here.create(aside) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+            with there.open(name) as source, HashingStream(here.create(aside)) as target:
+                shutil.copyfileobj(source, cast(IO[bytes], target), 1 << 20)
+            if target.fingerprint() != marker["files"].get(name):
+                raise DamagedCheckpoint(f"{there}: {name} has another content than was committed")
             here.rename(aside, name)
             publish(here, MARKER, there.read(MARKER))
-            verify(here, [name])
         finally:
             lock.release()
 
@@ -192,6 +196,13 @@ def write_config(run: RunDir, config: Config, world_size: int) -> None:
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     """Name -> shape of everything in a model's state dict."""
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def too_large_unasked(spec: ModelSpec, size: str) -> int | None:
+    """The bytes of a model's weights if they are too many for a full-model.pt that nobody asked for."""
+    with torch.device("meta"):
+        needed = bytes_of(spec.build(size).state_dict())
+    return needed if needed > full_model.LARGEST_UNASKED else None
 
 
 def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fsdp2 import STARTED_BY
 from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.refusal import refusal
-from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.options.errors import ConfigError
 
 T = TypeVar("T")

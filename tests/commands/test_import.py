@@ -24,7 +24,7 @@ from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.full_dtensor import full_model_state, full_optimizer_state
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.save import restore
+from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.state import AppState as OurState
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker
@@ -122,8 +122,8 @@ def _started(flags: list[str]) -> tuple[Events, State, dict[str, Any]]:
     states: list[Any] = []
     real = train.resume
 
-    def spy(job: Any, app: Any) -> Any:
-        result = real(job, app)
+    def spy(job: Any, app: Any, *, hashes: bool = True) -> Any:
+        result = real(job, app, hashes=hashes)
         # What isn't sharded is in there itself, and would change.
         states.extend(copy.deepcopy([full_model_state(app.model), full_optimizer_state(app.model, app.optimizer)]))
         return result

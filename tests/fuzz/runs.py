@@ -16,7 +16,7 @@ from unittest import mock
 
 from fsdp2 import infer
 from fsdp2.checkpoint.__main__ import main as commands
-from fsdp2.checkpoint.save import SaveFailed
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import parse
 from fsdp2.memory.__main__ import main as memory_of

@@ -23,7 +23,7 @@ from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.values import switch
-from fsdp2.parallelize import freeze
+from fsdp2.parallel.freeze import freeze
 from fsdp2.run import preflight, rundir
 from fsdp2.run.runtime import World
 from launchers.ray_options import RayOptions, parse_groups, place

@@ -18,8 +18,9 @@ from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.pickles import Unread, unpickle
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.safe_reader import SafeReader
 from tests.harness import Ranks
-from tests.hostile.common import change_values, checkpoint_of, resume
+from tests.hostile.common import change_values, checkpoint_of, resume, vouch
 
 GROUP = "app.optim.param_groups.class_token."
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -51,6 +52,18 @@ def test_forged_values_end_in_one_line_on_every_rank(finished: Path, ranks: Rank
             assert part in answer
             assert "weights_only" not in answer
             assert "\n" not in answer
+
+
+def test_a_tensor_with_a_hole_is_refused_and_not_trained_on(finished: Path, ranks: Ranks, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    checkpoint, name = checkpoint_of(run), "app.model.conv_proj.weight"
+    metadata: Any = SafeReader(checkpoint).read_metadata()
+    metadata.state_dict_metadata[name].chunks.pop()
+    checkpoint.write(".metadata", pickle.dumps(metadata))
+    vouch(checkpoint)
+    for (answer,) in ranks.run(resume, str(run)):
+        assert answer.startswith("ConfigError: --resume: "), answer
+        assert f"{name}: its chunks have " in answer
 
 
 def test_weights_that_are_no_numbers_are_called_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

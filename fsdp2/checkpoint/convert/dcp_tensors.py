@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import contextmanager
 from io import IOBase
 from os import PathLike
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.dcp_files import DcpFiles
 from fsdp2.checkpoint.files import Files
-from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.metadata import TreePath, misses
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import METADATA, DamagedCheckpoint, require_file
@@ -162,36 +162,6 @@ def _item(kind: LoadItemType, target: MetadataIndex, stored: MetadataIndex, leng
     return ReadItem(
         type=kind, dest_index=target, dest_offsets=zeros, storage_index=stored, storage_offsets=zeros, lengths=lengths
     )
-
-
-def misses(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """How chunks, (offsets, sizes) each, fail to cover a tensor exactly; None if they do. Equal ones count once."""
-    boxes = {(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks}
-    for offsets, sizes in boxes:
-        fits = len(offsets) == len(sizes) == len(size) and all(
-            0 <= start <= start + length <= whole for start, length, whole in zip(offsets, sizes, size, strict=True)
-        )
-        if not fits:
-            return f"a chunk of {sizes} at {offsets} lies outside of {tuple(size)}"
-    filled = sorted(box for box in boxes if math.prod(box[1]))
-    covered, total = sum(math.prod(sizes) for _, sizes in filled), math.prod(size)
-    if covered != total:
-        return f"its chunks have {covered} of {total} elements"
-    return "its chunks overlap" if len(filled) > 1 and _overlap(filled) else None
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes share an element. Along the axis that is cut most, only neighbours are compared."""
-    dims = range(len(boxes[0][0]))
-    axis = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
-    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offsets, sizes in sorted(boxes, key=lambda box: box[0][axis]):
-        reaching = [box for box in reaching if box[0][axis] + box[1][axis] > offsets[axis]]
-        for others, lengths in reaching:
-            if all(others[d] < offsets[d] + sizes[d] and offsets[d] < others[d] + lengths[d] for d in dims):
-                return True
-        reaching.append((offsets, sizes))
-    return False
 
 
 class _Receiver(DefaultLoadPlanner):

@@ -16,6 +16,7 @@ from fsdp2.checkpoint.convert.pt_file import open_pt
 from fsdp2.checkpoint.convert.safetensors_files import INDEX, open_safetensors, read_index
 from fsdp2.checkpoint.convert.source import Source, local_copy
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there
+from fsdp2.checkpoint.full_file import vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
@@ -127,9 +128,7 @@ def verified(source: Source, names: Iterable[str] | None = None) -> str:
     if folder is None or not is_there(folder, MARKER):
         return f"unverified: no {MARKER}"
     if file is not None:
-        if file not in read_marker(folder)["files"]:
-            return f"unverified: {MARKER} doesn't list it"
-        names = [file]
+        return f"unverified: {MARKER} doesn't list it" if vouched_step(folder, file) is None else VERIFIED
     verify(folder, names)
     return VERIFIED
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.convert.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
 from fsdp2.checkpoint.convert.source import Source, comparable, part_of
-from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, is_there
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there, size_of
 from fsdp2.checkpoint.refusal import Refused, printable, refusal
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.units import size as size_in_words
@@ -54,7 +54,7 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     for name in sorted(names, key=lambda name: (name.startswith("superseded"), name)):
         files = place.at(name)
         step = str(int(name.rsplit("-", 1)[-1]))
-        sizes = [_bytes(files, file) for file in files.list("")]
+        sizes = [size_of(files, file) or 0 for file in files.list("")]
         entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
         dead = not is_there(files, MARKER)
         if not dead:
@@ -69,13 +69,6 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
         rows.append([name, step, entries["when"], entries["size"], entries["ranks"], committed, entries["verified"]])
     _print_table(rows, right=(1, 3, 4))
     return 0
-
-
-def _bytes(files: Files, name: str) -> int:
-    try:
-        return files.size(name) or 0
-    except NotAFile:
-        return 0
 
 
 def _modified(files: Files) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp2.checkpoint.disk import temporary_folder
 from fsdp2.checkpoint.files import Files, LocalFiles, inside
 from fsdp2.checkpoint.metadata import TreePath
 from fsdp2.checkpoint.refusal import Refused
@@ -77,11 +78,11 @@ def weights(source: Source) -> dict[str, str]:
 
 
 def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
-    """Where a file can be mapped; one at a URL is copied to $TMPDIR until the stack is left. Raises NotAFile."""
+    """Where a file can be mapped; one at a URL is copied to a disk until the stack is left. Raises NotAFile."""
     if isinstance(folder, LocalFiles):
         folder.open(name).close()
         return folder.root / inside(name)
-    copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-"))) / "file"
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-", dir=temporary_folder()))) / "file"
     with folder.open(name) as source, open(copy, "xb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
     return copy

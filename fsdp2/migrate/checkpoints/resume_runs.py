@@ -26,8 +26,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.save import restore
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.migrate.checkpoints.code import HERE, Code
 from fsdp2.migrate.checkpoints.origin import Choice, Origin, opened_origin

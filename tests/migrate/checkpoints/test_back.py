@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.save import save
 from fsdp2.checkpoint.state import AppState, Progress, RandomState
 from fsdp2.checkpoint.store import Store
-from tests.harness import Ranks, make_engine, one_step
+from tests.harness import Ranks, make_engine, one_step, save
 from tests.migrate.checkpoints.conftest import Cli, Saved
 from tests.migrate.checkpoints.fsdp1 import FURTHER, STEPS, grouped, resume_fsdp1
 
@@ -23,9 +22,7 @@ def _train_fsdp2(run: Path, groups: int) -> list[float]:
     for _ in range(STEPS):
         one_step(engine)
     parts: dict[str, Any] = {"progress": Progress(STEPS), "rng": RandomState(dist.get_rank(), torch.device("cpu"))}
-    save(
-        Store(LocalFiles(run / "checkpoints")), AppState(engine.model, engine.optimizer, parts), STEPS, info={}, keep=1
-    )
+    save(Store(LocalFiles(run / "checkpoints")), AppState(engine.model, engine.optimizer, parts), STEPS)
     return [one_step(engine) for _ in range(FURTHER)]
 
 

@@ -6,10 +6,15 @@ DeepSpeed is configured by one dictionary, which the run directory gets as `deep
 Left to its defaults DeepSpeed trains otherwise than everything else here: it clips gradients to a norm of 1.0 without
 being asked, and its optimizer named Adam is AdamW. Here it clips as the flag says and has torch's optimizer; then its
 losses are bit-equal in fp32.
+
+In stages 1 and 2 each rank holds the whole model, from its first tensor on. In stage 3 modules get memory and initial
+values one after the other, and each is sharded before the next. With parameters in files a rank holds the whole
+model first, since each `zero.Init` would open files of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -21,68 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp2.parallel.baselines.rules import Baseline, Options
+from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, materialise, on_meta, whole_model
+from fsdp2.parallel.baselines.zero_settings import choose_accelerator, on_device, refusals
+from fsdp2.parallel.baselines.zero_state import Shadow, shards_of
 from fsdp2.parallel.engine import Engine, Microbatch
-from fsdp2.parallel.zero_state import Shadow, shards_of
+from fsdp2.parallel.fully_sharded import offload_policy, shard
+from fsdp2.parallel.mesh import make_mesh
+from fsdp2.parallel.meta import allocate
+from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.precision import DTYPES, fsdp2_policy
 
 SHARDED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
-MIB_OF_FP32 = 1024 * 1024 // 4
 
 
-def deepspeed_config(
-    stage: int,
-    *,
-    micro_batch: int,
-    clip: float | None,
-    precision: str | None,
-    reduce_dtype: str,
-    cpu_offload: bool,
-    nvme_offload: str | None,
-    bucket_mb: float,
-    overlap_comm: bool,
-    device_type: str,
-) -> dict[str, Any]:
-    """DeepSpeed's configuration for our flags; see https://www.deepspeed.ai/docs/config-json/."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlap_comm}
-    if stage == 3:
-        # Its own linear layer, put in torch's place, rounds a product before it adds the bias: in bf16 the model would
-        # evaluate otherwise here than in inference. Torch's keeps no copy of the parameters either.
-        zero["memory_efficient_linear"] = False
-    # DeepSpeed's own is 500 million elements, allocated whole in each backward: 2 GB, however small the model.
-    elements = max(1, int(bucket_mb * MIB_OF_FP32))
-    zero |= {"reduce_bucket_size": elements}
-    zero |= {"stage3_prefetch_bucket_size": elements} if stage == 3 else {"allgather_bucket_size": elements}
-    if cpu_offload:
-        place = {"device": "cpu", "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": place, **({"offload_param": place} if stage == 3 else {})}
-    if nvme_offload is not None:
-        place = {"device": "nvme", "nvme_path": nvme_offload, "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": place, "offload_param": place}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        # The loop says which microbatch is the last, and scales each loss: DeepSpeed must not do so again.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": clip or 0.0,  # 1.0 if it isn't mentioned
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # ours are torch's own
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1_000_000_000,
-    }
-    if precision is not None:
-        config[precision] = {"enabled": True}
-        config["communication_data_type"] = reduce_dtype  # else gradients are summed in the compute dtype
-    if precision == "fp16":
-        # The rule of torch's GradScaler: twice as much after 2000 good steps, half at once after a bad one.
-        config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
-    return config
-
-
-def choose_accelerator(device_type: str) -> None:
-    """To be called before DeepSpeed is imported, which reads it then: it would take a GPU where there is one."""
-    os.environ.setdefault("DS_ACCELERATOR", device_type)
-
-
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device) -> Any:
-    """DeepSpeed's engine around a model that has its initial values."""
+def started(device: torch.device) -> Any:
+    """The module `deepspeed`, ready to shard."""
     choose_accelerator(device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # asked for where the launcher isn't torchrun
     if device.type == "cpu":
@@ -93,8 +52,64 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it tells of each of its settings
     with redirect_stdout(StringIO()):  # and of each part that it has built; what fails is raised
         deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+    return deepspeed
+
+
+def shard_each(
+    model: nn.Module, set_weights: SetWeights, device: torch.device, dtype: torch.dtype, config: dict[str, Any]
+) -> None:
+    """Give a model on meta its initial values, a module at a time, as stage 3 shards it. A collective call.
+
+    Args:
+        dtype: in which DeepSpeed keeps the parameters' shards.
+    """
+    import deepspeed
+
+    for name, module in list(model.named_modules()):
+        part = materialise(module, name, set_weights, device)
+        for parameter in part.parameters():
+            parameter.data = parameter.data.to(dtype)
+        # It shards parameters that are there already, in place.
+        deepspeed.zero.Init(module=part, config_dict_or_path=config, dtype=dtype)
+
+
+def build(
+    options: Options,
+    *,
+    build: Build,
+    blocks_of: Blocks,
+    set_weights: SetWeights,
+    load_weights: SetWeights | None = None,
+    device: torch.device,
+    world_size: int,
+    training: bool = True,
+) -> ZeROEngine:
+    """As `parallelize`, of a stage of ZeRO. Inference reads its checkpoints into FSDP2's model."""
+    assert training, "DeepSpeed's engine has an optimizer"
+    config = options.deepspeed_settings(device.type)
+    deepspeed = started(device)
+    sharding = config["zero_optimization"]
+    if sharding["stage"] == 3 and sharding.get("offload_param", {}).get("device") != "nvme":
+        model, _ = on_meta(options, build, blocks_of)
+        shard_each(model, set_weights, device, DTYPES[options.mixed_precision or "fp32"], config)
+    else:
+        model = whole_model(options, build, blocks_of, set_weights, device)
+    # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
+    fused = options.fused_optimizer
+    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=fused, materialised=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.
+    copy, _ = on_meta(options, build, blocks_of)
+    mesh = make_mesh(device.type, world_size)
+    offload = offload_policy(False, device.type)
+    shard(copy, [], mesh=mesh, precision=fsdp2_policy(None, "fp32"), offload=offload, reshard_after_forward=None)
+    allocate(copy, device, cpu_offload=False)
+    result = ZeROEngine(engine, optimizer, Shadow(engine, optimizer, copy, options.optimizer), config)
+    if load_weights is not None:
+        result.gather_state()
+        load_weights(copy)
+        result.scatter_state()
+    return result
 
 
 class ZeROEngine(Engine):
@@ -193,3 +208,13 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.cur_scale = float(state["scale"])
         self._scaler.last_overflow_iter = self._scaler.cur_iter - 1 - int(state["_growth_tracker"])
+
+
+ZERO = Baseline(
+    build=build,
+    honours=("cpu_offload", "bucket_mb", "overlap_comm", "deepspeed_config"),
+    refusals=refusals,
+    on_device=on_device,
+    reads_as_fsdp2=True,
+)
+ZERO3 = dataclasses.replace(ZERO, honours=(*ZERO.honours, "nvme_offload"))

@@ -12,8 +12,8 @@ from torch import Tensor
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import printable
-from fsdp2.checkpoint.save import SaveFailed, read_fitting_weights, restore
-from fsdp2.checkpoint.saver import Saved, Saver
+from fsdp2.checkpoint.restore import read_fitting_weights, restore
+from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
@@ -36,7 +36,7 @@ class Reports(Protocol):
         ...
 
 
-class Saving:
+class Checkpoints:
     """The checkpoints of a run, as `--async-checkpoint`, `--keep`, `--keep-every` and `--on-checkpoint-failure` say.
 
     Every method is called by all ranks after the same step. A run that has lost its directory ends there with
@@ -64,9 +64,10 @@ class Saving:
             keep_every=config.keep_every,
             background=config.async_checkpoint is not None,
         )
+        job.last_call = self._saver.wait_for_removal  # also where an error ends the run
         self._saved_step = progress.step  # committed, or on its way
         self._epochs: dict[int, int] = {}
-        self._failed: Saved | None = None
+        self._failed: Outcome | None = None
 
     def open(self, reports: Reports, info: Mapping[str, Any]) -> None:
         """Begin, with where to report to and what each marker shall say."""
@@ -115,6 +116,7 @@ class Saving:
             self._failed = ended
         else:
             self._end(ended)
+        self._warn()
         return self._failed is not None
 
     def stop_if_failed(self, ranks: int) -> None:
@@ -132,6 +134,7 @@ class Saving:
         except SaveFailed as error:
             text += f"; {error}"
         self._saver.close()
+        self._warn()
         last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
         advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
@@ -150,16 +153,21 @@ class Saving:
         self._end(self._failed or self._saver.wait())
         self._saver.close()
         self.job.stop_if_lost()
+        self._warn()
         if self._saved_step != self.progress.step:
             raise SaveFailed(
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
                 "the failures above say why"
             )
 
+    def _warn(self) -> None:
+        for text in self._saver.not_removed():
+            self._reports.emit("failure", {"step": self.progress.step, "error": text, "continues": True})
+
     def _stops(self, error: SaveFailed) -> bool:
         return self.config.on_checkpoint_failure == "stop" or error.for_good
 
-    def _end(self, ended: Saved | None) -> None:
+    def _end(self, ended: Outcome | None) -> None:
         if ended is None:
             return
         if ended.error is None:
@@ -167,8 +175,6 @@ class Saving:
             facts = {"step": ended.step, "epoch": self._epochs[ended.step], "path": place}
             times = {"seconds": ended.seconds, "stall_seconds": ended.stall_seconds}
             self._reports.emit("checkpoint", {**facts, **times})
-            if ended.warning is not None:
-                self._reports.emit("failure", {"step": ended.step, "error": ended.warning, "continues": True})
             return
         text = str(ended.error)
         if runtime.world().rank == 0:
@@ -185,8 +191,8 @@ class Saving:
         self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
 
 
-def resume(job: Job, app: AppState) -> dict[str, Any]:
-    """Load what the job starts from into `app`. A collective call.
+def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
+    """Load what the job starts from into `app`, its files' hashes compared or their sizes alone. A collective call.
 
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
     ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
@@ -197,9 +203,9 @@ def resume(job: Job, app: AppState) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         if not job.partial:
-            restored = restore(checkpoint, app)
+            restored = restore(checkpoint, app, hashes=hashes)
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
-        loaded, left_out = read_fitting_weights(app.model, checkpoint)
+        loaded, left_out = read_fitting_weights(app.model, checkpoint, hashes=hashes)
     except DamagedCheckpoint as error:
         raise damaged(error) from None
     except ValueError as error:

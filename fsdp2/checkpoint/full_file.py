@@ -1,0 +1,93 @@
+"""What is in a full-model.pt, and whether it fits a model: the same for both ways of making one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from fsdp2.checkpoint.archive import load_archive
+from fsdp2.checkpoint.files import Files, is_there
+from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.store import MARKER, read_marker, verify
+
+
+def read_full(path: Path) -> dict[str, Tensor]:
+    """The tensors of a full-model.pt, mapped from the file and read only when they are used; no code is run.
+
+    Raises ValueError with the reason, in one line, if it is no such file.
+    """
+    try:
+        state = load_archive(path)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    except Refused as error:
+        raise ValueError(f"it {error}") from None
+    if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
+        raise ValueError("it holds no state dict")
+    return state
+
+
+def plain_names(model: nn.Module) -> dict[str, Tensor]:
+    """`model.state_dict()` without DDP's prefix; sharded tensors stay sharded, and nothing is sent."""
+    state = model.state_dict()
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    return state
+
+
+def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[str]:
+    """One line for each tensor that is in one of two state dicts only, or whose shape or kind of numbers differs."""
+    lines = [f"{name}: only in the file" for name in full.keys() - targets.keys()]
+    lines += [f"{name}: only in the model" for name in targets.keys() - full.keys()]
+    for name in full.keys() & targets.keys():
+        there, here = full[name], targets[name]
+        if there.shape != here.shape:
+            lines.append(f"{name}: {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        elif there.dtype != here.dtype and not (there.is_floating_point() and here.is_floating_point()):
+            # Integers would be rounded or, as weights, are quantized: a cast makes other numbers of both.
+            lines.append(f"{name}: {there.dtype} in the file, {here.dtype} in the model")
+    return sorted(lines)
+
+
+def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that fit the targets, on rank 0, and {} elsewhere. A collective call.
+
+    A floating dtype may be another one than its target's. Raises ValueError on every rank if the file can't be read or
+    doesn't fit.
+    """
+    full: dict[str, Tensor] = {}
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            full = read_full(path)
+            if found := differences(full, targets):
+                problem = [f"{path} is of another model: {'; '.join(found[:20])}"]
+        except (OSError, ValueError) as error:
+            problem = [f"{path} can't be read: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    return full
+
+
+def vouched_step(folder: Files, file: str) -> int | None:
+    """The step of which a marker in the folder says that a file is, after the file's hash was compared.
+
+    None if there is no marker, or it doesn't list the file: it may be of any step, and may be damaged. Raises
+    DamagedCheckpoint if the file isn't as it was saved, or the marker can't be read.
+    """
+    if not is_there(folder, MARKER):
+        return None
+    marker = read_marker(folder)
+    if file not in marker["files"]:
+        return None
+    verify(folder, [file])
+    return int(marker["step"])
+
+
+def verdict(step: int | None) -> str:
+    """`vouched_step`'s answer in words."""
+    return "unverified, since no marker beside it lists it" if step is None else f"verified, step {step}"

@@ -1,0 +1,160 @@
+"""Restoring as a collective operation: what a checkpoint holds, strictly into what there is here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
+from fsdp2.checkpoint.refusal import one_line
+from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
+from fsdp2.checkpoint.store import HASH, MARKER, METADATA, DamagedCheckpoint, read_marker, require_metadata, verify
+
+
+def open_together(checkpoint: Files, *, hashes: bool = True) -> tuple[dict[str, Any], SafeReader]:
+    """The marker of a checkpoint, and a reader that compares each file with it, one rank each. A collective call.
+
+    Sizes and `.metadata` are compared here. The hash of any other file is compared while the reader reads it, so what
+    is loaded must not be used before all ranks have loaded. Without `hashes` its size is trusted.
+
+    Raises DamagedCheckpoint on every rank if any of them found damage.
+    """
+    marker, reader, problem = None, None, None
+    try:
+        marker = read_marker(checkpoint)
+        require_metadata(checkpoint, marker)
+        mine = _share(marker["files"], dist.get_rank(), dist.get_world_size())
+        verify(checkpoint, mine, hashes=False)
+        compared = {METADATA, *(mine if hashes else ())}
+        reader = SafeReader(checkpoint, marker["files"], {name: marker["files"][name][HASH] for name in compared})
+        reader.read_metadata()
+    except (DamagedCheckpoint, FileNotFoundError) as error:
+        problem = str(error)
+    if problems := _of_all_ranks(problem):
+        raise DamagedCheckpoint(problems)
+    assert marker is not None
+    assert reader is not None
+    return marker, reader
+
+
+def _share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """The files whose content this rank compares: of the shards those that it reads most of, by who wrote them."""
+    share = []
+    for number, name in enumerate(sorted(names)):
+        writer = re.match(r"__(\d{1,9})_", name)
+        if (int(writer[1]) if writer else number) % world_size == rank:
+            share.append(name)
+    return share
+
+
+def _of_all_ranks(problem: str | None) -> str:
+    """What any rank has found, each thing once. A collective call."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return "; ".join(sorted(set(filter(None, problems))))
+
+
+def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
+    """Load a checkpoint in place, whatever world size it is from, and verify it meanwhile. A collective call.
+
+    `hashes` False trusts the sizes of its files. After an error what it was loaded into is of no use.
+
+    Returns whether the ranks' random generators were restored. At another world size, or from a run without
+    the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
+    DamagedCheckpoint, or ValueError that lists what differs.
+    """
+    marker, reader = open_together(checkpoint, hashes=hashes)
+    saved = reader.read_metadata().state_dict_metadata
+    progress = app.parts.get("progress")
+    if marker.get("imported"):
+        # Another program's: it holds the model and perhaps its optimizer, and of how a run stands at most the step.
+        has_optimizer = any(name.startswith("app.optim.") for name in saved)
+        known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
+        # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
+        _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
+        _require_step(checkpoint, progress if has_optimizer and known else None, marker)
+        return False
+    ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
+    restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
+    if not restorable:
+        app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
+    _load(app, reader, ignore=("app.rng.",))
+    _require_step(checkpoint, progress, marker)
+    return restorable
+
+
+def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -> None:
+    if isinstance(progress, Progress) and progress.step != marker["step"]:
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and what it lists of another")
+
+
+def read_weights(model: nn.Module, checkpoint: Files) -> None:
+    """Load the weights alone into a sharded model, verified; no rank sees a full copy. A collective call.
+
+    Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint.
+    """
+    _, reader = open_together(checkpoint)
+    others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
+    _load(WeightsOnly(model), reader, ignore=others)
+
+
+def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = True) -> tuple[int, list[str]]:
+    """Load those weights that have the same name, shape and dtype here, and leave the rest. A collective call.
+
+    Returns how many tensors were loaded, and a line for each tensor of either side, and each other part of the
+    checkpoint, that was left out. Raises DamagedCheckpoint.
+    """
+    _, reader = open_together(checkpoint, hashes=hashes)
+    saved = reader.read_metadata().state_dict_metadata
+    theirs = {name.removeprefix("app.model."): entry for name, entry in saved.items() if name.startswith("app.model.")}
+    targets: dict[str, Any] = get_model_state_dict(model)
+    problems = {name: misfit(theirs[name], target) for name, target in targets.items() if name in theirs}
+    fitting = {name: targets[name] for name, problem in problems.items() if problem is None}
+    _load({"model": fitting}, reader, ignore=("",))
+    # For strategies whose state dict is a copy of the parameters.
+    set_model_state_dict(model, targets, options=StateDictOptions(strict=True))
+    left_out = [f"{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
+    left_out += [f"{name}: not in the checkpoint" for name in sorted(targets.keys() - theirs.keys())]
+    left_out += [f"{name}: not in this model" for name in sorted(theirs.keys() - targets.keys())]
+    parts = Counter(name.removeprefix("app.").split(".")[0] for name in saved if not name.startswith("app.model."))
+    left_out += [f"{part}: not loaded ({count} entries)" for part, count in sorted(parts.items())]
+    return len(fitting), left_out
+
+
+_SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
+
+
+def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
+    problem = None
+    try:
+        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
+    except CheckpointException as error:
+        # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
+        causes = [cause for cause, _ in error.failures.values()]
+        if damage := sorted({str(one) for one in causes if isinstance(one, DamagedCheckpoint)}):
+            # Another rank may stumble over the changed bytes: that the file was changed says more.
+            changed = [text for text in damage if text.endswith("another content than was committed")]
+            raise DamagedCheckpoint("; ".join(changed or damage)) from None
+        cause = causes[0]
+        if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
+            raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause
+        raise cause from None
+    except _BY_VALUES as error:
+        # Raised by what the state is of, when it took a value. Other ranks may have taken theirs.
+        problem = str(error) if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})"
+    if problems := _of_all_ranks(problem):
+        raise ValueError(problems)
+
+
+# What code raises that is given other values than it has saved.
+_BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)

@@ -1,0 +1,74 @@
+"""Strategy `ddp`: each rank holds the whole model, from its first tensor on; gradients are all-reduced.
+
+Source: https://arxiv.org/abs/2006.15704
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2.parallel.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
+from fsdp2.parallel.baselines.rules import Baseline, Options
+from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, whole_model
+from fsdp2.parallel.engine import Microbatch
+from fsdp2.parallel.mesh import make_mesh
+from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.precision import gradient_scaler
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh, bucket_mb: float | None) -> DistributedDataParallel:
+    """Give a model DDP's hooks.
+
+    Args:
+        bucket_mb: MiB of gradients that are all-reduced together, as soon as backward has them all: small buckets
+            start early and are many, one large one waits for the end of backward. None is torch's 25.
+    """
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        init_sync=False,  # initial values are the same on every rank already
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,  # else each gradient is in memory twice: as itself, and in its bucket
+    )
+
+
+class DDPEngine(AutocastEngine):
+    strategy = "ddp"
+
+    model: DistributedDataParallel
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        # DDP decides in forward whether the backward that follows will all-reduce.
+        if batch.last:
+            return super().forward(batch)
+        with self.model.no_sync():
+            return super().forward(batch)
+
+
+def build(
+    options: Options,
+    *,
+    build: Build,
+    blocks_of: Blocks,
+    set_weights: SetWeights,
+    load_weights: SetWeights | None = None,
+    device: torch.device,
+    world_size: int,
+    training: bool = True,
+) -> DDPEngine:
+    mesh = make_mesh(device.type, world_size)
+    model = whole_model(options, build, blocks_of, set_weights, device)
+    if load_weights is not None:
+        load_weights(model)
+    copy = replicate(model, mesh, options.bucket_mb)
+    optimizer = None
+    if training:
+        optimizer = make_optimizer(options.optimizer, copy.parameters(), options.lr, fused=options.fused_optimizer)
+    scaler = gradient_scaler(device.type, options.mixed_precision)
+    return DDPEngine(copy, optimizer, scaler, autocast(device.type, options.mixed_precision))
+
+
+BASELINE = Baseline(build=build, honours=("bucket_mb",), refusals=reduces_in_fp32, autocasts=True)

@@ -1,0 +1,49 @@
+"""Strategy `none`: one process, which holds the whole model; nothing distributed. What the others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fsdp2.parallel.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
+from fsdp2.parallel.baselines.rules import Baseline, Options
+from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, whole_model
+from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.precision import gradient_scaler
+
+
+class NoneEngine(AutocastEngine):
+    strategy = "none"
+
+
+def build(
+    options: Options,
+    *,
+    build: Build,
+    blocks_of: Blocks,
+    set_weights: SetWeights,
+    load_weights: SetWeights | None = None,
+    device: torch.device,
+    world_size: int,
+    training: bool = True,
+) -> NoneEngine:
+    model = whole_model(options, build, blocks_of, set_weights, device)
+    if load_weights is not None:
+        load_weights(model)
+    optimizer = None
+    if training:
+        optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=options.fused_optimizer)
+    scaler = gradient_scaler(device.type, options.mixed_precision)
+    return NoneEngine(model, optimizer, scaler, autocast(device.type, options.mixed_precision))
+
+
+def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
+    if world_size > 1:
+        yield (
+            f"--strategy none with {world_size} ranks: each would train a model of its own; start one process "
+            "or use --strategy ddp or fsdp2"
+        )
+
+
+BASELINE = Baseline(build=build, honours=(), refusals=reduces_in_fp32, in_world=needs_one_process, autocasts=True)

@@ -1,0 +1,80 @@
+"""How a baseline's model starts: on meta, then with memory and initial values, whole or a part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.parallel.activation_checkpointing import checkpoint_activations
+from fsdp2.parallel.baselines.rules import Options
+from fsdp2.parallel.freeze import freeze
+from fsdp2.parallel.meta import allocate, check_initialised, poison
+
+Build = Callable[[], nn.Module]
+Blocks = Callable[[nn.Module], Sequence[nn.Module]]
+SetWeights = Callable[[nn.Module], None]
+
+
+def on_meta(options: Options, build: Build, blocks_of: Blocks) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model on meta and its blocks: frozen, then with recomputation, then compiled, as the options say."""
+    with torch.device("meta"):
+        model = build()
+    freeze(model, options.freeze)
+    blocks = blocks_of(model)
+    if options.activation_checkpointing:
+        checkpoint_activations(blocks, options.activation_checkpointing)
+    if options.compile:
+        for block in blocks:
+            block.compile()
+    return model, blocks
+
+
+def whole_model(
+    options: Options, build: Build, blocks_of: Blocks, set_weights: SetWeights, device: torch.device
+) -> nn.Module:
+    """The model with its initial values. Each rank holds all of it."""
+    model, _ = on_meta(options, build, blocks_of)
+    allocate(model, device, cpu_offload=options.cpu_offload)
+    poison(model)
+    set_weights(model)
+    check_initialised(model)
+    return model
+
+
+def materialise(module: nn.Module, name: str, set_weights: SetWeights, device: torch.device) -> nn.Module:
+    """Give memory and initial values to what a module on meta owns itself; its children stay as they are.
+
+    Args:
+        name: of the module in the whole model.
+        set_weights: is called with a model that holds only the module's own tensors, under their names in the whole
+            model.
+
+    Returns that model. Raises RuntimeError if one of the tensors is left unset.
+    """
+    module.to_empty(device=device, recurse=False)
+    prefix = f"{name}." if name else ""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    part = model_of({prefix + key: tensor for key, tensor in own})
+    poison(part)
+    set_weights(part)
+    check_initialised(part)
+    return part
+
+
+def model_of(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A model that can't compute: the tensors under their names, as parameters where they are `nn.Parameter`s."""
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = model
+        for child in path:
+            if child not in dict(module.named_children()):
+                module.add_module(child, nn.Module())
+            module = module.get_submodule(child)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(last, tensor)
+        else:
+            module.register_buffer(last, tensor)
+    return model
