@@ -116,11 +116,10 @@ def main(
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
-                    lr = engine.optimizer.param_groups[0]["lr"]
                     votes = [stop.reason is not None, checkpoints.poll()]
                     facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
-                    log.add({**place(), "step_in_epoch": batches.steps_done(), "lr": lr, **facts}, values)
+                    log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
                     checkpoints.stop_if_failed(log.failed)
                     garbage.after_step(progress.step)
                     if log.stop or finished():
@@ -188,7 +187,8 @@ def train_step(
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
     scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
     skipped = {"skipped": not updated} if may_skip or scale else {}
-    facts: dict[str, Any] = {"samples": batch.samples, **scale, **skipped}
+    lr = engine.optimizer.param_groups[0]["lr"]
+    facts: dict[str, Any] = {"lr": lr, "samples": batch.samples, **scale, **skipped}
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 
