@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +40,20 @@ def test_what_a_page_names_exists(page: Path) -> None:
     commands = re.findall(r"(?:-m fsdp2\.train|fsdp2\.train)((?: +\S+)*)", text)
     for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", " ".join(commands)):
         assert flag in flags, flag
+
+
+@pytest.mark.parametrize("notebook", ["tutorial.ipynb", "deepspeed_tutorial.ipynb"])
+def test_a_notebook_prints_the_code_that_there_is(notebook: str) -> None:
+    names: dict[str, Any] = {}
+    exec("import inspect", names)
+    for cell in json.loads((ROOT / "docs" / notebook).read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or "getsource" not in source:
+            continue
+        if "launchers" in source:
+            pytest.importorskip("ray")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(source, names)
+        (output,) = cell["outputs"]
+        assert "".join(output["text"]) == printed.getvalue(), "run the notebook's cell again"
