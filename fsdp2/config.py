@@ -199,6 +199,12 @@ class Config:
         50, "steps between garbage collections, at the same step on all ranks; 0 = whenever Python likes", whole(0)
     )
 
+    timeout: int | None = option(
+        None,
+        "seconds that a rank waits for another in a step, from the second on; unset = 1800, as elsewhere",
+        whole(1, 10**6),
+    )
+
     # What is written and read.
     run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)
     resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", _resume)

@@ -21,6 +21,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
+from fsdp2.run.patience import Patience
 from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import RunStopped
@@ -65,6 +66,7 @@ class Checkpoints:
             background=config.async_checkpoint is not None,
         )
         job.last_call = self._saver.wait_for_removal  # also where an error ends the run
+        self._patience = Patience(config.timeout, app.model)
         self._saved_step = progress.step  # committed, or on its way
         self._epochs: dict[int, int] = {}
         self._failed: Outcome | None = None
@@ -79,6 +81,10 @@ class Checkpoints:
         Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
         written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
         """
+        with self._patience.long(stay=last):
+            self._save(epoch, last=last)
+
+    def _save(self, epoch: int, *, last: bool) -> None:
         step = self.progress.step
         if step == self._saved_step:
             return
@@ -106,11 +112,12 @@ class Checkpoints:
         return on_rank_0
 
     def poll(self) -> bool:
-        """Report a save that has ended in the background; whether one has failed and the run is to stop.
+        """Before each step: report a save that has ended in the background; whether one failed and the run is to stop.
 
         Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
         `stop_if_failed` after the same step.
         """
+        self._patience.before_step()
         ended = self._saver.ended()
         if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
@@ -122,20 +129,22 @@ class Checkpoints:
     def stop_if_failed(self, ranks: int) -> None:
         """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
         if ranks:
-            self._end(self._failed or self._saver.wait())
+            with self._patience.long():
+                self._end(self._failed or self._saver.wait())
 
     def stop_if_nonfinite(self, step: int, what: str) -> None:
         """Raise RunStopped if `--on-nonfinite` is stop. A save in flight, which is of an earlier step, ends first."""
         if self.config.on_nonfinite != "stop":
             return
         text = f"step {step}: {what}; nothing was saved after it"
-        try:
-            self._end(self._failed or self._saver.wait())
-        except SaveFailed as error:
-            text += f"; {error}"
-        self._saver.close()
-        self._warn()
-        last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
+        with self._patience.long(stay=True):
+            try:
+                self._end(self._failed or self._saver.wait())
+            except SaveFailed as error:
+                text += f"; {error}"
+            self._saver.close()
+            self._warn()
+            last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
         advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
 

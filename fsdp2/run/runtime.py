@@ -26,6 +26,7 @@ from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.patience import LONG
 
 T = TypeVar("T")
 
@@ -134,7 +135,8 @@ def set_threads(threads: int | None, world: World) -> int:
 def process_group(world: World, device: torch.device) -> Iterator[None]:
     """Join the launcher's process group, or make one and end it afterwards.
 
-    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU.
+    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU. Until training
+    steps begin, a rank waits half an hour for another, also with nccl, whose own default is ten minutes.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,7 +147,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     end_with_launcher()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=LONG)
     else:
         # Alone: a store in memory, so that no port is opened.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -240,6 +242,9 @@ _PEER_LOST = (
 )
 
 
+_TIMED_OUT = "Timed out waiting"  # gloo; nccl's watchdog ends the process itself
+
+
 def lost_peer(text: str) -> bool:
     """Whether an error says that another rank has gone, and so is not the cause itself."""
     return any(sign in text for sign in _PEER_LOST)
@@ -268,13 +273,15 @@ def exit_status() -> Iterator[None]:
         print(f"fsdp2: stopped: rank {world().rank}: {found}", file=sys.stderr, flush=True)
         os._exit(1)  # as below
     except RuntimeError as error:
-        if not lost_peer(str(error)):
+        if _TIMED_OUT in str(error):
+            why = "another rank kept it waiting: that one is stuck or slow; --timeout sets for how long in a step"
+        elif lost_peer(str(error)):
+            why = (
+                "another rank ended or was killed; its traceback, or the signal that torchrun names below "
+                "(exitcode -9: SIGKILL, perhaps for want of memory), is the cause"
+            )
+        else:
             raise
-        print(
-            f"fsdp2: rank {world().rank} stopped because another rank ended or was killed; its traceback, or "
-            "the signal that torchrun names below (exitcode -9: SIGKILL, perhaps for want of memory), is the cause",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"fsdp2: rank {world().rank} stopped because {why}", file=sys.stderr, flush=True)
         # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
         os._exit(1)
