@@ -192,15 +192,7 @@ def train_step(
     return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
 
 
-def make_engine(
-    config: Config,
-    spec: ModelSpec,
-    world: World,
-    device: torch.device,
-    *,
-    restoring: bool,
-    training: bool = True,
-) -> Engine:
+def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
     def load_weights(model: nn.Module) -> None:
@@ -224,7 +216,6 @@ def make_engine(
         load_weights=None if config.init_from is None or restoring else load_weights,
         device=device,
         world_size=world.world_size,
-        training=training,
     )
 
 

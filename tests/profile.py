@@ -6,16 +6,21 @@ The file is pytest's:  PYTEST_ADDOPTS=--junitxml=$PWD/suite.xml make test
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from xml.etree import ElementTree
 
 SHOWN = 0.01  # of the whole time: what takes less is summed up in one row
 
 
+def descending(seconds: Mapping[str, float], count: int) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])[:count]
+
+
 def main(path: str) -> None:
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     tests: Counter[str] = Counter()
-    slowest: Counter[str] = Counter()
+    slowest: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         module, took = case.get("classname", ""), float(case.get("time", 0))
         first = module.split(".")[1]  # tests.test_launch, or tests.remote.test_files
@@ -27,14 +32,14 @@ def main(path: str) -> None:
     whole = sum(seconds.values())
     rest = [place for place, took in seconds.items() if took < SHOWN * whole]
     print("| where | tests | seconds |\n|---|---:|---:|")
-    for place, took in seconds.most_common(len(seconds) - len(rest)):
+    for place, took in descending(seconds, len(seconds) - len(rest)):
         print(f"| {place} | {tests[place]:,} | {took:.0f} |")
     print(
         f"| {len(rest)} more | {sum(tests[place] for place in rest):,} | {sum(seconds[place] for place in rest):.0f} |"
     )
     print(f"| all | {sum(tests.values()):,} | {whole:.0f} |")
     print("\n| the slowest tests, one case of each | seconds |\n|---|---:|")
-    for test, took in slowest.most_common(10):
+    for test, took in descending(slowest, 10):
         print(f"| `{test}` | {took:.0f} |")
 
 

@@ -57,16 +57,13 @@ def build(
     load_weights: SetWeights | None = None,
     device: torch.device,
     world_size: int,
-    training: bool = True,
 ) -> DDPEngine:
     mesh = make_mesh(device.type, world_size)
     model = whole_model(options, build, blocks_of, set_weights, device)
     if load_weights is not None:
         load_weights(model)
     copy = replicate(model, mesh, options.bucket_mb)
-    optimizer = None
-    if training:
-        optimizer = make_optimizer(options.optimizer, copy.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options.optimizer, copy.parameters(), options.lr, fused=options.fused_optimizer)
     scaler = gradient_scaler(device.type, options.mixed_precision)
     return DDPEngine(copy, optimizer, scaler, autocast(device.type, options.mixed_precision))
 

@@ -156,7 +156,6 @@ def build(
     load_weights: SetWeights | None = None,
     device: torch.device,
     world_size: int,
-    training: bool = True,
 ) -> FSDP1Engine:
     mesh = make_mesh(device.type, world_size, options.replicas)
     model, blocks = on_meta(options, build, blocks_of)
@@ -174,9 +173,7 @@ def build(
     if load_weights is not None:
         load(sharded, load_weights)
     # The optimizer takes the parameters as FSDP1 has flattened them.
-    optimizer = None
-    if training:
-        optimizer = make_optimizer(options.optimizer, sharded.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options.optimizer, sharded.parameters(), options.lr, fused=options.fused_optimizer)
     return FSDP1Engine(sharded, optimizer, gradient_scaler(device.type, options.mixed_precision))
 
 

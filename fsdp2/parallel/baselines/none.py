@@ -26,14 +26,11 @@ def build(
     load_weights: SetWeights | None = None,
     device: torch.device,
     world_size: int,
-    training: bool = True,
 ) -> NoneEngine:
     model = whole_model(options, build, blocks_of, set_weights, device)
     if load_weights is not None:
         load_weights(model)
-    optimizer = None
-    if training:
-        optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=options.fused_optimizer)
     scaler = gradient_scaler(device.type, options.mixed_precision)
     return NoneEngine(model, optimizer, scaler, autocast(device.type, options.mixed_precision))
 

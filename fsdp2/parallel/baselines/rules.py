@@ -42,6 +42,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Rules):
-    """A strategy that FSDP2 is compared with. `build` takes the arguments of `parallelize` and returns its engine."""
+    """A strategy that FSDP2 is compared with. `build` takes `parallelize`'s arguments, for training a model from its
+    initial values or a file's, and returns the strategy's engine."""
 
     build: Callable[..., Engine]

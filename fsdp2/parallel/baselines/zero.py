@@ -82,10 +82,8 @@ def build(
     load_weights: SetWeights | None = None,
     device: torch.device,
     world_size: int,
-    training: bool = True,
 ) -> ZeROEngine:
     """As `parallelize`, of a stage of ZeRO. Inference reads its checkpoints into FSDP2's model."""
-    assert training, "DeepSpeed's engine has an optimizer"
     config = options.deepspeed_settings(device.type)
     deepspeed = started(device)
     sharding = config["zero_optimization"]
