@@ -70,7 +70,7 @@ def test_at_the_same_world_size_each_shard_is_read_once(ranks: Ranks, checkpoint
         own = f"__{rank}_0.distcp"
         assert sizes[own] <= counted[own] < 1.1 * sizes[own]  # read ahead, the end of a part is read twice
         # Of the other's, what is saved once for both: plain values, and the steps that the optimizer counts.
-        assert counted[f"__{1 - rank}_0.distcp"] < sizes[f"__{1 - rank}_0.distcp"] / 2
+        assert counted.get(f"__{1 - rank}_0.distcp", 0) < sizes[f"__{1 - rank}_0.distcp"] / 2
 
 
 def _load(how: str, checkpoint: Path) -> str:

@@ -157,7 +157,7 @@ def test_a_comparison_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert len(ddp.step_ms) == 2
     assert ddp.samples == 32
     assert set(ddp.exchanges) == {"all-reduce"}
-    assert fsdp2.exchanges["all-gather"][0] == 5
+    assert fsdp2.exchanges["all-gather"][0] == 4  # in forward the root and two blocks, in backward the first block
     assert fsdp2.by_kind["optimizer"] < 0.6 * ddp.by_kind["optimizer"]
     assert sum(fsdp2.by_kind.values()) == fsdp2.peak_bytes
     assert fsdp2.checkpoint_bytes > 200_000
