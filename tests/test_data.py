@@ -258,10 +258,20 @@ def test_normalisation_is_torchvisions_bit_for_bit(name: str, data_root: Path) -
     for split, train in ((loaded.train, True), (loaded.test, False)):
         source = kind(data_root, train=train, transform=transform)
         assert len(split) == len(source)
+        assert isinstance(split, Images)
+        assert torch.equal(split.pixels, source.data)
         for index in (0, 7, len(source) - 1):
             assert torch.equal(split[index][0], source[index][0])
             assert int(split[index][1]) == source[index][1]
     assert loaded.classes[0] == ("T-shirt/top" if name == "fashion-mnist" else "0 - zero")
+
+
+def test_pixels_are_the_files_pages(data_root: Path) -> None:
+    loaded = data.load("fashion-mnist", root=str(data_root), seq_len=1, vocab_size=None)
+    maps = Path("/proc/self/maps").read_text()
+    for file in ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte"):
+        assert str(data_root / "FashionMNIST" / "raw" / file) in maps
+    del loaded
 
 
 def test_source_text_is_the_standard_library_split_by_file() -> None:
@@ -323,7 +333,7 @@ def _download_counts(cache: str) -> int:
             time.sleep(0.5)
             (Path(root) / "MNIST" / "raw").mkdir(parents=True)
             for file in torchvision_sets.FILES:
-                (Path(root) / "MNIST" / "raw" / file).write_text("")
+                (Path(root) / "MNIST" / "raw" / file).write_bytes(bytes(16 + 2 * 28 * 28))
         assert not data.missing_files("mnist", str(root))
         return SimpleNamespace(data=torch.zeros(2, 28, 28), targets=torch.zeros(2, dtype=torch.int64))
 

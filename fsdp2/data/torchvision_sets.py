@@ -7,6 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fsdp2.data.splits import Dataset, DownloadFailed, Images
 
 # Mean and standard deviation as the tutorials normalise them: 0.5 for Fashion-MNIST, the measured
@@ -19,6 +22,7 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+HEADER_BYTES = 16  # of a file of images: a magic number, how many, and their two sides
 
 
 def cache_folder() -> Path:
@@ -65,6 +69,12 @@ def _move(source: Path, target: Path) -> None:
         os.replace(source / file, target / file)
 
 
+def _mapped(file: Path, shape: torch.Size) -> Tensor:
+    """The pixels of a file, uint8, as the page cache holds them: once for all ranks of a node."""
+    size = HEADER_BYTES + shape.numel()
+    return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[HEADER_BYTES:].view(shape)
+
+
 def load(name: str, root: Path | None) -> Dataset:
     if root is None:
         root = cache_folder()
@@ -72,7 +82,8 @@ def load(name: str, root: Path | None) -> Dataset:
             download(name, root)
     mean, std = NORMALISE[name]
     splits = []
-    for train in (True, False):
-        source = _class_of(name)(root, train=train)
-        splits.append(Images(source.data, source.targets, white=255.0, mean=mean, std=std))
+    for train, file in ((True, FILES[0]), (False, FILES[2])):
+        source = _class_of(name)(root, train=train)  # reads all of it, and so finds out whether it is whole
+        pixels = _mapped(root / FOLDERS[name] / "raw" / file, source.data.shape)
+        splits.append(Images(pixels, source.targets, white=255.0, mean=mean, std=std))
     return Dataset(splits[0], splits[1], list(_class_of(name).classes))
