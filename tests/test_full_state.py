@@ -232,7 +232,7 @@ def test_the_sharded_application_state_issues_no_collective(ranks: Ranks) -> Non
 
 
 def _large(folder: Path) -> list[Any]:
-    """Runs of a model that is larger than what is written unasked; what is said of it at the end."""
+    """Runs of a model that is larger than what is written unasked; what they print about it at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_model, "LARGEST_UNASKED", 1_000)
         ends = [

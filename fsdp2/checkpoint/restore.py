@@ -70,7 +70,7 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
     `hashes` False trusts the sizes of its files. After an error what it was loaded into is of no use.
 
     Returns whether the ranks' random generators were restored. At another world size, or from a run without
-    the GPU that there is now, they are other generators, and the caller must seed them anew. Raises
+    the GPU that there is now, they are other generators, and the caller must seed them. Raises
     DamagedCheckpoint, or ValueError that lists what differs.
     """
     marker, reader = open_together(checkpoint, hashes=hashes)
