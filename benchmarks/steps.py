@@ -135,7 +135,7 @@ def prepare(job: Job, chosen: dict, batches: Sequence[Batch]) -> tuple[dict[str,
         except (NotHere, ConfigError) as error:
             found[name].why_not = str(error)
             continue
-        except (ImportError, NotImplementedError, RuntimeError) as error:
+        except (ImportError, RuntimeError) as error:
             # On a machine that was borrowed for half an hour the other sides are still worth their rows.
             if job.world.world_size > 1 or not sides:
                 raise

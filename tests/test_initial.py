@@ -115,6 +115,21 @@ def test_every_placement_gathers_to_the_same_tensor(ranks: Ranks) -> None:
             assert found == [True] * len(PLACEMENTS)
 
 
+def _strided() -> str:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.zeros(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    with pytest.raises(ValueError, match="no range of rows, and can't be drawn alone") as caught:
+        initial.place_of(tensor)
+    return str(caught.value)
+
+
+def test_a_shard_that_is_no_range_of_rows_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(_strided):
+        assert "_S" in message  # names the placement, which torch abbreviates
+
+
 def _drawn(line: list[str]) -> tuple[list[tuple[str, int]], list[tuple[str, Any]]]:
     """A run's draws, (name, elements) each, and its events."""
     draws: list[tuple[str, int]] = []

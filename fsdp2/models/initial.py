@@ -87,7 +87,7 @@ def rows_of(fill: Fill, name: str, shape: torch.Size, dtype: torch.dtype, seed: 
 def place_of(tensor: Tensor) -> tuple[slice, ...]:
     """Which range of each dimension of the whole tensor this rank holds.
 
-    Raises NotImplementedError for a DTensor whose shard is no such box.
+    Raises ValueError for a DTensor whose shard is no such box.
     """
     place = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
@@ -97,7 +97,10 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
     for dimension, placement in enumerate(tensor.placements):
         # Also for a strided shard, which is a kind of Shard: its rows are not neighbours.
         if type(placement) not in (Shard, Replicate):
-            raise NotImplementedError(f"initial values of a tensor that is placed {placement!r}")
+            raise ValueError(
+                f"a tensor is placed {placement!r}: a rank's part of it is no range of rows, and can't be drawn alone; "
+                "give it its initial value before it is placed so"
+            )
         if isinstance(placement, Shard):
             # As torch.chunk cuts it: the last ranks have less, or nothing.
             whole = place[placement.dim]
