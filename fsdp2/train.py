@@ -6,7 +6,6 @@ left behind. What a step does is in `train_step`; everything else is one call aw
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import BASELINES
+from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.report import header
@@ -203,20 +203,20 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
         require_finite(model, f"--init-from {config.init_from}")
 
-    # The only place that asks for the strategy: each engine is driven in the same way. Under FSDP2 nothing is drawn
-    # that a checkpoint will replace.
+    # Under FSDP2 nothing is drawn that a checkpoint will replace.
     drawn = not restoring or config.resume_partial or config.strategy != "fsdp2"
-    is_fsdp2 = config.strategy == "fsdp2"
-    build_engine = functools.partial(parallelize, restoring=not drawn) if is_fsdp2 else BASELINES[config.strategy].build
-    return build_engine(
-        config,
-        build=lambda: spec.build(config.model_size),
-        blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
-        load_weights=None if config.init_from is None or restoring else load_weights,
-        device=device,
-        world_size=world.world_size,
-    )
+    arguments: dict[str, Any] = {
+        "build": lambda: spec.build(config.model_size),
+        "blocks_of": spec.blocks,
+        "set_weights": lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
+        "load_weights": None if config.init_from is None or restoring else load_weights,
+        "device": device,
+        "world_size": world.world_size,
+    }
+    # The only place that asks for the strategy: each engine is driven in the same way.
+    if config.strategy == "fsdp2":
+        return parallelize(config, **arguments, restoring=not drawn)
+    return BASELINES[config.strategy].build(config, Start(**arguments))
 
 
 @record  # lets torchrun show the traceback of the rank that failed first

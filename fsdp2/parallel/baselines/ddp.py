@@ -5,14 +5,13 @@ Source: https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.parallel.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
-from fsdp2.parallel.baselines.rules import Baseline, Options
-from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, whole_model
+from fsdp2.parallel.baselines.rules import Baseline, Options, Start
+from fsdp2.parallel.baselines.start import whole_model
 from fsdp2.parallel.engine import Microbatch
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
@@ -48,24 +47,15 @@ class DDPEngine(AutocastEngine):
             return super().forward(batch)
 
 
-def build(
-    options: Options,
-    *,
-    build: Build,
-    blocks_of: Blocks,
-    set_weights: SetWeights,
-    load_weights: SetWeights | None = None,
-    device: torch.device,
-    world_size: int,
-) -> DDPEngine:
-    mesh = make_mesh(device.type, world_size)
-    model = whole_model(options, build, blocks_of, set_weights, device)
-    if load_weights is not None:
-        load_weights(model)
+def build(options: Options, start: Start) -> DDPEngine:
+    mesh = make_mesh(start.device.type, start.world_size)
+    model = whole_model(options, start)
+    if start.load_weights is not None:
+        start.load_weights(model)
     copy = replicate(model, mesh, options.bucket_mb)
     optimizer = make_optimizer(options.optimizer, copy.parameters(), options.lr, fused=options.fused_optimizer)
-    scaler = gradient_scaler(device.type, options.mixed_precision)
-    return DDPEngine(copy, optimizer, scaler, autocast(device.type, options.mixed_precision))
+    scaler = gradient_scaler(start.device.type, options.mixed_precision)
+    return DDPEngine(copy, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
 
 
 BASELINE = Baseline(build=build, honours=("bucket_mb",), refusals=reduces_in_fp32, autocasts=True)

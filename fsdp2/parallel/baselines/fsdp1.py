@@ -28,8 +28,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy
 
-from fsdp2.parallel.baselines.rules import Baseline, Options
-from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, materialise, model_of, on_meta
+from fsdp2.parallel.baselines.rules import Baseline, Options, SetWeights, Start
+from fsdp2.parallel.baselines.start import materialise, model_of, on_meta
 from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
@@ -147,34 +147,25 @@ class FSDP1Engine(Engine):
         return self.model.clip_grad_norm_(float("inf") if norm is None else norm)
 
 
-def build(
-    options: Options,
-    *,
-    build: Build,
-    blocks_of: Blocks,
-    set_weights: SetWeights,
-    load_weights: SetWeights | None = None,
-    device: torch.device,
-    world_size: int,
-) -> FSDP1Engine:
-    mesh = make_mesh(device.type, world_size, options.replicas)
-    model, blocks = on_meta(options, build, blocks_of)
+def build(options: Options, start: Start) -> FSDP1Engine:
+    mesh = make_mesh(start.device.type, start.world_size, options.replicas)
+    model, blocks = on_meta(options, start)
     sharded = wrap(
         model,
         wrap_policy(blocks, options.shard_granularity, options.min_wrap_params),
         mesh=mesh,
-        device=device,
-        set_weights=set_weights,
+        device=start.device,
+        set_weights=start.set_weights,
         precision=mixed_precision(options.mixed_precision, options.reduce_dtype),
         sharding=options.fsdp1_sharding,
         backward_prefetch=options.fsdp1_backward_prefetch,
         cpu_offload=options.cpu_offload,
     )
-    if load_weights is not None:
-        load(sharded, load_weights)
+    if start.load_weights is not None:
+        load(sharded, start.load_weights)
     # The optimizer takes the parameters as FSDP1 has flattened them.
     optimizer = make_optimizer(options.optimizer, sharded.parameters(), options.lr, fused=options.fused_optimizer)
-    return FSDP1Engine(sharded, optimizer, gradient_scaler(device.type, options.mixed_precision))
+    return FSDP1Engine(sharded, optimizer, gradient_scaler(start.device.type, options.mixed_precision))
 
 
 def refusals(options: Options) -> Iterator[str]:

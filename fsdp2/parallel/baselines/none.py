@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from fsdp2.parallel.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
-from fsdp2.parallel.baselines.rules import Baseline, Options
-from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, whole_model
+from fsdp2.parallel.baselines.rules import Baseline, Options, Start
+from fsdp2.parallel.baselines.start import whole_model
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import gradient_scaler
 
@@ -17,22 +15,13 @@ class NoneEngine(AutocastEngine):
     strategy = "none"
 
 
-def build(
-    options: Options,
-    *,
-    build: Build,
-    blocks_of: Blocks,
-    set_weights: SetWeights,
-    load_weights: SetWeights | None = None,
-    device: torch.device,
-    world_size: int,
-) -> NoneEngine:
-    model = whole_model(options, build, blocks_of, set_weights, device)
-    if load_weights is not None:
-        load_weights(model)
+def build(options: Options, start: Start) -> NoneEngine:
+    model = whole_model(options, start)
+    if start.load_weights is not None:
+        start.load_weights(model)
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=options.fused_optimizer)
-    scaler = gradient_scaler(device.type, options.mixed_precision)
-    return NoneEngine(model, optimizer, scaler, autocast(device.type, options.mixed_precision))
+    scaler = gradient_scaler(start.device.type, options.mixed_precision)
+    return NoneEngine(model, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
 
 
 def needs_one_process(options: Options, world_size: int) -> Iterator[str]:

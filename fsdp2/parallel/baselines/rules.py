@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import nn
 
 from fsdp2.parallel.engine import Engine
 
@@ -40,9 +43,23 @@ class Rules:
     reads_as_fsdp2: bool = False
 
 
+SetWeights = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a strategy starts from: the arguments of `parallelize`, which says what they are."""
+
+    build: Callable[[], nn.Module]
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
+    set_weights: SetWeights
+    load_weights: SetWeights | None = None
+    device: torch.device
+    world_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Rules):
-    """A strategy that FSDP2 is compared with. `build` takes `parallelize`'s arguments, for training a model from its
-    initial values or a file's, and returns the strategy's engine."""
+    """A strategy that FSDP2 is compared with. `build` returns its engine, with initial values or a file's."""
 
-    build: Callable[..., Engine]
+    build: Callable[[Options, Start], Engine]

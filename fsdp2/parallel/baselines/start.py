@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
-from fsdp2.parallel.baselines.rules import Options
+from fsdp2.parallel.baselines.rules import Options, SetWeights, Start
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.meta import allocate, check_initialised, poison
 
-Build = Callable[[], nn.Module]
-Blocks = Callable[[nn.Module], Sequence[nn.Module]]
-SetWeights = Callable[[nn.Module], None]
 
-
-def on_meta(options: Options, build: Build, blocks_of: Blocks) -> tuple[nn.Module, Sequence[nn.Module]]:
+def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The model on meta and its blocks: frozen, then with recomputation, then compiled, as the options say."""
     with torch.device("meta"):
-        model = build()
+        model = start.build()
     freeze(model, options.freeze)
-    blocks = blocks_of(model)
+    blocks = start.blocks_of(model)
     if options.activation_checkpointing:
         checkpoint_activations(blocks, options.activation_checkpointing)
     if options.compile:
@@ -31,14 +27,12 @@ def on_meta(options: Options, build: Build, blocks_of: Blocks) -> tuple[nn.Modul
     return model, blocks
 
 
-def whole_model(
-    options: Options, build: Build, blocks_of: Blocks, set_weights: SetWeights, device: torch.device
-) -> nn.Module:
+def whole_model(options: Options, start: Start) -> nn.Module:
     """The model with its initial values. Each rank holds all of it."""
-    model, _ = on_meta(options, build, blocks_of)
-    allocate(model, device, cpu_offload=options.cpu_offload)
+    model, _ = on_meta(options, start)
+    allocate(model, start.device, cpu_offload=options.cpu_offload)
     poison(model)
-    set_weights(model)
+    start.set_weights(model)
     check_initialised(model)
     return model
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.parallel.baselines.rules import Baseline, Options
-from fsdp2.parallel.baselines.start import Blocks, Build, SetWeights, materialise, on_meta, whole_model
+from fsdp2.parallel.baselines.rules import Baseline, Options, SetWeights, Start
+from fsdp2.parallel.baselines.start import materialise, on_meta, whole_model
 from fsdp2.parallel.baselines.zero_settings import choose_accelerator, on_device, refusals
 from fsdp2.parallel.baselines.zero_state import Shadow, shards_of
 from fsdp2.parallel.engine import Engine, Microbatch
@@ -73,39 +73,30 @@ def shard_each(
         deepspeed.zero.Init(module=part, config_dict_or_path=config, dtype=dtype)
 
 
-def build(
-    options: Options,
-    *,
-    build: Build,
-    blocks_of: Blocks,
-    set_weights: SetWeights,
-    load_weights: SetWeights | None = None,
-    device: torch.device,
-    world_size: int,
-) -> ZeROEngine:
+def build(options: Options, start: Start) -> ZeROEngine:
     """As `parallelize`, of a stage of ZeRO. Inference reads its checkpoints into FSDP2's model."""
-    config = options.deepspeed_settings(device.type)
-    deepspeed = started(device)
+    config = options.deepspeed_settings(start.device.type)
+    deepspeed = started(start.device)
     sharding = config["zero_optimization"]
     if sharding["stage"] == 3 and sharding.get("offload_param", {}).get("device") != "nvme":
-        model, _ = on_meta(options, build, blocks_of)
-        shard_each(model, set_weights, device, DTYPES[options.mixed_precision or "fp32"], config)
+        model, _ = on_meta(options, start)
+        shard_each(model, start.set_weights, start.device, DTYPES[options.mixed_precision or "fp32"], config)
     else:
-        model = whole_model(options, build, blocks_of, set_weights, device)
+        model = whole_model(options, start)
     # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
     fused = options.fused_optimizer
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=fused, materialised=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.
-    copy, _ = on_meta(options, build, blocks_of)
-    mesh = make_mesh(device.type, world_size)
-    offload = offload_policy(False, device.type)
+    copy, _ = on_meta(options, start)
+    mesh = make_mesh(start.device.type, start.world_size)
+    offload = offload_policy(False, start.device.type)
     shard(copy, [], mesh=mesh, precision=fsdp2_policy(None, "fp32"), offload=offload, reshard_after_forward=None)
-    allocate(copy, device, cpu_offload=False)
+    allocate(copy, start.device, cpu_offload=False)
     result = ZeROEngine(engine, optimizer, Shadow(engine, optimizer, copy, options.optimizer), config)
-    if load_weights is not None:
+    if start.load_weights is not None:
         result.gather_state()
-        load_weights(copy)
+        start.load_weights(copy)
         result.scatter_state()
     return result
 
