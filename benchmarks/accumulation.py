@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from fsdp2 import models, train
+from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.memory.ledger import Ledger
 from fsdp2.parallel.engine import Engine
@@ -62,7 +62,7 @@ def main() -> None:
         for mode, replicas in (("every", 1), ("last", 1), ("every", 2), ("last", 2), ("replica", 2)):
             own = [f"--grad-accumulation={MICROBATCHES}", f"--grad-accumulation-sync={mode}"]
             config = parse([*sys.argv[1:], *own, f"--replicas={replicas}", "--device=cpu"])
-            spec, size = models.get(config.model), config.batch_size
+            spec, size = config.spec, config.batch_size
             engines[mode, replicas] = train.make_engine(config, spec, world, device, restoring=False)
         for engine in engines.values():
             step(engine, size)

@@ -18,7 +18,6 @@ import torch
 from step_page import versions
 from tables import machine, write_page
 
-from fsdp2 import models
 from fsdp2.compare.report import markdown_table
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
@@ -97,7 +96,7 @@ def row(flags: list[str], world: World, device: torch.device) -> list[str]:
 
 def measured(config: Config, world: World, device: torch.device) -> list[str]:
     """A cell for each of COLUMNS, of this rank."""
-    spec, gpu = models.get(config.model), device.type == "cuda"
+    spec, gpu = config.spec, device.type == "cuda"
     engine = make_engine(config, spec, world, device, restoring=False)
     batch = made_up(config, world, device)
 
@@ -140,7 +139,7 @@ def measured(config: Config, world: World, device: torch.device) -> list[str]:
 
 def made_up(config: Config, world: World, device: torch.device) -> Batch:
     """A batch of random images or tokens: memory doesn't depend on what is in them."""
-    if (vocabulary := models.get(config.model).vocab_size(config.model_size)) is not None:
+    if (vocabulary := config.spec.vocab_size(config.model_size)) is not None:
         inputs = targets = torch.randint(vocabulary, (config.batch_size, config.seq_len), device=device)
     else:
         inputs = torch.randn(config.batch_size, 1, 28, 28, device=device)

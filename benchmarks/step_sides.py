@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp2 import minimal as one_screen
-from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import reset_parameters
@@ -45,18 +44,18 @@ class Job:
     def model(self) -> nn.Module:
         """The whole model with its initial values, on this rank's device."""
         config = self.config()
-        spec = models.get(config.model)
+        spec = config.spec
         model = spec.build(config.model_size)
         reset_parameters(model, spec.initial_values, config.seed)
         return model.to(self.device)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """The mean over this rank's samples; averaged over ranks it is the mean over the global batch."""
-        total = models.get(self.config().model).loss(output, batch.targets)
+        total = self.config().spec.loss(output, batch.targets)
         return total * self.world.world_size / batch.target_count
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return models.get(self.config().model).blocks(model)
+        return self.config().spec.blocks(model)
 
 
 @dataclass
@@ -80,7 +79,7 @@ def holding(model: nn.Module, optimizer: Any) -> Callable[[], dict[str, Iterable
 def minimal(job: Job) -> Side:
     """FSDP2 on one screen, without its clipping: no norm, no log, nothing that all ranks agree on."""
     config = job.config()
-    spec = models.get(config.model)
+    spec = config.spec
     model, optimizer = one_screen.build(job.device, spec, config.model_size)
 
     def step(batch: Batch) -> Tensor:
@@ -114,7 +113,7 @@ def ours(*flags: str) -> Make:
         config = job.config(*flags)
         if config.strategy.startswith("zero"):
             _needs("deepspeed")
-        spec = models.get(config.model)
+        spec = config.spec
         engine = make_engine(config, spec, job.world, job.device, restoring=False)
         metrics = MetricsFile(job.folder / f"{'-'.join(flags) or 'ours'}.jsonl".replace("/", "-"), job.world.rank)
         log = StepLog(metrics, job.device)

@@ -25,7 +25,7 @@ from step_page import page
 from step_sides import GPU_SIDES, SIDES, Job, NotHere, Side
 from tables import write_page
 
-from fsdp2 import data, models
+from fsdp2 import data
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.memory.ledger import Ledger
 from fsdp2.options.errors import ConfigError
@@ -101,7 +101,7 @@ def main() -> None:
 def batches_of(job: Job) -> list[Batch]:
     """An epoch of the embedded data, on the device: reading data isn't what is compared."""
     config = job.config()
-    spec = models.get(config.model)
+    spec = config.spec
     dataset = data.load(
         config.dataset, root=config.data_root, seq_len=config.seq_len, vocab_size=spec.vocab_size(config.model_size)
     )

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from fsdp2 import data, models
 from fsdp2.options import deepspeed_settings
+from fsdp2.options.checks import check_together
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
     check_values,
-    is_step,
+    granularity,
+    groups_ahead,
     location,
     number,
     one_of,
@@ -26,49 +28,17 @@ from fsdp2.options.values import (
     optional_switch,
     or_off,
     patterns,
+    reshard_policy,
+    resume_place,
     switch,
     text,
     whole,
 )
 from fsdp2.parallel.baselines import fsdp1
 from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
-from fsdp2.parallel.optimizer import FUSED, OPTIMIZERS
+from fsdp2.parallel.optimizer import OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
-
-
-def _reshard(value: Any) -> bool | int | None:
-    # No `off`: it would read as false, and undo what a file says.
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or value in ("true", "false"):
-        return value in (True, "true")
-    try:
-        return whole(2)(value)
-    except ValueError:
-        raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule") from None
-
-
-def _prefetch(value: Any) -> int | str:
-    return "off" if value == "off" else whole(1)(value)
-
-
-def _resume(value: Any) -> str:
-    if isinstance(value, str):
-        return str(whole(0)(value)) if is_step(value) else location(value)
-    try:
-        return str(whole(0)(value))  # files write resume = 120 as a number
-    except ValueError:
-        raise ValueError("must be auto, never, a step, or the path of a checkpoint or run") from None
-
-
-def _granularity(value: Any) -> int | str:
-    if value in ("layer", "root"):
-        return value
-    try:
-        return whole(1)(value)
-    except ValueError:
-        raise ValueError("must be a number of blocks, layer or root") from None
 
 
 @dataclass(frozen=True)
@@ -126,20 +96,20 @@ class Config:
     # How it is distributed.
     strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), metavar="|".join(STRATEGIES))
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
-    shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", _granularity)
+    shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", granularity)
     reshard_after_forward: bool | int | None = option(
         None,
         "true (root too), false, or N ranks; unset or auto = all but the root and the last group",
-        _reshard,
+        reshard_policy,
     )
     explicit_prefetching: int | None = option(
         None, "all-gather N groups ahead, forward and backward; bare = 2", or_off(whole(1)), bare=2
     )
     forward_prefetch: int | Literal["off"] | None = option(
-        None, "groups ahead in forward, or off; unset = as --explicit-prefetching", _prefetch
+        None, "groups ahead in forward, or off; unset = as --explicit-prefetching", groups_ahead
     )
     backward_prefetch: int | Literal["off"] | None = option(
-        None, "groups ahead in backward, or off; unset = as --explicit-prefetching", _prefetch
+        None, "groups ahead in backward, or off; unset = as --explicit-prefetching", groups_ahead
     )
 
     bucket_mb: float | None = option(
@@ -207,7 +177,7 @@ class Config:
 
     # What is written and read.
     run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)
-    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", _resume)
+    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", resume_place)
     checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
     keep: int = option(3, "newest checkpoints that are kept", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
@@ -252,7 +222,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        spec = models.get(self.model)
+        spec = self.spec
         if self.model_size is None:
             object.__setattr__(self, "model_size", next(iter(spec.sizes)))
         elif self.model_size not in spec.sizes:
@@ -266,71 +236,12 @@ class Config:
             # A forward of language gives a number for each token and each word of the vocabulary.
             object.__setattr__(self, "test_batch_size", 1000 if spec.kind == "image" else self.batch_size)
         check_strategy(self)
-        for check in (
-            self._check_data,
-            self._check_batches,
-            self._check_optimizer,
-            self._check_precision,
-            self._check_resume,
-            self._check_observing,
-        ):
-            check()
+        check_together(self)
 
-    def _check_data(self) -> None:
-        kind = models.get(self.model).kind
-        if data.KINDS[self.dataset] != kind:
-            fitting = ", ".join(name for name in data.NAMES if data.KINDS[name] == kind)
-            raise ConfigError(
-                f"--dataset {self.dataset} with --model {self.model}: the model takes {kind} data; use one of {fitting}"
-            )
-        if self.data_root is not None and self.dataset not in data.ON_DISK:
-            raise ConfigError(
-                f"--data-root with --dataset {self.dataset}: that data is not read from a folder; drop --data-root "
-                f"or choose --dataset {' or '.join(data.ON_DISK)}"
-            )
-
-    def _check_batches(self) -> None:
-        if self.global_batch_size is not None and self.global_batch_size < self.grad_accumulation:
-            raise ConfigError(
-                f"--global-batch-size {self.global_batch_size} with --grad-accumulation {self.grad_accumulation}: "
-                "a microbatch would be empty; raise the one or lower the other"
-            )
-
-    def _check_optimizer(self) -> None:
-        if self.fused_optimizer and self.optimizer not in FUSED:
-            raise ConfigError(
-                f"--fused-optimizer with --optimizer {self.optimizer}: torch has none for sharded parameters; use "
-                f"--optimizer {' or '.join(FUSED)}, or drop --fused-optimizer"
-            )
-
-    def _check_precision(self) -> None:
-        if self.reduce_dtype not in ("fp32", self.mixed_precision):
-            raise ConfigError(
-                f"--reduce-dtype {self.reduce_dtype} with --mixed-precision {self.mixed_precision or 'off'}: "
-                "gradients would be rounded to a dtype they are not computed in; "
-                f"add --mixed-precision {self.reduce_dtype} or drop it"
-            )
-
-    def _check_resume(self) -> None:
-        if not self.resume_partial:
-            return
-        if self.resume in ("auto", "never"):
-            raise ConfigError(
-                f"--resume-partial with --resume {self.resume}: a partial load starts a new training from a chosen "
-                "checkpoint; name it with --resume STEP or --resume PATH"
-            )
-        if self.init_from is not None:
-            raise ConfigError(
-                "--resume-partial with --init-from: both give the weights to start from; drop one of them"
-            )
-
-    def _check_observing(self) -> None:
-        recorded = "--memory-snapshot" if self.memory_snapshot else "--memory-limit"
-        if self.profile and (self.memory_snapshot or self.memory_limit):
-            raise ConfigError(
-                f"--profile with {recorded}: the trace would show the recording rather than the training; "
-                "use one after the other"
-            )
+    @property
+    def spec(self) -> models.ModelSpec:
+        """What `--model` names."""
+        return models.get(self.model)
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp2.data.loader import Batch, evaluation_batches
-from fsdp2.data.splits import Images, Windows
+from fsdp2.data.splits import IGNORED, Images, Windows
+from fsdp2.models import ModelSpec
 from fsdp2.run.runtime import World
 
 
 def evaluate(
-    forward: Callable[[Batch], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    forward: Callable[[Batch], Any],
+    spec: ModelSpec,
     split: Images | Windows,
     batch_size: int,
     world: World,
@@ -30,14 +31,9 @@ def evaluate(
     for batch in evaluation_batches(split, batch_size, world.rank, world.world_size, device):
         outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
         if batch.valid:
-            correct = (outputs.argmax(dim=-1) == batch.targets).sum()
-            sums += torch.stack(
-                [
-                    loss(outputs, batch.targets).double(),
-                    correct,
-                    torch.ones_like(correct) * batch.targets.numel(),
-                ]
-            )
+            correct = (spec.logits(outputs).argmax(dim=-1) == batch.targets).sum()
+            count = (batch.targets != IGNORED).sum()
+            sums += torch.stack([spec.loss(outputs, batch.targets).double(), correct, count])
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import models
 from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
@@ -34,7 +33,7 @@ from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location
 from fsdp2.parallel.baselines.autocast import autocast
-from fsdp2.parallel.precision import DTYPES
+from fsdp2.parallel.precision import DTYPES, with_inputs_in
 from fsdp2.parallelize import parallelize
 from fsdp2.report.console import short
 from fsdp2.run import runtime
@@ -49,7 +48,7 @@ SAMPLES = 10
 SHARDED = [name for name, rules in STRATEGIES.items() if rules.reads_as_fsdp2]
 
 
-def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Tensor]:
+def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Any]:
     """The full model in this process; a function from a batch to its outputs.
 
     It computes in the precision that the run evaluated in, so that the accuracy is the run's: FSDP casts the
@@ -73,10 +72,9 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     model.to(dtype)
     context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
 
-    def forward(batch: Batch) -> Tensor:
-        inputs = batch.inputs.to(dtype) if batch.inputs.is_floating_point() else batch.inputs
+    def forward(batch: Batch) -> Any:
         with context:
-            return model(inputs)
+            return spec.call(model, with_inputs_in(batch, dtype))
 
     return forward
 
@@ -108,7 +106,7 @@ def other_ways(config: Config) -> str:
 
 def load_sharded(
     config: Config, spec: ModelSpec, checkpoint: Files, world: World, device: torch.device
-) -> Callable[[Batch], Tensor]:
+) -> Callable[[Batch], Any]:
     """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
 
     def load_weights(model: nn.Module) -> None:
@@ -133,6 +131,7 @@ def load_sharded(
         training=False,
         restoring=True,
     )
+    engine.call = spec.call
     engine.model.eval()
     return engine.forward
 
@@ -198,7 +197,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
         config, data_root=data_root or config.data_root, cpu_offload=False, replicas=1, reshard_after_forward=None
     )
     check_data(config)
-    spec = models.get(config.model)
+    spec = config.spec
     if not sharded and world.world_size > 1:
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
@@ -234,7 +233,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             inputs, targets = dataset.test.__getitems__(range(min(SAMPLES, len(dataset.test))))
             batch = Batch(inputs.to(device), targets.to(device), True, len(inputs), targets.numel(), True)
             samples = samples_of(forward(batch), batch.targets, dataset)
-            result = evaluate(forward, spec.loss, dataset.test, config.test_batch_size, world, device)
+            result = evaluate(forward, spec, dataset.test, config.test_batch_size, world, device)
         if world.rank == 0:
             print(f"weights: {weights}")
             for sample, one in zip(samples, inputs, strict=True):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
-from fsdp2 import models
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
@@ -65,7 +64,7 @@ def main(
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
-    spec = models.get(config.model)
+    spec = config.spec
     with preflight(config, world) as job, runtime.process_group(world, device), process_settings(config) as garbage:
         job.agree()  # rank 0 has chosen the run directory and what to resume
         run = RunDir(job.place)
@@ -133,7 +132,7 @@ def main(
                     checkpoints.save(batches.epoch, last=True)
                     break
                 with engine.evaluating():
-                    result = evaluate(engine.forward, spec.loss, dataset.test, config.test_batch_size, world, device)
+                    result = evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
                 accuracy = result["accuracy"]
                 reports.emit("eval", {**place(), **result})
                 if batches.at_end():
@@ -215,8 +214,11 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     }
     # The only place that asks for the strategy: each engine is driven in the same way.
     if config.strategy == "fsdp2":
-        return parallelize(config, **arguments, restoring=not drawn)
-    return BASELINES[config.strategy].build(config, Start(**arguments))
+        engine: Engine = parallelize(config, **arguments, restoring=not drawn)
+    else:
+        engine = BASELINES[config.strategy].build(config, Start(**arguments))
+    engine.call = spec.call
+    return engine
 
 
 @record  # lets torchrun show the traceback of the rank that failed first

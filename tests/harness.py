@@ -173,12 +173,12 @@ def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
 
 def make_engine(flags: str = "") -> Engine:
     """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
-    from fsdp2 import models, train
+    from fsdp2 import train
     from fsdp2.config import parse
     from fsdp2.run import runtime
 
     config = parse(["--model-size=tiny", *flags.split()])
-    return train.make_engine(config, models.get(config.model), runtime.world(), torch.device("cpu"), restoring=False)
+    return train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
 
 
 def peak_at_start(flags: str) -> tuple[int, int]:

@@ -116,7 +116,6 @@ def test_weights_that_are_no_numbers_are_called_so(train: Train, ranks: Ranks, t
 
 def _shards_only(run: Path) -> float:
     """The largest share of a parameter that a rank holds when the weights are loaded."""
-    from fsdp2 import models
     from fsdp2.run import runtime
     from fsdp2.run.rundir import RunDir, read_config
 
@@ -131,7 +130,7 @@ def _shards_only(run: Path) -> float:
     try:
         config = read_config(RunDir(run))
         checkpoint = RunDir(run).store.checkpoint(RunDir(run).store.committed()[-1])
-        infer.load_sharded(config, models.get(config.model), checkpoint, runtime.world(), torch.device("cpu"))
+        infer.load_sharded(config, config.spec, checkpoint, runtime.world(), torch.device("cpu"))
     finally:
         infer.parallelize = real
     parameters = list(found["engine"].model.parameters())

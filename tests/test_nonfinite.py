@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2 import models
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import HASH, Store, read_marker, says_finite, verify, write_marker
@@ -108,7 +107,7 @@ def test_retention_reads_old_markers_and_passes_over_damaged_ones(tmp_path: Path
 def _with_and_without(flags: str) -> dict[str, bool]:
     """Three steps, the second of them with a NaN in one rank's data, next to a model that has never seen that step."""
     config = parse(["--model-size=tiny", *flags.split(), "--on-nonfinite=skip"])
-    spec, world = models.get(config.model), runtime.world()
+    spec, world = config.spec, runtime.world()
     generator = torch.Generator().manual_seed(world.rank)
     batches = [torch.randn(4, 1, 28, 28, generator=generator) for _ in range(3)]
     if world.rank == world.world_size - 1:

@@ -21,7 +21,8 @@ class Batch:
     """One microbatch on the device.
 
     Attributes:
-        inputs, targets: with the samples as their first dimension.
+        inputs: a tensor, or tensors by the names of the model's arguments, with the samples as their first dimension.
+        targets: likewise; `IGNORED` where there is nothing to predict.
         valid: False for a placeholder. Every rank must take part in every forward and backward, because they
             communicate; a rank that has no sample left runs one that counts nothing.
         samples: in the whole global batch of this step, over all ranks and microbatches.
@@ -29,12 +30,18 @@ class Batch:
         last: True for the microbatch that ends the step.
     """
 
-    inputs: Tensor
+    inputs: Any
     targets: Tensor
     valid: bool
     samples: int
     target_count: int
     last: bool
+
+
+def _on(device: torch.device, tensors: Any) -> Any:
+    if isinstance(tensors, dict):
+        return {name: _on(device, tensor) for name, tensor in tensors.items()}
+    return tensors.to(device, non_blocking=True)
 
 
 def _whole_batch(batch: Any) -> Any:
@@ -132,8 +139,8 @@ class Batches:
                 # Before the last one is handed out: a checkpoint written in this step must not repeat it.
                 self.position += samples
             yield Batch(
-                inputs.to(self.device, non_blocking=True),
-                targets.to(self.device, non_blocking=True),
+                _on(self.device, inputs),
+                _on(self.device, targets),
                 size > 0,
                 samples,
                 samples * self.split.targets_per_sample,
@@ -179,8 +186,8 @@ def evaluation_batches(
 
     for index, (inputs, targets) in zip(mine, _loader(split, rows, device, 0), strict=True):
         yield Batch(
-            inputs.to(device, non_blocking=True),
-            targets.to(device, non_blocking=True),
+            _on(device, inputs),
+            _on(device, targets),
             index < count,
             len(split),
             len(split) * split.targets_per_sample,

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+# As a target: there is nothing to predict. torch's losses leave it out by default.
+IGNORED = -100
+
 Pair = tuple[Tensor, Tensor]
 Rows = Sequence[int] | numpy.ndarray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 
 from fsdp2.models.spec import ModelSpec
 
@@ -11,6 +12,7 @@ NAMES = ("vit", "cnn", "transformer")
 __all__ = ["NAMES", "ModelSpec", "get"]
 
 
+@cache
 def get(name: str) -> ModelSpec:
     """The specification of a model; imports only that model's file."""
     spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC

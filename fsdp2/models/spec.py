@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table
+
+
+class Batch(Protocol):
+    """What a model is run on.
+
+    Attributes:
+        inputs: what a forward takes: one tensor, or tensors by the names of its arguments.
+        targets: class numbers; -100 where there is nothing to predict.
+    """
+
+    @property
+    def inputs(self) -> Any: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """The outputs of a model that takes the batch's inputs as they are."""
+    return model(**batch.inputs) if isinstance(batch.inputs, dict) else model(batch.inputs)
+
+
+def outputs_are_logits(outputs: Tensor) -> Tensor:
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -23,7 +47,9 @@ class ModelSpec:
         blocks: the modules, in the order of the forward, that sharding, recomputation and compilation take
             as their unit.
         initial_values: name pattern -> distribution, for every parameter and buffer.
-        loss: (outputs, targets) -> the **sum** of the losses of all targets, 0-d.
+        loss: (outputs, targets) -> the **sum** of the losses of all targets but those that are -100, 0-d.
+        call: (model, batch) -> outputs; the model may be wrapped by a strategy.
+        logits: outputs -> a number for each target and class, (…, classes).
     """
 
     name: str
@@ -32,7 +58,9 @@ class ModelSpec:
     make: Callable[..., nn.Module]
     blocks: Callable[[Any], Sequence[nn.Module]]
     initial_values: Table
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Any, Tensor], Tensor]
+    call: Callable[[nn.Module, Batch], Any] = call_model
+    logits: Callable[[Any], Tensor] = outputs_are_logits
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -129,6 +129,40 @@ def is_step(value: str) -> bool:
     return value.isascii() and value.isdigit()
 
 
+def reshard_policy(value: Any) -> bool | int | None:
+    # No `off`: it would read as false, and undo what a file says.
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or value in ("true", "false"):
+        return value in (True, "true")
+    try:
+        return whole(2)(value)
+    except ValueError:
+        raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule") from None
+
+
+def groups_ahead(value: Any) -> int | str:
+    return "off" if value == "off" else whole(1)(value)
+
+
+def resume_place(value: Any) -> str:
+    if isinstance(value, str):
+        return str(whole(0)(value)) if is_step(value) else location(value)
+    try:
+        return str(whole(0)(value))  # files write resume = 120 as a number
+    except ValueError:
+        raise ValueError("must be auto, never, a step, or the path of a checkpoint or run") from None
+
+
+def granularity(value: Any) -> int | str:
+    if value in ("layer", "root"):
+        return value
+    try:
+        return whole(1)(value)
+    except ValueError:
+        raise ValueError("must be a number of blocks, layer or root") from None
+
+
 def checked(flag: str, value: Any, parse: Parse) -> Any:
     """The parsed value. Raises ConfigError that begins with the flag and the value."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ class Microbatch(Protocol):
     """The part of a batch that an engine looks at."""
 
     @property
-    def inputs(self) -> Tensor: ...
+    def inputs(self) -> Any: ...
 
     @property
     def last(self) -> bool: ...
@@ -27,9 +27,13 @@ class Engine:
 
     One optimizer step is: `begin_step()`, then for each microbatch `forward(batch)` and
     `backward(loss, last_microbatch)`, then `clip(norm)` and `step()`.
+
+    Attributes:
+        call: (model, batch) -> outputs. Whoever makes an engine sets it for a model that takes more than one tensor.
     """
 
     strategy = "none"
+    call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler) -> None:
         self.model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -97,8 +101,8 @@ class Engine:
     def begin_step(self) -> None:
         """Called before the data of a step is read."""
 
-    def forward(self, batch: Microbatch) -> Tensor:
-        return self.model(batch.inputs)
+    def forward(self, batch: Microbatch) -> Any:
+        return self.call(self.model, batch)
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
         """Accumulate gradients of `loss` (0-d); after the last microbatch of a step they are exchanged in full."""

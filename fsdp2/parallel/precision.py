@@ -6,7 +6,11 @@ parameters that the optimizer updates stay fp32.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,3 +33,16 @@ def gradient_scaler(device_type: str, compute: str | None) -> torch.amp.GradScal
     sharded gradients too: with DTensors its overflow flag is reduced over the mesh, so ranks skip together.
     """
     return torch.amp.GradScaler(device_type, enabled=compute == "fp16")
+
+
+def with_inputs_in(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with those of its inputs that are floating point in another dtype: for a strategy that doesn't cast."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    inputs = batch.inputs
+    other = {name: cast(one) for name, one in inputs.items()} if isinstance(inputs, dict) else cast(inputs)
+    batch = copy.copy(batch)
+    object.__setattr__(batch, "inputs", other)  # a frozen dataclass, whose type this room doesn't know
+    return batch

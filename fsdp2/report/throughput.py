@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,15 +35,21 @@ def peak_tflops(gpu: str, mixed_precision: str | None, matmul_precision: str) ->
     return next((peaks[column] for pattern, peaks in PEAKS.items() if re.search(pattern, gpu)), None)
 
 
-def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Tensor, Tensor]) -> int:
+def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Any, Tensor]) -> int:
     """Floating-point operations of one forward and backward of one sample, counted on meta: no memory, no arithmetic.
 
     torch counts the matrix products, convolutions and attention that run, and nothing else. The model is not the one
     that trains, so what recomputation adds is not in it.
     """
-    inputs, targets = (tensor.to("meta").unsqueeze(0) for tensor in sample)
+
+    def on_meta(tensors: Any) -> Any:
+        if isinstance(tensors, dict):
+            return {name: on_meta(tensor) for name, tensor in tensors.items()}
+        return tensors.to("meta").unsqueeze(0)
+
+    batch = SimpleNamespace(inputs=on_meta(sample[0]), targets=on_meta(sample[1]))
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        spec.loss(spec.build(size)(inputs), targets).backward()
+        spec.loss(spec.call(spec.build(size), batch), batch.targets).backward()
     return int(counter.get_total_flops())
 
 
@@ -55,7 +62,7 @@ class Throughput:
     """
 
     def __init__(
-        self, config: Config, spec: ModelSpec, sample: tuple[Tensor, Tensor], device: torch.device, ranks: int
+        self, config: Config, spec: ModelSpec, sample: tuple[Any, Tensor], device: torch.device, ranks: int
     ) -> None:
         self.tokens = sample[1].numel() if spec.kind == "language" else None
         self.tflop: float | None = None  # of a sample, on each GPU

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2 import data, models
+from fsdp2 import data
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
@@ -59,7 +59,7 @@ def preflight(config: Config, world: World) -> Job:
     check_world(config, world)
     check_data(config)
     with torch.device("meta"):
-        model = models.get(config.model).build(config.model_size)
+        model = config.spec.build(config.model_size)
     try:
         freeze(model, config.freeze)
     except ValueError as error:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2 import config, infer, models
+from fsdp2 import config, infer
 from fsdp2.checkpoint import __main__ as checkpoint
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.compare import __main__ as comparison
@@ -148,7 +148,7 @@ def holds(made: Config, folder: Path) -> None:
     again = written(folder, ("again.json", json.dumps(to_flags(made)).encode()))
     assert config.parse(["--config", str(again)]) == made
     with torch.device("meta"):
-        model = models.get(made.model).build(made.model_size)
+        model = made.spec.build(made.model_size)
     refused(lambda: freeze(model, made.freeze), ValueError)
     refused(lambda: preflight.check_world(made, World(0, 2, 0, 2)), ConfigError)
     refused(lambda: preflight.check_data(made), ConfigError)

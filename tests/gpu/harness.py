@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
@@ -125,7 +124,7 @@ def rank() -> Iterator[tuple[runtime.World, torch.device]]:
 
 
 def engine(config: Config, world: runtime.World, device: torch.device) -> Engine:
-    return make_engine(config, models.get(config.model), world, device, restoring=False)
+    return make_engine(config, config.spec, world, device, restoring=False)
 
 
 def losses(events: Events) -> list[float]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import models
 from fsdp2.checkpoint import staging
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
@@ -91,7 +90,7 @@ def _with_and_without(flags: list[str]) -> list[dict[str, Any]]:
     """Three steps, the second with a NaN in the last rank's data, next to a model that has never seen that step."""
     with rank() as (world, device):
         config = parse(["--model-size=tiny", f"--device={DEVICE}", "--on-nonfinite=skip", *flags])
-        spec = models.get(config.model)
+        spec = config.spec
         generator = torch.Generator().manual_seed(world.rank)
         inputs = [torch.randn(4, 1, 28, 28, generator=generator).to(device) for _ in range(3)]
         if world.rank == world.world_size - 1:

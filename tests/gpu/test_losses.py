@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2 import minimal, models
+from fsdp2 import minimal
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.train import train_step
@@ -108,7 +108,7 @@ def _both_loops(steps: int) -> tuple[list[float], list[float]]:
     """Losses of the one-screen loop's steps and of train.py's, on the same batches."""
     with rank() as (world, device):
         config = parse(["--model-size=tiny", f"--device={DEVICE}", "--clip-grad-norm", "--explicit-prefetching=1"])
-        spec = models.get(config.model)
+        spec = config.spec
         generator = torch.Generator().manual_seed(world.rank)
         count, batches = 8 * world.world_size, []
         for _ in range(steps):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.memory.ledger import Ledger
@@ -26,7 +25,7 @@ def _peaks(flags: list[str]) -> dict[str, int]:
     """Of the third step: its peak by the ledger and by the allocator, above what neither could know of before."""
     with rank() as (world, device):
         config = parse([*SIZE, f"--device={DEVICE}", *flags])
-        spec = models.get(config.model)
+        spec = config.spec
         made = engine(config, world, device)
         tokens = torch.randint(10_000, (config.batch_size, config.seq_len), device=device)
         batch = Batch(tokens, tokens, True, len(tokens), tokens.numel(), True)

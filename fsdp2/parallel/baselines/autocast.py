@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp2.parallel.baselines.rules import Options
 from fsdp2.parallel.engine import Engine, Microbatch
@@ -44,6 +45,6 @@ class AutocastEngine(Engine):
         super().__init__(model, optimizer, scaler)
         self.autocast = context
 
-    def forward(self, batch: Microbatch) -> Tensor:
+    def forward(self, batch: Microbatch) -> Any:
         with self.autocast:
             return super().forward(batch)

@@ -5,7 +5,9 @@ Source: https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +41,7 @@ class DDPEngine(AutocastEngine):
 
     model: DistributedDataParallel
 
-    def forward(self, batch: Microbatch) -> Tensor:
+    def forward(self, batch: Microbatch) -> Any:
         # DDP decides in forward whether the backward that follows will all-reduce.
         if batch.last:
             return super().forward(batch)

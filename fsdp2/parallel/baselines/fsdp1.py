@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +137,7 @@ class FSDP1Engine(Engine):
         with self.model.no_sync():
             super().backward(loss, last_microbatch)
 
-    def forward(self, batch: Microbatch) -> Tensor:
+    def forward(self, batch: Microbatch) -> Any:
         if batch.last:
             return super().forward(batch)
         with self.model.no_sync():

@@ -35,7 +35,7 @@ from fsdp2.parallel.fully_sharded import offload_policy, shard
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.meta import allocate
 from fsdp2.parallel.optimizer import make_optimizer
-from fsdp2.parallel.precision import DTYPES, fsdp2_policy
+from fsdp2.parallel.precision import DTYPES, fsdp2_policy, with_inputs_in
 
 SHARDED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
 
@@ -152,11 +152,8 @@ class ZeROEngine(Engine):
     def release_state(self) -> None:
         self.shadow.empty()
 
-    def forward(self, batch: Microbatch) -> Tensor:
-        inputs = batch.inputs
-        if self.dtype is not None and inputs.is_floating_point():
-            inputs = inputs.to(self.dtype)
-        return self.model(inputs)
+    def forward(self, batch: Microbatch) -> Any:
+        return super().forward(batch if self.dtype is None else with_inputs_in(batch, self.dtype))
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
         self.model.set_gradient_accumulation_boundary(last_microbatch)

@@ -1,0 +1,78 @@
+"""Flags that make no sense together, whatever the strategy. A refusal is one line that names the flag and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp2 import data
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.optimizer import FUSED
+
+Options = Any
+"""An object with the flags as attributes, such as `fsdp2.config.Config`."""
+
+
+def check_together(config: Options) -> None:
+    """Raises ConfigError."""
+    for check in (_check_data, _check_batches, _check_optimizer, _check_precision, _check_resume, _check_observing):
+        check(config)
+
+
+def _check_data(config: Options) -> None:
+    kind = config.spec.kind
+    if data.KINDS[config.dataset] != kind:
+        fitting = ", ".join(name for name in data.NAMES if data.KINDS[name] == kind)
+        raise ConfigError(
+            f"--dataset {config.dataset} with --model {config.model}: the model takes {kind} data; use one of {fitting}"
+        )
+    if config.data_root is not None and config.dataset not in data.ON_DISK:
+        raise ConfigError(
+            f"--data-root with --dataset {config.dataset}: that data is not read from a folder; drop --data-root "
+            f"or choose --dataset {' or '.join(data.ON_DISK)}"
+        )
+
+
+def _check_batches(config: Options) -> None:
+    if config.global_batch_size is not None and config.global_batch_size < config.grad_accumulation:
+        raise ConfigError(
+            f"--global-batch-size {config.global_batch_size} with --grad-accumulation {config.grad_accumulation}: "
+            "a microbatch would be empty; raise the one or lower the other"
+        )
+
+
+def _check_optimizer(config: Options) -> None:
+    if config.fused_optimizer and config.optimizer not in FUSED:
+        raise ConfigError(
+            f"--fused-optimizer with --optimizer {config.optimizer}: torch has none for sharded parameters; use "
+            f"--optimizer {' or '.join(FUSED)}, or drop --fused-optimizer"
+        )
+
+
+def _check_precision(config: Options) -> None:
+    if config.reduce_dtype not in ("fp32", config.mixed_precision):
+        raise ConfigError(
+            f"--reduce-dtype {config.reduce_dtype} with --mixed-precision {config.mixed_precision or 'off'}: "
+            "gradients would be rounded to a dtype they are not computed in; "
+            f"add --mixed-precision {config.reduce_dtype} or drop it"
+        )
+
+
+def _check_resume(config: Options) -> None:
+    if not config.resume_partial:
+        return
+    if config.resume in ("auto", "never"):
+        raise ConfigError(
+            f"--resume-partial with --resume {config.resume}: a partial load starts a new training from a chosen "
+            "checkpoint; name it with --resume STEP or --resume PATH"
+        )
+    if config.init_from is not None:
+        raise ConfigError("--resume-partial with --init-from: both give the weights to start from; drop one of them")
+
+
+def _check_observing(config: Options) -> None:
+    recorded = "--memory-snapshot" if config.memory_snapshot else "--memory-limit"
+    if config.profile and (config.memory_snapshot or config.memory_limit):
+        raise ConfigError(
+            f"--profile with {recorded}: the trace would show the recording rather than the training; "
+            "use one after the other"
+        )
