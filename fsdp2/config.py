@@ -22,6 +22,7 @@ from fsdp2.options.values import (
     granularity,
     groups_ahead,
     location,
+    model_name,
     number,
     one_of,
     option,
@@ -46,7 +47,13 @@ class Config:
     """The options of one run. Raises ConfigError, naming the flag and the fix, if they make no sense."""
 
     # What is trained.
-    model: str = option("vit", "which model", one_of(*models.NAMES), metavar="|".join(models.NAMES))
+    model: str = option(
+        "vit",
+        "which model; of transformers by its folder or name, of timm, or what a function of your own returns",
+        model_name(models.NAMES),
+        metavar="|".join([*models.NAMES, "hf:DIR_OR_NAME", "timm:NAME", "MODULE:FUNCTION"]),
+    )
+    trust_remote_code: bool = option(False, "hf: run the Python files that come with the model", switch)
     model_size: str = option(None, "a name from the model's table; unset = the first", text)
     dataset: str = option(
         None, "unset = digits for images, source-text for language", one_of(*data.NAMES), metavar="NAME"
@@ -96,6 +103,9 @@ class Config:
     # How it is distributed.
     strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), metavar="|".join(STRATEGIES))
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
+    shard_modules: tuple[str, ...] = option(
+        (), "the blocks, by name pattern, in place of those that are found; repeatable", patterns, many=True
+    )
     shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", granularity)
     reshard_after_forward: bool | int | None = option(
         None,
@@ -205,7 +215,11 @@ class Config:
         one_of("hash", "size"),
         metavar="hash|size",
     )
-    init_from: str | None = option(None, "start from the weights of a full-model.pt", location)
+    init_from: str | None = option(
+        None,
+        "start from the weights of a full-model.pt; scratch = of none, also where --model has some",
+        location,
+    )
     save_model: bool | None = option(
         None, "write full_model/full-model.pt at the end; unset = if the model has at most 4 GB", optional_switch
     )
@@ -222,7 +236,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        spec = self.spec
+        try:
+            spec = self.spec
+        except ValueError as error:
+            raise ConfigError(f"--model {shown(self.model)}: {error}") from None
         if self.model_size is None:
             object.__setattr__(self, "model_size", next(iter(spec.sizes)))
         elif self.model_size not in spec.sizes:
@@ -241,7 +258,13 @@ class Config:
     @property
     def spec(self) -> models.ModelSpec:
         """What `--model` names."""
-        return models.get(self.model)
+        return models.get(self.model, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def weights(self) -> str | None:
+        """The file or folder whose weights the run starts from, unless a checkpoint takes their place."""
+        own = None if self.spec.weights is None else str(self.spec.weights)
+        return None if self.init_from == "scratch" else self.init_from or own
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""

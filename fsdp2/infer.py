@@ -27,7 +27,6 @@ from fsdp2.data.loader import Batch
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
-from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.strategies import STRATEGIES
@@ -41,7 +40,7 @@ from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import check_data, checkpoint_at
 from fsdp2.run.rundir import RunDir, read_config
 from fsdp2.run.runtime import World
-from fsdp2.run.start import load_data
+from fsdp2.run.start import InitialValues, blocks_of, load_data
 
 SAMPLES = 10
 # Strategies whose checkpoints are read into a sharded model.
@@ -118,18 +117,21 @@ def load_sharded(
             ) from None
         require_finite(model, f"--sharded: {short(str(checkpoint))}")
 
+    def everything(name: str) -> bool:
+        return True
+
     if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
         config = Config(model=config.model, model_size=config.model_size, mixed_precision=config.mixed_precision)
     engine = parallelize(
         config,
-        build=lambda: spec.build(config.model_size),
-        blocks_of=spec.blocks,
-        set_weights=lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=False),
+        build=lambda: spec.on_meta(config.model_size),
+        blocks_of=blocks_of(config),
+        set_weights=InitialValues(config, brought=everything),
         load_weights=load_weights,
         device=device,
         world_size=world.world_size,
         training=False,
-        restoring=True,
+        brought=everything,
     )
     engine.call = spec.call
     engine.model.eval()

@@ -17,7 +17,7 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.mesh import make_mesh
-from fsdp2.parallel.meta import allocate, check_initialised, poison
+from fsdp2.parallel.meta import allocate, check_initialised, nothing
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
 from fsdp2.parallel.prefetch import prefetch_backward, prefetch_forward
@@ -33,18 +33,18 @@ def parallelize(
     device: torch.device,
     world_size: int,
     training: bool = True,
-    restoring: bool = False,
+    brought: Callable[[str], bool] = nothing,
 ) -> FSDP2Engine:
     """Build, shard and initialise a model as `config` says.
 
     Args:
-        build: makes the model on the current device, which will be `meta`.
+        build: makes the model, its parameters on `meta`. Buffers that aren't there keep their values.
         blocks_of: its blocks in forward order: the unit of sharding, recomputation and compilation.
         set_weights: gives every parameter and buffer its initial value, in place.
         load_weights: puts a file's weights on top, if there are any.
         training: False leaves out the optimizer.
-        restoring: the caller will load a checkpoint, which sets all that is in the state dict; `set_weights` sets the
-            rest, such as non-persistent buffers.
+        brought: whether a checkpoint that the caller will load, or `load_weights`, sets what has this name in the state
+            dict. `set_weights` sets the rest, such as non-persistent buffers.
 
     Raises RuntimeError if a parameter or buffer is left on `meta` or unset.
     """
@@ -54,8 +54,7 @@ def parallelize(
     mesh = make_mesh(device.type, world_size, config.replicas)
 
     # On meta, a model has shapes and no memory, so it may be larger than any one device.
-    with torch.device("meta"):
-        model = build()
+    model = build()
     # Freezing before anything looks at requires_grad: fully_shard and the optimizer do.
     freeze(model, config.freeze)
     blocks = blocks_of(model)
@@ -87,11 +86,10 @@ def parallelize(
     if backward:
         prefetch_backward(groups, backward)
 
-    # Only now memory: each rank allocates its shards alone. What to_empty leaves is garbage.
+    # Only now memory: each rank allocates its shards alone, and they are NaN until they get a value.
     allocate(model, device, cpu_offload=config.cpu_offload)
-    poison(model)
     set_weights(model)
-    check_initialised(model, saved=not restoring)
+    check_initialised(model, brought=brought)
     # A file's weights come after the check: a NaN among them is the file's own. What is in no file is set by now.
     if load_weights is not None:
         load_weights(model)

@@ -25,7 +25,6 @@ from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
-from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import BASELINES
@@ -44,7 +43,7 @@ from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
 from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
-from fsdp2.run.start import load_data, state_of_run, training_batches, write_start
+from fsdp2.run.start import InitialValues, blocks_of, load_data, state_of_run, training_batches, write_start
 
 
 def main(
@@ -197,24 +196,25 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     def load_weights(model: nn.Module) -> None:
         try:
             api = full_state_api(dcp_api=config.dcp_api)
-            api.load_full_model_state(model, Path(str(config.init_from)))
+            api.load_full_model_state(model, Path(str(config.weights)))
         except ValueError as error:
             raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
-        require_finite(model, f"--init-from {config.init_from}")
+        require_finite(model, f"--init-from {config.weights}")
 
-    # Under FSDP2 nothing is drawn that a checkpoint will replace.
-    drawn = not restoring or config.resume_partial or config.strategy != "fsdp2"
+    from_file = config.weights is not None and not restoring
+    complete = from_file or (restoring and not config.resume_partial)  # nothing is drawn that would be replaced
     arguments: dict[str, Any] = {
-        "build": lambda: spec.build(config.model_size),
-        "blocks_of": spec.blocks,
-        "set_weights": lambda model: reset_parameters(model, spec.initial_values, config.seed, saved=drawn),
-        "load_weights": None if config.init_from is None or restoring else load_weights,
+        "build": lambda: spec.on_meta(config.model_size),
+        "blocks_of": blocks_of(config),
+        "set_weights": InitialValues(config, brought=lambda name: complete),
+        "load_weights": load_weights if from_file else None,
+        "brought": lambda name: complete,
         "device": device,
         "world_size": world.world_size,
     }
     # The only place that asks for the strategy: each engine is driven in the same way.
     if config.strategy == "fsdp2":
-        engine: Engine = parallelize(config, **arguments, restoring=not drawn)
+        engine: Engine = parallelize(config, **arguments)
     else:
         engine = BASELINES[config.strategy].build(config, Start(**arguments))
     engine.call = spec.call

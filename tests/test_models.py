@@ -133,15 +133,19 @@ def test_buffers_are_initialised_too() -> None:
     assert torch.equal(model.get_buffer("positions"), torch.ones(3))
 
 
+def everything(name: str) -> bool:
+    return True
+
+
 def test_what_no_checkpoint_holds_is_set_on_resume_too() -> None:
     with torch.device("meta"):
         model = WithBuffers()
     model.to_empty(device="cpu")
     poison(model)
     with pytest.raises(RuntimeError, match="1 of 1 tensors were not initialised: positions"):
-        check_initialised(model, saved=False)
-    reset_parameters(model, TABLE, seed=1, saved=False)
-    check_initialised(model, saved=False)
+        check_initialised(model, brought=everything)
+    reset_parameters(model, TABLE, seed=1, brought=everything)
+    check_initialised(model, brought=everything)
     assert torch.equal(model.get_buffer("positions"), torch.ones(3))
     assert model.inner.weight.isnan().all()  # a checkpoint brings it
     assert model.get_buffer("kept").isnan().all()
@@ -177,7 +181,7 @@ def _forgetful(world_size: int) -> str:
 
     try:
         parallelize(
-            Config(model_size="tiny"), build=lambda: spec.build("tiny"), blocks_of=spec.blocks,
+            Config(model_size="tiny"), build=lambda: spec.on_meta("tiny"), blocks_of=spec.blocks,
             set_weights=set_some, device=CPU, world_size=world_size,
         )  # fmt: skip
     except RuntimeError as error:

@@ -71,7 +71,15 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
     differ; another floating dtype is cast.
     """
     targets = plain_names(model)
-    full = read_same(path, targets)
+    scatter(read_same(path, targets), targets)
+
+
+@torch.no_grad()
+def scatter(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Fill tensors, sharded or plain, from whole ones of the same names that rank 0 has. A collective call.
+
+    Elsewhere `full` is empty.
+    """
     for name, target in targets.items():
         if isinstance(target, DTensor):
             # In the dtype that the others receive into: rank 0 would send bytes that they take for other numbers.

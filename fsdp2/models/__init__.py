@@ -1,4 +1,7 @@
-"""Models by name. A model's file holds its sizes, its blocks, its initial values and its loss; no sharding."""
+"""Models by name. A model's file holds its sizes, its blocks, its initial values and its loss; no sharding.
+
+Beside our own: `hf:DIR_OR_NAME`, `timm:NAME`, and `package.module:function` for a function of one's own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,23 @@ __all__ = ["NAMES", "ModelSpec", "get"]
 
 
 @cache
-def get(name: str) -> ModelSpec:
-    """The specification of a model; imports only that model's file."""
-    spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC
-    return spec
+def get(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The specification of a model; imports only that model's file.
+
+    Raises ValueError, in one line, if there is no such model or it can't be used.
+    """
+    library, colon, rest = name.partition(":")
+    if not colon:
+        spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC
+        return spec
+    if library == "hf":
+        from fsdp2.models import hf
+
+        return hf.spec(rest, trust_remote_code=trust_remote_code)
+    if library == "timm":
+        from fsdp2.models import timm_models
+
+        return timm_models.spec(rest)
+    from fsdp2.models import function
+
+    return function.spec(name)

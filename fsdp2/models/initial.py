@@ -110,18 +110,22 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(place)
 
 
-def reset_parameters(model: nn.Module, table: Table, seed: int, *, saved: bool = True) -> None:
+def nothing(name: str) -> bool:
+    return False
+
+
+def reset_parameters(model: nn.Module, table: Table, seed: int, *, brought: Callable[[str], bool] = nothing) -> None:
     """Set every parameter and every buffer, non-persistent ones included, to its initial value.
 
     Works on plain tensors and on sharded DTensors; issues no collective. This is the `reset_parameters` of the
     path meta -> fully_shard -> to_empty -> reset_parameters.
 
     Args:
-        saved: False leaves out what is in the model's state dict, because a checkpoint brings that.
+        brought: whether something else brings what has this name in the state dict: a checkpoint, or a file.
 
     Raises KeyError if the table says nothing about one of them.
     """
-    left_out = set() if saved else set(model.state_dict())
+    left_out = {name for name in model.state_dict() if brought(name)}
     with torch.no_grad():
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             if name in left_out:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table
+from fsdp2.models.meta import parameters_on_meta
 
 
 class Batch(Protocol):
@@ -45,11 +48,14 @@ class ModelSpec:
         sizes: a table of named sizes; each is the keyword arguments of `make`. The first is the default.
         make: builds the module on the current device, `meta` included.
         blocks: the modules, in the order of the forward, that sharding, recomputation and compilation take
-            as their unit.
-        initial_values: name pattern -> distribution, for every parameter and buffer.
+            as their unit; `find_blocks` for a model that isn't known.
+        initial_values: name pattern -> distribution, for every parameter and buffer; empty = what `make` gives them.
         loss: (outputs, targets) -> the **sum** of the losses of all targets but those that are -100, 0-d.
         call: (model, batch) -> outputs; the model may be wrapped by a strategy.
         logits: outputs -> a number for each target and class, (…, classes).
+        weights: the folder whose weights a run starts from unless it says otherwise.
+        files: name -> file that belongs to the model and that a run keeps with its checkpoints: its configuration,
+            its tokenizer.
     """
 
     name: str
@@ -61,10 +67,17 @@ class ModelSpec:
     loss: Callable[[Any, Tensor], Tensor]
     call: Callable[[nn.Module, Batch], Any] = call_model
     logits: Callable[[Any], Tensor] = outputs_are_logits
+    weights: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""
         return self.make(**self.sizes[size])
+
+    def on_meta(self, size: str) -> nn.Module:
+        """The module without memory for its parameters. Without a table its buffers have their values, on the CPU."""
+        with torch.device("meta") if self.initial_values else parameters_on_meta():
+            return self.build(size)
 
     def vocab_size(self, size: str) -> int | None:
         """Tokens in the vocabulary of a language model, else None."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp2.checkpoint.refusal import is_name
@@ -106,6 +106,21 @@ def location(value: Any) -> str:
     if len((value if "://" in value else os.path.abspath(value)).encode()) > LONGEST_PATH:
         raise ValueError(f"is a path of more than {LONGEST_PATH} bytes, which leaves no room below it; shorten it")
     return value
+
+
+def model_name(names: Sequence[str]) -> Parse:
+    """One of ours, or one that another library or a module of one's own has."""
+
+    def parse(value: Any) -> str:
+        library, colon, rest = text(value).partition(":")
+        if not colon:
+            return str(one_of(*names)(value))
+        if not rest or not library:
+            raise ValueError("has nothing on one side of the colon; give hf:DIR_OR_NAME, timm:NAME or MODULE:FUNCTION")
+        # The folder of one's own, wherever the run is resumed from.
+        return f"hf:{os.path.abspath(rest)}" if library == "hf" and os.path.isdir(rest) else value
+
+    return parse
 
 
 def patterns(value: Any) -> tuple[str, ...]:

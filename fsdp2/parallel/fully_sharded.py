@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.groups import shared_parameters
 from fsdp2.parallel.inspect import summary
 
 
@@ -45,16 +46,17 @@ def shard(
 ) -> list[FSDPModule]:
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
-    Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and
-    gets what is left. With `reshard_after_forward=None` groups are freed after their forward, but neither the
-    root nor the last group: backward needs their parameters first, so they would be gathered again at once.
+    Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and gets what is
+    left, and what several groups use. With `reshard_after_forward=None` groups are freed after their forward, but
+    neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
     """
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     heads = []
+    shared = shared_parameters(groups)
     for group in groups:
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
-        fully_shard(group, reshard_after_forward=policy, **settings)  # type: ignore[call-overload]
+        fully_shard(group, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     return heads

@@ -37,6 +37,15 @@ def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return found
 
 
+def shared_parameters(groups: Sequence[Sequence[nn.Module]]) -> set[nn.Parameter]:
+    """Parameters that more than one group uses: they have to be in one group, and the root is there for all."""
+    users: dict[nn.Parameter, int] = {}
+    for group in groups:
+        for parameter in {parameter for module in group for parameter in module.parameters()}:
+            users[parameter] = users.get(parameter, 0) + 1
+    return {parameter for parameter, count in users.items() if count > 1}
+
+
 def large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Layers outside of the blocks with at least as many parameters as the largest block: embedding, head.
 

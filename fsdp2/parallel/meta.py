@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp2.parallel.inspect import local
 
 
 def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool) -> None:
-    """Give a model on meta its memory; with offload, parameters on the CPU and buffers where they are used."""
+    """Give a model on meta its memory; with offload, parameters on the CPU and buffers where they are used.
+
+    What was on meta is NaN wherever its dtype has it, so that what nobody sets is recognised. Buffers that have their
+    values already keep them. What modules share, they share afterwards.
+    """
+    values = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    tied = [names for names in shared_names(model) if len(names) > 1]
     model.to_empty(device="cpu" if cpu_offload else device)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device=device))
+    for first, *others in tied:
+        for name in others:
+            _set(model, name, _get(model, first))
+    poison(model)
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        _set(model, name, values[name].to(device) if name in values else buffer.to(device))
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, of which one that modules share has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _get(model: nn.Module, name: str) -> Any:
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, tensor)
 
 
 def poison(model: nn.Module) -> None:
@@ -27,12 +56,16 @@ def poison(model: nn.Module) -> None:
                 local(tensor).fill_(math.nan)
 
 
-def check_initialised(model: nn.Module, *, saved: bool = True) -> None:
+def nothing(name: str) -> bool:
+    return False
+
+
+def check_initialised(model: nn.Module, *, brought: Callable[[str], bool] = nothing) -> None:
     """Raise RuntimeError, naming them, if parameters or buffers are on meta or still hold a NaN of `poison`.
 
-    `saved=False` leaves out what is in the state dict, for a checkpoint to set.
+    `brought` says what something else will set, by its name in the state dict.
     """
-    left_out = set() if saved else set(model.state_dict())
+    left_out = {name for name in model.state_dict() if brought(name)}
     named = [
         (name, tensor)
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())

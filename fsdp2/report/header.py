@@ -19,8 +19,7 @@ def lines(
     config: Config, engine: Engine, spec: ModelSpec, world_size: int, device: torch.device, folder: Path
 ) -> list[str]:
     """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in spec.build(config.model_size).parameters())
+    parameters = sum(p.numel() for p in spec.on_meta(config.model_size).parameters())
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if config.replicas > 1:
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
@@ -38,8 +37,7 @@ def lines(
 
 def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
     """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
-    with torch.device("meta"):
-        plain_type = type(spec.build(config.model_size))
+    plain_type = type(spec.on_meta(config.model_size))
     return inspect.report(
         engine.model,
         plain_type,

@@ -49,7 +49,7 @@ def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Any, Tensor]) -> 
 
     batch = SimpleNamespace(inputs=on_meta(sample[0]), targets=on_meta(sample[1]))
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        spec.loss(spec.call(spec.build(size), batch), batch.targets).backward()
+        spec.loss(spec.call(spec.on_meta(size).to("meta"), batch), batch.targets).backward()
     return int(counter.get_total_flops())
 
 

@@ -35,6 +35,7 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
+from fsdp2.run.start import blocks_of
 
 OLDEST_TORCH = (2, 11)
 
@@ -58,8 +59,12 @@ def preflight(config: Config, world: World) -> Job:
     check_versions(config)
     check_world(config, world)
     check_data(config)
-    with torch.device("meta"):
-        model = config.spec.build(config.model_size)
+    model = config.spec.on_meta(config.model_size)
+    try:
+        blocks_of(config)(model)
+    except ValueError as error:
+        at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
+        raise ConfigError(f"{at}: {error}") from None
     try:
         freeze(model, config.freeze)
     except ValueError as error:
@@ -91,8 +96,8 @@ def preflight(config: Config, world: World) -> Job:
             if full is None:
                 raise
             raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
-        if job.restore is None and config.init_from is not None:
-            job.add_note(check_init_from(config.init_from, model))
+        if job.restore is None and config.weights is not None:
+            job.add_note(check_init_from(config.weights, model))
         on_error.pop_all()
     return job
 

@@ -154,7 +154,8 @@ def _local_folder(url: str) -> Path:
 
 def default_path(model: str) -> Path:
     """`runs/<model>-<time>`, with a number where that exists."""
-    path = Path("runs") / f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = re.split("[:/]", model.rstrip("/"))[-1][:100]  # of a folder or a function, its own
+    path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while (candidate := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
         number += 1
@@ -202,8 +203,7 @@ def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
     """The bytes of a model's weights if they are too many for a full-model.pt, for which nobody asked."""
     if config.save_model is not None:
         return None
-    with torch.device("meta"):
-        needed = bytes_of(spec.build(config.model_size).state_dict())
+    needed = bytes_of(spec.on_meta(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
 
 
@@ -212,8 +212,7 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
     Names and shapes are there so that another model is recognised before anything is loaded.
     """
-    with torch.device("meta"):
-        model = spec.build(config.model_size)
+    model = spec.on_meta(config.model_size)
     return {
         "config": to_flags(config),
         "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import data
+from fsdp2.checkpoint.full_dtensor import scatter
+from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
+from fsdp2.models.blocks import named_blocks
+from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, write_config
 from fsdp2.run.runtime import World, first_on_node
+
+
+def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
+    """What finds the blocks of the model: the flag, or the model's specification."""
+    if config.shard_modules:
+        return partial(named_blocks, patterns=config.shard_modules)
+    return config.spec.blocks
+
+
+class InitialValues:
+    """Sets the initial values of a model, or of a part of one. A collective call where the model has no table.
+
+    Without a table a model's own code says what it starts from. Rank 0 makes it a second time, in its memory and from
+    the seed alone, and sends each rank what that holds, one tensor after the other.
+
+    Args:
+        brought: whether something else brings what has this name in the state dict: a checkpoint, or a file.
+    """
+
+    def __init__(self, config: Config, *, brought: Callable[[str], bool]) -> None:
+        self._config, self._brought = config, brought
+        self._own: dict[str, Tensor] | None = None
+
+    def __call__(self, model: nn.Module) -> None:
+        config, table = self._config, self._config.spec.initial_values
+        if table:
+            reset_parameters(model, table, config.seed, brought=self._brought)
+            return
+        targets = {name: tensor for name, tensor in plain_names(model).items() if not self._brought(name)}
+        if targets:
+            scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
+
+    def _drawn(self) -> dict[str, Tensor]:
+        if self._own is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._config.seed)
+                self._own = self._config.spec.build(self._config.model_size).state_dict()
+        return self._own
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:

@@ -66,8 +66,7 @@ def wrap(
     policy: Policy,
     *,
     mesh: DeviceMesh,
-    device: torch.device,
-    set_weights: SetWeights,
+    start: Start,
     precision: MixedPrecision | None,
     sharding: str,
     backward_prefetch: str,
@@ -77,7 +76,7 @@ def wrap(
     names = {module: name for name, module in model.named_modules()}
 
     def initialise(module: nn.Module) -> None:
-        materialise(module, names[module], set_weights, device)
+        materialise(module, names[module], start)
 
     with warnings.catch_warnings():
         # Chosen on purpose, as a baseline; torch announces the deprecation of it again and again.
@@ -86,7 +85,7 @@ def wrap(
             model,
             auto_wrap_policy=policy,
             device_mesh=mesh,  # with a mesh, sharded state dicts hold DTensors, as FSDP2's do
-            device_id=device,
+            device_id=start.device,
             param_init_fn=initialise,  # of each module of a unit, before the unit is flattened and sharded
             mixed_precision=precision,
             sharding_strategy=SHARDING[sharding],
@@ -155,8 +154,7 @@ def build(options: Options, start: Start) -> FSDP1Engine:
         model,
         wrap_policy(blocks, options.shard_granularity, options.min_wrap_params),
         mesh=mesh,
-        device=start.device,
-        set_weights=start.set_weights,
+        start=start,
         precision=mixed_precision(options.mixed_precision, options.reduce_dtype),
         sharding=options.fsdp1_sharding,
         backward_prefetch=options.fsdp1_backward_prefetch,

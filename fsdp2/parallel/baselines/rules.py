@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.parallel import meta
 from fsdp2.parallel.engine import Engine
 
 Options = Any
@@ -54,6 +55,7 @@ class Start:
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
     set_weights: SetWeights
     load_weights: SetWeights | None = None
+    brought: Callable[[str], bool] = meta.nothing
     device: torch.device
     world_size: int
 

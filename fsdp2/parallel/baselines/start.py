@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
-from fsdp2.parallel.baselines.rules import Options, SetWeights, Start
+from fsdp2.parallel.baselines.rules import Options, Start
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.meta import allocate, check_initialised, poison
 
 
 def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The model on meta and its blocks: frozen, then with recomputation, then compiled, as the options say."""
-    with torch.device("meta"):
-        model = start.build()
+    model = start.build()
     freeze(model, options.freeze)
     blocks = start.blocks_of(model)
     if options.activation_checkpointing:
@@ -31,29 +29,31 @@ def whole_model(options: Options, start: Start) -> nn.Module:
     """The model with its initial values. Each rank holds all of it."""
     model, _ = on_meta(options, start)
     allocate(model, start.device, cpu_offload=options.cpu_offload)
-    poison(model)
     start.set_weights(model)
-    check_initialised(model)
+    check_initialised(model, brought=start.brought)
     return model
 
 
-def materialise(module: nn.Module, name: str, set_weights: SetWeights, device: torch.device) -> nn.Module:
+def materialise(module: nn.Module, name: str, start: Start) -> nn.Module:
     """Give memory and initial values to what a module on meta owns itself; its children stay as they are.
 
     Args:
         name: of the module in the whole model.
-        set_weights: is called with a model that holds only the module's own tensors, under their names in the whole
-            model.
+        start: its `set_weights` is called with a model that holds only the module's own tensors, under their names in
+            the whole model.
 
     Returns that model. Raises RuntimeError if one of the tensors is left unset.
     """
-    module.to_empty(device=device, recurse=False)
+    values = {name: buffer for name, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
+    module.to_empty(device=start.device, recurse=False)
     prefix = f"{name}." if name else ""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     part = model_of({prefix + key: tensor for key, tensor in own})
     poison(part)
-    set_weights(part)
-    check_initialised(part)
+    for key, value in values.items():
+        getattr(module, key).copy_(value)
+    start.set_weights(part)
+    check_initialised(part, brought=start.brought)
     return part
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.parallel.baselines.rules import Baseline, Options, SetWeights, Start
+from fsdp2.parallel.baselines.rules import Baseline, Options, Start
 from fsdp2.parallel.baselines.start import materialise, on_meta, whole_model
 from fsdp2.parallel.baselines.zero_settings import choose_accelerator, on_device, refusals
 from fsdp2.parallel.baselines.zero_state import Shadow, shards_of
@@ -55,9 +55,7 @@ def started(device: torch.device) -> Any:
     return deepspeed
 
 
-def shard_each(
-    model: nn.Module, set_weights: SetWeights, device: torch.device, dtype: torch.dtype, config: dict[str, Any]
-) -> None:
+def shard_each(model: nn.Module, start: Start, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """Give a model on meta its initial values, a module at a time, as stage 3 shards it. A collective call.
 
     Args:
@@ -66,7 +64,7 @@ def shard_each(
     import deepspeed
 
     for name, module in list(model.named_modules()):
-        part = materialise(module, name, set_weights, device)
+        part = materialise(module, name, start)
         for parameter in part.parameters():
             parameter.data = parameter.data.to(dtype)
         # It shards parameters that are there already, in place.
@@ -80,7 +78,7 @@ def build(options: Options, start: Start) -> ZeROEngine:
     sharding = config["zero_optimization"]
     if sharding["stage"] == 3 and sharding.get("offload_param", {}).get("device") != "nvme":
         model, _ = on_meta(options, start)
-        shard_each(model, start.set_weights, start.device, DTYPES[options.mixed_precision or "fp32"], config)
+        shard_each(model, start, DTYPES[options.mixed_precision or "fp32"], config)
     else:
         model = whole_model(options, start)
     # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.

@@ -1,0 +1,56 @@
+"""Which modules of somebody's model are its blocks: the unit of sharding, recomputation and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the list of modules that holds most of the model's parameters: its blocks.
+
+    A list inside of another, such as the experts of a block, holds fewer. Lists beside the largest count too if they
+    have a tenth of its parameters: an encoder beside a decoder.
+
+    Raises ValueError if the model has no list of modules with parameters.
+    """
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0 and all(map(_size, module))
+    ]
+    largest = max(map(_size, lists), default=0)
+    if not largest:
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential); "
+            "name the modules to shard with --shard-modules"
+        )
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for one in lists:  # outer ones come before those inside of them
+        if one not in inside and one is not model and _size(one) * 10 >= largest:
+            inside.update(one.modules())
+            blocks += [block for block in one if block not in blocks]
+    return blocks
+
+
+def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules whose name matches one of the patterns, in the model's order.
+
+    Raises ValueError if a pattern matches none, or if one of them is inside of another.
+    """
+    names = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{pattern}: no module has such a name; the names are like {', '.join(list(names)[:3])}")
+    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in chosen:
+        if outer := next((one for one in chosen if name.startswith(f"{one}.")), None):
+            raise ValueError(f"{' '.join(patterns)}: matches {name} and {outer}, which contains it; name one of them")
+    return [names[name] for name in chosen]

@@ -1,0 +1,150 @@
+"""`--model hf:DIR_OR_NAME`: a model of Hugging Face's transformers, by its folder or its name on the hub.
+
+The folder's config.json says which class it is. Nothing here is particular to one architecture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2.models.blocks import find_blocks
+from fsdp2.models.spec import Batch, ModelSpec
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+KEPT = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "special_tokens_map.json"),
+    *("tokenizer*", "vocab*", "merges.txt", "*.model", "chat_template*", "added_tokens.json", "*.py"),
+)
+# What a model is for -> transformers' class that makes one, and its table from a configuration to a class.
+TASKS = {
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
+    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
+}
+
+
+def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
+    """The specification of the model in a folder, or under a name on the hub.
+
+    Args:
+        trust_remote_code: run the Python files that come with a model whose architecture transformers doesn't know.
+
+    Raises ValueError, in one line, if there is no such model or transformers can't make it.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("transformers isn't installed; pip install 'fsdp2-reference[hf]'") from None
+    folder = _folder(place)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        task, model_class = _task(transformers, config)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        hint = "; --trust-remote-code runs the model's own Python files" if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
+    config.use_cache = False  # keys and values are kept for generating, and in training for nothing
+    accepted = set(inspect.signature(model_class.forward).parameters)
+
+    def make(vocab_size: int | None = None) -> nn.Module:
+        # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
+        auto = getattr(transformers, TASKS[task][0])
+        return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+    def call(model: nn.Module, batch: Batch) -> Any:
+        if task == "image":
+            return model(pixel_values=resized(batch.inputs, config))
+        inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
+        return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
+
+    language = task != "image"
+    return ModelSpec(
+        name=f"hf:{place}",
+        kind="language" if language else "image",
+        sizes={"own": {"vocab_size": config.get_text_config().vocab_size} if language else {}},
+        make=make,
+        blocks=find_blocks,
+        initial_values={},
+        loss=loss,
+        call=call,
+        logits=lambda outputs: outputs.logits,
+        weights=folder,
+        files={path.name: path for pattern in KEPT for path in sorted(folder.glob(pattern))},
+    )
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Of the logits alone. What a class adds to its own loss, such as a router's balance, is not in it."""
+    logits = outputs.logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def resized(images: Tensor, config: Any) -> Tensor:
+    """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them."""
+    channels, size = getattr(config, "num_channels", images.shape[1]), getattr(config, "image_size", None)
+    if images.shape[1] == 1 != channels:
+        images = images.expand(-1, channels, -1, -1)
+    wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)
+    return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
+
+
+def _task(transformers: Any, config: Any) -> tuple[str, Any]:
+    """What the model is for, and its class: as its configuration says, else the first task that there is a class for.
+
+    Raises ValueError if there is none.
+    """
+    classes = {}
+    for task, (_, name) in TASKS.items():
+        found = getattr(transformers, name).get(type(config), None)
+        if found is not None:
+            classes[task] = found[0] if isinstance(found, (tuple, list)) else found
+    named = (getattr(config, "architectures", None) or [None])[0]
+    for task, model_class in classes.items():
+        if model_class.__name__ == named:
+            return task, model_class
+    remote = getattr(config, "auto_map", {})
+    for task, (auto, _) in TASKS.items():
+        if auto in remote:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            return task, get_class_from_dynamic_module(remote[auto], config.name_or_path)
+    if not classes:
+        raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
+    return next(iter(classes.items()))
+
+
+def _folder(place: str) -> Path:
+    """The folder of a model; one that is named is looked for in the hub's cache, and downloaded."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
+        return path.absolute()
+    if path.exists() or place.startswith(("/", ".", "~")) or place.count("/") > 1:
+        raise ValueError(
+            f"{place}: is no folder; give one with a config.json, or a name on the hub such as owner/model"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        # Ranks that ask at the same time wait for each other at the hub's own locks.
+        return Path(snapshot_download(place, allow_patterns=[*KEPT, *WEIGHTS, "*.index.json"]))
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ValueError(f"{place}: no folder here has this name, nor a model on the hub ({_line(error)})") from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{place}: is not in the hub's cache, and can't be downloaded ({_line(error)}); download it where there is "
+            "a network and give its folder"
+        ) from None
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else f"{text[:160]}…"
