@@ -220,6 +220,7 @@ class Config:
         "start from the weights of a full-model.pt; scratch = of none, also where --model has some",
         location,
     )
+    init_partial: bool = option(False, "of --init-from, load only the weights that fit, and say which don't", switch)
     save_model: bool | None = option(
         None, "write full_model/full-model.pt at the end; unset = if the model has at most 4 GB", optional_switch
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
@@ -25,7 +25,6 @@ from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
-from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.baselines.rules import Start
@@ -37,13 +36,20 @@ from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, resume
-from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
 from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
-from fsdp2.run.start import InitialValues, blocks_of, load_data, state_of_run, training_batches, write_start
+from fsdp2.run.start import (
+    InitialValues,
+    blocks_of,
+    load_data,
+    start_from_weights,
+    state_of_run,
+    training_batches,
+    write_start,
+)
 
 
 def main(
@@ -193,21 +199,13 @@ def train_step(
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
-    def load_weights(model: nn.Module) -> None:
-        try:
-            api = full_state_api(dcp_api=config.dcp_api)
-            api.load_full_model_state(model, Path(str(config.weights)))
-        except ValueError as error:
-            raise ConfigError(f"--init-from: {error}; give a full-model.pt of this model") from None
-        require_finite(model, f"--init-from {config.weights}")
-
     from_file = config.weights is not None and not restoring
     complete = from_file or (restoring and not config.resume_partial)  # nothing is drawn that would be replaced
     arguments: dict[str, Any] = {
         "build": lambda: spec.on_meta(config.model_size),
         "blocks_of": blocks_of(config),
         "set_weights": InitialValues(config, brought=lambda name: complete),
-        "load_weights": load_weights if from_file else None,
+        "load_weights": partial(start_from_weights, config) if from_file else None,
         "brought": lambda name: complete,
         "device": device,
         "world_size": world.world_size,

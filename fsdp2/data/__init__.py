@@ -19,6 +19,7 @@ KINDS = {
 }
 NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
+CLASSES = 10  # of each dataset of images
 ON_DISK = ("fashion-mnist", "mnist")
 
 __all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "DownloadFailed", "load", "missing_files"]

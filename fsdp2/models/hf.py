@@ -6,6 +6,7 @@ The folder's config.json says which class it is. Nothing here is particular to o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
+    def load() -> Mapping[str, Tensor]:
+        # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
+        auto = getattr(transformers, TASKS[task][0])
+        settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
+        try:
+            model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
+        wrong = [
+            f"{name}: {kind.removesuffix('_keys')}" for kind, names in info.items() for name in sorted(map(str, names))
+        ]
+        if wrong:
+            raise ValueError(f"{folder} is of another model; {len(wrong)} tensors differ: {'; '.join(wrong[:20])}")
+        state: Mapping[str, Tensor] = model.state_dict()
+        return state
+
     language = task != "image"
     return ModelSpec(
         name=f"hf:{place}",
@@ -74,7 +91,9 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         loss=loss,
         call=call,
         logits=lambda outputs: outputs.logits,
+        classes=config.num_labels,
         weights=folder,
+        load=load,
         files={path.name: path for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 

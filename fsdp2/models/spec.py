@@ -53,7 +53,10 @@ class ModelSpec:
         loss: (outputs, targets) -> the **sum** of the losses of all targets but those that are -100, 0-d.
         call: (model, batch) -> outputs; the model may be wrapped by a strategy.
         logits: outputs -> a number for each target and class, (…, classes).
+        classes: of a model for images, how many it tells apart.
         weights: the folder whose weights a run starts from unless it says otherwise.
+        load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
+            model's. Returns the whole state dict; raises ValueError if files and model don't fit.
         files: name -> file that belongs to the model and that a run keeps with its checkpoints: its configuration,
             its tokenizer.
     """
@@ -67,7 +70,9 @@ class ModelSpec:
     loss: Callable[[Any, Tensor], Tensor]
     call: Callable[[nn.Module, Batch], Any] = call_model
     logits: Callable[[Any], Tensor] = outputs_are_logits
+    classes: int = 10
     weights: Path | None = None
+    load: Callable[[], Mapping[str, Tensor]] | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def build(self, size: str) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.spec import Batch, ModelSpec
 
-CLASSES = 10  # of each image dataset here
+CLASSES = 10  # of each dataset of images
 
 
 def spec(name: str) -> ModelSpec:

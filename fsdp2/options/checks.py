@@ -25,6 +25,17 @@ def _check_data(config: Options) -> None:
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: the model takes {kind} data; use one of {fitting}"
         )
+    if kind == "image" and config.spec.classes < data.CLASSES:
+        raise ConfigError(
+            f"--model {config.model}: it tells {config.spec.classes} classes apart and {config.dataset} has "
+            f"{data.CLASSES}; set num_labels in its config.json, and use --init-partial for the new head"
+        )
+    words = config.spec.vocab_size(config.model_size)
+    if config.dataset == "source-text" and words is not None and words < 256:
+        raise ConfigError(
+            f"--dataset source-text: its tokens are bytes, and that of --model {config.model} has {words}; "
+            "use --dataset random-tokens"
+        )
     if config.data_root is not None and config.dataset not in data.ON_DISK:
         raise ConfigError(
             f"--data-root with --dataset {config.dataset}: that data is not read from a folder; drop --data-root "
@@ -58,6 +69,8 @@ def _check_precision(config: Options) -> None:
 
 
 def _check_resume(config: Options) -> None:
+    if config.init_partial and config.weights is None:
+        raise ConfigError("--init-partial without --init-from: there are no weights to start from; add --init-from")
     if not config.resume_partial:
         return
     if config.resume in ("auto", "never"):

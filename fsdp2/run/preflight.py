@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from fsdp2 import data
+from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.disk import explained, temporary_folder
-from fsdp2.checkpoint.files import Files, LocalFiles, NotAFile, Unreachable, is_there
-from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import (
     MARKER,
     DamagedCheckpoint,
@@ -26,12 +27,14 @@ from fsdp2.checkpoint.store import (
     says_finite,
     verify,
 )
+from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
+from fsdp2.parallel.meta import shared_names
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
@@ -97,7 +100,7 @@ def preflight(config: Config, world: World) -> Job:
                 raise
             raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
         if job.restore is None and config.weights is not None:
-            job.add_note(check_init_from(config.weights, model))
+            job.add_note(check_init_from(config, model))
         on_error.pop_all()
     return job
 
@@ -266,19 +269,22 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
         )
 
 
-def check_init_from(file: str, model: nn.Module) -> str:
-    """What vouches for the file, in words. Raises ConfigError if it is damaged or of another model."""
+def check_init_from(config: Config, model: nn.Module) -> str:
+    """What vouches for the weights to start from. Raises ConfigError if they are damaged or of another model."""
+    place, spec = str(config.weights), config.spec
+    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    fix = "give weights of this model, or --init-from scratch for none"
     try:
-        vouched = verdict(vouched_step(LocalFiles(Path(file).parent), Path(file).name))
-        full = read_full(Path(file))
+        with opened(place) as source:
+            vouched = require_undamaged(source)
+        if not config.init_partial:
+            check_weights(place, model.state_dict(), shared_names(model))
     except DamagedCheckpoint as error:
-        raise ConfigError(f"--init-from {file}: is damaged: {error}; give another full-model.pt") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--init-from {file}: can't be loaded ({error}); give a full-model.pt of a run") from None
-    wrong = differences(full, model.state_dict())
-    if wrong:
-        raise ConfigError(
-            f"--init-from {file}: is of another model; {len(wrong)} tensors differ ({'; '.join(wrong[:3])}); give the "
-            "--model and --model-size it was made with"
-        )
-    return f"--init-from {file}: {vouched}"
+        raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
+    except OtherWeights as error:
+        if spec.load is None or config.init_from:
+            raise ConfigError(f"{flag}: {error}; {fix}") from None
+        return f"{flag}: its files name the tensors in another way; rank 0 loads the whole model by its library"
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
+    return f"{flag}: {vouched}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,17 +12,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from fsdp2 import data
+from fsdp2.checkpoint import full_dcp
 from fsdp2.checkpoint.full_dtensor import scatter
 from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
+from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
 from fsdp2.models.blocks import named_blocks
-from fsdp2.models.initial import reset_parameters
+from fsdp2.models.initial import place_of, reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.meta import shared_names
+from fsdp2.run.finite import require_finite
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, write_config
 from fsdp2.run.runtime import World, first_on_node
@@ -53,7 +58,10 @@ class InitialValues:
         if table:
             reset_parameters(model, table, config.seed, brought=self._brought)
             return
-        targets = {name: tensor for name, tensor in plain_names(model).items() if not self._brought(name)}
+        # A part of a model that a strategy makes has buffers too that the model keeps out of its state dict.
+        saved = config.spec.on_meta(config.model_size).state_dict()
+        wanted = {name for name in saved if not self._brought(name)}
+        targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
         if targets:
             scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
 
@@ -63,6 +71,45 @@ class InitialValues:
                 torch.manual_seed(self._config.seed)
                 self._own = self._config.spec.build(self._config.model_size).state_dict()
         return self._own
+
+
+def start_from_weights(config: Config, model: nn.Module) -> list[str]:
+    """Put the weights that the run starts from into a model, and say what was left out. A collective call.
+
+    Raises ConfigError on every rank.
+    """
+    place, spec = str(config.weights), config.spec
+    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    targets, tied = plain_names(model), shared_names(spec.on_meta(config.model_size))
+    left_out = []
+    try:
+        if config.dcp_api and Path(place).is_file():
+            full_dcp.load_full_model_state(model, Path(place))
+        else:
+            left_out = load_weights(place, targets, place_of, tied, partial=config.init_partial)
+    except OtherWeights as error:
+        if spec.load is None or config.init_from:
+            raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
+        scatter(_by_its_library(spec.load, flag), targets)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    require_finite(model, flag)
+    return left_out
+
+
+def _by_its_library(load: Callable[[], Mapping[str, Tensor]], flag: str) -> Mapping[str, Tensor]:
+    """The whole weights on rank 0, in its memory, and nothing elsewhere. A collective call."""
+    full: Mapping[str, Tensor] = {}
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            full = load()
+        except ValueError as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ConfigError(f"{flag}: {problem[0]}; --init-from scratch trains from the model's own initial values")
+    return full
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:

@@ -21,6 +21,8 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
 
+BIN = "pytorch_model.bin"  # Hugging Face's older files
+
 KINDS = ("pt", "safetensors", "dcp")
 
 # A run's checkpoint, also one that a run which went back has set aside.
@@ -72,17 +74,43 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
         if folder.size(INDEX) is not None:
             return open_safetensors(place, folder, read_index(place, folder), stack)
         names = [name for name in folder.list("") if name.endswith(".safetensors")]
+        if "model.safetensors" in names:
+            names = ["model.safetensors"]
         if len(names) > 1:
             raise Refused(f"{place}: has {len(names)} safetensors files and no {INDEX} that says what is where")
         if names:
             return open_safetensors(place, folder, {names[0]: None}, stack)
+    if kind in ("auto", "pt") and (files := bin_files(place, folder)):
+        return _together(place, [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files])
     missing = {
-        "auto": f"no {METADATA}, no committed checkpoint and no .safetensors",
+        "auto": f"no {METADATA}, no committed checkpoint, no .safetensors and no {BIN}",
         "dcp": f"no {METADATA} and no committed checkpoint",
         "safetensors": "no .safetensors",
         "pt": "no file, but a folder",
     }[kind]
     raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give what does")
+
+
+def bin_files(place: str, folder: Files) -> list[str]:
+    """The files of a folder in Hugging Face's older form. Raises Refused."""
+    if folder.size(BIN) is not None:
+        return [BIN]
+    if folder.size(f"{BIN}.index.json") is None:
+        return []
+    files = list(read_index(place, folder, f"{BIN}.index.json"))
+    for file in files:
+        if folder.size(file) is None:
+            raise Refused(f"{place}: {file} is missing, which {BIN}.index.json names")
+    return files
+
+
+def _together(place: str, sources: list[Source]) -> Source:
+    """Files that hold a model together. Raises Refused for a name in two of them."""
+    owner = {name: source for source in sources for name in source.tensors}
+    if len(owner) < sum(len(source.tensors) for source in sources):
+        raise Refused(f"{place}: a tensor is in two of its files")
+    tensors = {name: source.tensors[name] for name, source in owner.items()}
+    return Source(place, tensors, [], {name: (name,) for name in tensors}, lambda name: owner[name].read(name))
 
 
 def _folder_and_file(place: str) -> tuple[Files, str | None]:

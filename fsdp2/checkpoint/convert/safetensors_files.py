@@ -42,16 +42,16 @@ DTYPE_NAMES = {
 }
 
 
-def read_index(place: str, folder: Files) -> dict[str, set[str] | None]:
+def read_index(place: str, folder: Files, index: str = INDEX) -> dict[str, set[str] | None]:
     """File -> names of its tensors. Raises Refused."""
     files: dict[str, set[str] | None] = {}
     try:
-        for name, file in json.loads(folder.read(INDEX))["weight_map"].items():
+        for name, file in json.loads(folder.read(index))["weight_map"].items():
             names = files.setdefault(inside(file), set())
             assert names is not None
             names.add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused(f"{place}: {INDEX} can't be used ({one_line(error)})") from None
+        raise Refused(f"{place}: {index} can't be used ({one_line(error)})") from None
     return files
 
 
@@ -83,7 +83,19 @@ def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | N
                 raise Refused(f"{place}: {name} is {entry.get_dtype()}, a type that isn't known here")
             tensors[name] = torch.empty(entry.get_shape(), dtype=dtypes[entry.get_dtype()], device="meta")
             shards[name] = shard
-    return Source(place, tensors, [], {name: (name,) for name in tensors}, lambda name: shards[name].get_tensor(name))
+
+    def part(name: str, ranges: tuple[slice, ...]) -> Tensor:
+        # The package slices neither a tensor without dimensions, nor to nothing.
+        if not ranges:
+            return read(name)
+        if any(one.start == one.stop for one in ranges):
+            return torch.empty([one.stop - one.start for one in ranges], dtype=tensors[name].dtype)
+        return shards[name].get_slice(name)[ranges]
+
+    def read(name: str) -> Tensor:
+        return shards[name].get_tensor(name)
+
+    return Source(place, tensors, [], {name: (name,) for name in tensors}, read, part=part)
 
 
 def write_safetensors(

@@ -29,6 +29,7 @@ class Source:
         read: name -> the whole tensor on the CPU, which may be a file's mapped memory, or the plain value.
         folder: where a marker may vouch for it: a DCP directory, or the folder of `file`.
         value_files: names of the files in `folder` that plain values are read from.
+        part: (name, range of each dimension) -> that part, where it can be read alone.
     """
 
     place: str
@@ -39,6 +40,14 @@ class Source:
     folder: Files | None = None
     file: str | None = None
     value_files: Sequence[str] = ()
+    part: Callable[[str, tuple[slice, ...]], Tensor] | None = None
+
+    def read_part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """A range of each dimension of a tensor. Of safetensors and mapped files, no more than that is read."""
+        if self.part is not None:
+            return self.part(name, place)
+        whole: Tensor = self.read(name)
+        return whole[place] if place else whole
 
 
 def dotted(path: TreePath) -> str:

@@ -30,7 +30,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy
 
 from fsdp2.parallel.baselines.rules import Baseline, Options, SetWeights, Start
-from fsdp2.parallel.baselines.start import materialise, model_of, on_meta
+from fsdp2.parallel.baselines.start import fill, materialise, model_of, on_meta, ties_weights
 from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
@@ -150,6 +150,8 @@ class FSDP1Engine(Engine):
 def build(options: Options, start: Start) -> FSDP1Engine:
     mesh = make_mesh(start.device.type, start.world_size, options.replicas)
     model, blocks = on_meta(options, start)
+    if ties_weights(model):  # a module at a time, each would get a weight of its own
+        fill(model, options, start)
     sharded = wrap(
         model,
         wrap_policy(blocks, options.shard_granularity, options.min_wrap_params),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.baselines.rules import Options, Start
 from fsdp2.parallel.freeze import freeze
-from fsdp2.parallel.meta import allocate, check_initialised, poison
+from fsdp2.parallel.meta import allocate, check_initialised, poison, shared_names
 
 
 def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Module]]:
@@ -28,10 +28,19 @@ def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Modu
 def whole_model(options: Options, start: Start) -> nn.Module:
     """The model with its initial values. Each rank holds all of it."""
     model, _ = on_meta(options, start)
+    fill(model, options, start)
+    return model
+
+
+def fill(model: nn.Module, options: Options, start: Start) -> None:
+    """Give a whole model on meta its memory and its initial values."""
     allocate(model, start.device, cpu_offload=options.cpu_offload)
     start.set_weights(model)
     check_initialised(model, brought=start.brought)
-    return model
+
+
+def ties_weights(model: nn.Module) -> bool:
+    return any(len(names) > 1 for names in shared_names(model))
 
 
 def materialise(module: nn.Module, name: str, start: Start) -> nn.Module:

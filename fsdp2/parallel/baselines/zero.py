@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.parallel.baselines.rules import Baseline, Options, Start
-from fsdp2.parallel.baselines.start import materialise, on_meta, whole_model
+from fsdp2.parallel.baselines.start import fill, materialise, on_meta, ties_weights
 from fsdp2.parallel.baselines.zero_settings import choose_accelerator, on_device, refusals
 from fsdp2.parallel.baselines.zero_state import Shadow, shards_of
 from fsdp2.parallel.engine import Engine, Microbatch
@@ -76,11 +76,12 @@ def build(options: Options, start: Start) -> ZeROEngine:
     config = options.deepspeed_settings(start.device.type)
     deepspeed = started(start.device)
     sharding = config["zero_optimization"]
-    if sharding["stage"] == 3 and sharding.get("offload_param", {}).get("device") != "nvme":
-        model, _ = on_meta(options, start)
+    model, _ = on_meta(options, start)
+    in_files = sharding.get("offload_param", {}).get("device") == "nvme"
+    if sharding["stage"] == 3 and not in_files and not ties_weights(model):
         shard_each(model, start, DTYPES[options.mixed_precision or "fp32"], config)
     else:
-        model = whole_model(options, start)
+        fill(model, options, start)
     # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
     fused = options.fused_optimizer
     optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=fused, materialised=False)
