@@ -112,9 +112,9 @@ def model_name(names: Sequence[str]) -> Parse:
     """One of ours, or one that another library or a module of one's own has."""
 
     def parse(value: Any) -> str:
-        library, colon, rest = text(value).partition(":")
-        if not colon:
+        if not isinstance(value, str) or ":" not in value:
             return str(one_of(*names)(value))
+        library, _, rest = text(value).partition(":")
         if not rest or not library:
             raise ValueError("has nothing on one side of the colon; give hf:DIR_OR_NAME, timm:NAME or MODULE:FUNCTION")
         # The folder of one's own, wherever the run is resumed from.

@@ -16,6 +16,7 @@ from fsdp2 import data
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
+from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import (
@@ -276,7 +277,10 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     fix = "give weights of this model, or --init-from scratch for none"
     try:
         with opened(place) as source:
-            vouched = require_undamaged(source)
+            if source.folder is not None and source.file is not None:
+                vouched = verdict(vouched_step(source.folder, source.file))
+            else:
+                vouched = require_undamaged(source)
         if not config.init_partial:
             check_weights(place, model.state_dict(), shared_names(model))
     except DamagedCheckpoint as error:
