@@ -222,7 +222,9 @@ class Config:
     )
     init_partial: bool = option(False, "of --init-from, load only the weights that fit, and say which don't", switch)
     save_model: bool | None = option(
-        None, "write full_model/full-model.pt at the end; unset = if the model has at most 4 GB", optional_switch
+        None,
+        "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = up to 4 GB",
+        optional_switch,
     )
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)

@@ -18,20 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.files import Files, LocalFiles
-from fsdp2.checkpoint.full_file import differences, read_full, verdict, vouched_step
+from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
+from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location
 from fsdp2.parallel.baselines.autocast import autocast
+from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.precision import DTYPES, with_inputs_in
 from fsdp2.parallelize import parallelize
 from fsdp2.report.console import short
@@ -55,15 +58,13 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
     """
     model: nn.Module = spec.build(config.model_size)
     try:
-        full = read_full(file)
+        load_weights(str(file), model.state_dict(), place_of, shared_names(model), partial=False)
+    except OtherWeights as error:
+        raise ConfigError(
+            f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
-    if wrong := differences(full, model.state_dict()):
-        raise ConfigError(
-            f"{short(file)}: is of another model than config.json says; {len(wrong)} tensors differ "
-            f"({'; '.join(wrong[:3])}); {other_ways(config)}"
-        )
-    model.load_state_dict(full)
     require_finite(model, short(file))
     model.to(device).eval()
     casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
@@ -83,9 +84,10 @@ def vouched(config: Config, run: RunDir) -> str:
 
     Raises ConfigError if it is damaged, or isn't known to be of the run's last state.
     """
-    file, newest = short(run.full_model), max(run.store.committed(), default=None)
+    weights = run.full_weights or run.full_model
+    file, newest = short(weights), max(run.store.committed(), default=None)
     try:
-        step = vouched_step(LocalFiles(run.full_model.parent), run.full_model.name)
+        step = vouched_step(LocalFiles(run.full_model.parent), None if weights.is_dir() else weights.name)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
     if newest is not None and (step is None or step < newest):
@@ -217,12 +219,12 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             raise ConfigError(
                 f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it"
             ) from None
-        if not run.full_model.is_file():
+        if run.full_weights is None:
             raise ConfigError(
                 f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
                 "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
             )
-        weights = f"{short(run.full_model)}, {vouched(config, run)}"
+        weights = f"{short(run.full_weights)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)
@@ -230,7 +232,8 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
         if checkpoint is not None:
             forward = load_sharded(config, spec, checkpoint, world, device)
         else:
-            forward = load_plain(config, spec, run.full_model, device)
+            assert run.full_weights is not None
+            forward = load_plain(config, spec, run.full_weights, device)
         with torch.no_grad():
             inputs, targets = dataset.test.__getitems__(range(min(SAMPLES, len(dataset.test))))
             batch = Batch(inputs.to(device), targets.to(device), True, len(inputs), targets.numel(), True)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import StepLR
 
-from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
@@ -152,8 +151,7 @@ def main(
             left_out = too_large_unasked(config, spec) if finished() else None
             wanted = finished() and config.save_model is not False and left_out is None
             if wanted and job.wants_full_model(run, progress.step, changed=changed):
-                save_full(full_state_api(dcp_api=config.dcp_api), app, run.full_model, progress.step)
-                while_rank_0(run.upload_full_model)
+                checkpoints.write_full_model()
             checkpoints.finish()
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
             end = reports.end({**done, "run_dir": run.place, "full_model_left_out_bytes": left_out}, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,12 +23,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp2 import models
-from fsdp2.checkpoint import full_dcp, full_dtensor, full_model
+from fsdp2 import infer, models
+from fsdp2.checkpoint import full_dcp, full_dtensor, full_model, full_together
 from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.checkpoint.full_model import save_full
 from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import Config
+from fsdp2.models.initial import place_of
 from fsdp2.parallelize import parallelize
 from tests.harness import Ranks, full_files, losses, main_in_ranks, make_engine, of_kind, same, small
 
@@ -245,12 +249,67 @@ def _large(folder: Path) -> list[Any]:
 def test_of_a_large_model_the_full_one_is_written_only_if_asked_for(ranks: Ranks, tmp_path: Path) -> None:
     weights = sum(tensor.nbytes for tensor in models.get("vit").build("tiny").state_dict().values())
     assert ranks.run(_large, tmp_path) == [[weights, None, None]] * 2
-    written = [(tmp_path / name / "full_model" / "full-model.pt").is_file() for name in ("unasked", "asked", "refused")]
+    written = [(tmp_path / name / "full_model" / MARKER).is_file() for name in ("unasked", "asked", "refused")]
     assert written == [False, True, False]
     # The command that the run's last line gives instead.
     out = tmp_path / "model.pt"
     assert checkpoint_command(["export", str(tmp_path / "unasked"), str(out), "--format", "pt"]) == 0
-    assert same(torch.load(out, weights_only=True), full_files(tmp_path / "asked")[0])
+    assert same(torch.load(out, weights_only=True), load_file(tmp_path / "asked" / "full_model" / "model.safetensors"))
+
+
+def _together(folder: Path, flags: list[str]) -> list[Any]:
+    """A run whose full model all ranks write, in small files: its accuracy, and the note of one that starts from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_model, "LARGEST_UNASKED", 1_000)
+        patch.setattr(full_together, "SHARD_BYTES", 20_000)
+        first = main_in_ranks(small(folder / "first", "--max-steps=2", "--save-model", *flags))
+    again = small(folder / "again", "--max-steps=1", f"--init-from={folder / 'first' / 'full_model'}", *flags)
+    return [of_kind(first, "eval")[-1]["accuracy"], of_kind(main_in_ranks(again), "start")[0]["note"]]
+
+
+@pytest.mark.parametrize(("count", "flags"), [(3, []), (4, ["--replicas=2"]), (2, ["--strategy=ddp"])])
+def test_all_ranks_write_a_large_model_together(ranks: Ranks, tmp_path: Path, count: int, flags: list[str]) -> None:
+    (accuracy, note), *_ = ranks.run(_together, tmp_path, flags, ranks=count)
+    folder, out = tmp_path / "first" / "full_model", tmp_path / "model.pt"
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert note.startswith(f"--init-from {folder}: verified")
+    assert checkpoint_command(["verify", str(tmp_path / "first")]) == 0
+    # What rank 0 alone reads out of the sharded checkpoint is the same, bit for bit.
+    assert checkpoint_command(["export", str(tmp_path / "first"), str(out), "--format", "pt"]) == 0
+    together = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(together, torch.load(out, weights_only=True))
+    # And inference from it computes what the run did.
+    assert ranks.run(_inferred, tmp_path / "first", ranks=1) == [accuracy]
+
+
+def _inferred(run: Path) -> float:
+    return float(infer.main(run)["accuracy"])
+
+
+def _full_disk(folder: Path) -> str:
+    """The rank that can't write makes all of them fail."""
+    engine = make_engine()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(full_together.os, "pwrite", _no_space)
+        try:
+            full_together.save_together(AppState(engine.model, engine.optimizer, {}), folder, 1, place_of)
+        except OSError as error:
+            return str(error)
+    return "nothing"
+
+
+def _no_space(*arguments: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_model_that_one_rank_cannot_write_has_no_marker(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(_full_disk, tmp_path)
+    assert first == second
+    assert "No space left" in first or "full" in first
+    assert not (tmp_path / MARKER).exists()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def _patient(seconds: float) -> tuple[str, str]:

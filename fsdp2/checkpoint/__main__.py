@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp2 import models
 from fsdp2.checkpoint.convert.diff import diff
 from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.convert.import_ import import_
@@ -20,9 +22,12 @@ from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, printable, re
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.units import byte_count
 
+MODEL_FILES = "model"  # the folder of a run with its model's configuration and tokenizer
+
 NEXT = {
     "pt": "torch.load({out!r}, weights_only=True)",
     "safetensors": "safetensors.torch.load_file, or from_pretrained({out!r}) beside a config.json",
+    "hf": "AutoModel….from_pretrained({out!r})",
     "dcp": "dcp.load(model.state_dict(), checkpoint_id={out!r})",
 }
 
@@ -72,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporting = command("export", "write the model's weights, with plain names, in another format")
     exporting.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
     exporting.add_argument("out", metavar="OUT", help="a new file for pt, a new folder for the others")
-    exporting.add_argument("--format", required=True, choices=("pt", "safetensors", "dcp"))
+    exporting.add_argument("--format", required=True, choices=tuple(NEXT))
     exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating point tensors to this")
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="of one safetensors file; 4GB if not given"
@@ -82,9 +87,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     importing.add_argument("out", metavar="OUT", help="the new checkpoint's directory")
     importing.add_argument("--from", dest="kind", default="auto", choices=("auto", *KINDS), help="what SOURCE is")
     arguments = parser.parse_args(argv)
-    if arguments.command == "export" and arguments.max_shard_size and arguments.format != "safetensors":
+    has_shards = arguments.command == "export" and arguments.format in ("safetensors", "hf")
+    if arguments.command == "export" and arguments.max_shard_size and not has_shards:
         raise Refused(f"--max-shard-size with --format {arguments.format}: only safetensors has shards; drop it")
     return arguments
+
+
+def hf_model(place: str) -> tuple[Any, Mapping[str, Path]]:
+    """The model on meta of a run, or of a checkpoint of one, and the files that go with it. Raises Refused."""
+    for run in (path := Path(place).absolute(), *path.parents[:2]):
+        folder = run / MODEL_FILES
+        if (folder / "config.json").is_file():
+            try:
+                spec = models.get(f"hf:{folder}")
+            except ValueError as error:
+                raise Refused(f"--format hf: {error}") from None
+            return spec.on_meta(next(iter(spec.sizes))), spec.files
+    raise Refused(
+        f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: have; use --format safetensors"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,7 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
         return diff(arguments.a, arguments.b)
     if arguments.command == "export":
         limit = arguments.max_shard_size or MAX_SHARD_SIZE
-        line = export(arguments.place, arguments.out, arguments.format, dtype=arguments.dtype, max_shard_size=limit)
+        like = hf_model(arguments.place) if arguments.format == "hf" else None
+        line = export(
+            arguments.place, arguments.out, arguments.format, dtype=arguments.dtype, max_shard_size=limit, like=like
+        )
         print(f"wrote {line}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
         return 0
     for line in import_(arguments.place, arguments.out, arguments.kind):

@@ -73,8 +73,10 @@ def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return full
 
 
-def vouched_step(folder: Files, file: str) -> int | None:
+def vouched_step(folder: Files, file: str | None) -> int | None:
     """The step of which a marker in the folder says that a file is, after the file's hash was compared.
+
+    Without a file, that all files are which it lists.
 
     None if there is no marker, or it doesn't list the file: it may be of any step, and may be damaged. Raises
     DamagedCheckpoint if the file isn't as it was saved, or the marker can't be read.
@@ -82,9 +84,9 @@ def vouched_step(folder: Files, file: str) -> int | None:
     if not is_there(folder, MARKER):
         return None
     marker = read_marker(folder)
-    if file not in marker["files"]:
+    if file is not None and file not in marker["files"]:
         return None
-    verify(folder, [file])
+    verify(folder, None if file is None else [file])
     return int(marker["step"])
 
 

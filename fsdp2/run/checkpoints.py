@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
+from fsdp2.checkpoint.full_together import save_together
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import printable
 from fsdp2.checkpoint.restore import read_fitting_weights, restore
@@ -17,13 +19,14 @@ from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
+from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
 from fsdp2.run.patience import Patience
 from fsdp2.run.preflight import damaged
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.rundir import RunDir, large
 from fsdp2.run.runtime import RunStopped
 
 
@@ -56,6 +59,7 @@ class Checkpoints:
     ) -> None:
         """`weights`: this rank's part of the model."""
         self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
+        self._app = app
         job.guard(run)
         self._saver = Saver(
             run.store,
@@ -110,6 +114,16 @@ class Checkpoints:
             self.job.still_ours()
 
         return on_rank_0
+
+    def write_full_model(self) -> None:
+        """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large."""
+        config, run = self.config, self.run
+        # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
+        if large(config, config.spec) and not run.is_remote:
+            save_together(self._app, run.full_model.parent, self.progress.step, place_of)
+        else:
+            save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
+            while_rank_0(run.upload_full_model)
 
     def poll(self) -> bool:
         """Before each step: report a save that has ended in the background; whether one failed and the run is to stop.

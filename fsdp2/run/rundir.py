@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint import full_model
+from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.files import LocalFiles, publish
@@ -49,6 +50,14 @@ class RunDir:
         self.full_model = self.path / "full_model" / "full-model.pt"
         self.files = open_files(self.place)
         self.store = Store(self.files.at("checkpoints"))
+
+    @property
+    def full_weights(self) -> Path | None:
+        """Where the full model is, if it is there: full-model.pt, or the folder of safetensors."""
+        if self.full_model.is_file():
+            return self.full_model
+        folder = self.full_model.parent
+        return folder if any((folder / name).is_file() for name in (INDEX, "model.safetensors")) else None
 
     def require_plain(self) -> None:
         """Raise ConfigError if something else is where a file or folder of the run belongs.
@@ -200,9 +209,12 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 
 
 def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
-    """The bytes of a model's weights if they are too many for a full-model.pt, for which nobody asked."""
-    if config.save_model is not None:
-        return None
+    """The bytes of a model's weights if they are too many for a full model, for which nobody asked."""
+    return large(config, spec) if config.save_model is None else None
+
+
+def large(config: Config, spec: ModelSpec) -> int | None:
+    """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
     needed = bytes_of(spec.on_meta(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
 

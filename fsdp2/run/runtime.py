@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,12 +105,16 @@ def _is_bound() -> bool:
     return any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
-def require_own_gpu(world: World, device: torch.device) -> None:
-    """Raise ConfigError on every rank if two ranks compute on one GPU. A collective call where that could be."""
+def require_own_gpu(world: World, device: torch.device, exchange: Callable[[str], Sequence[str]]) -> None:
+    """Raise ConfigError on every rank if two ranks compute on one GPU.
+
+    Args:
+        exchange: gives every rank's text for this one's; it is called by all ranks or by none.
+    """
     if device.type != "cuda" or world.local_world_size == 1 or torch.cuda.device_count() > 1:
         return
     ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(gather(str(torch.cuda.get_device_properties(device).uuid))):
+    for rank, found in enumerate(exchange(str(torch.cuda.get_device_properties(device).uuid))):
         ranks.setdefault(found, []).append(rank)
     for found, sharing in ranks.items():
         if len(sharing) > 1:
@@ -118,6 +122,21 @@ def require_own_gpu(world: World, device: torch.device) -> None:
                 f"--device cuda: ranks {', '.join(map(str, sharing))} see the same GPU ({found}); bind one to each "
                 "process (srun --gpus-per-task=1), show all of them to all (CUDA_VISIBLE_DEVICES), or start fewer ranks"
             )
+
+
+def exchange_by(store: dist.Store, rank: int, world_size: int) -> Callable[[str], list[str]]:
+    """The same as `gather` for a text, before there is a process group."""
+
+    def exchange(text: str) -> list[str]:
+        store.set(f"own_gpu/{rank}", text)
+        texts = [store.get(f"own_gpu/{other}").decode() for other in range(world_size)]
+        store.set(f"own_gpu/{rank}/read", "")
+        if rank == 0:  # which may keep the store, and end after this
+            for other in range(world_size):
+                store.get(f"own_gpu/{other}/read")
+        return texts
+
+    return exchange
 
 
 def set_threads(threads: int | None, world: World) -> int:
@@ -141,18 +160,22 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        require_own_gpu(world, device)
+        require_own_gpu(world, device, gather)
         yield
         return
     end_with_launcher()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    gpu = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=LONG)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=LONG))
+        # With a device nccl connects at once, and two ranks on one GPU would fail inside of it.
+        require_own_gpu(world, device, exchange_by(store, rank, world_size))
+        group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size}
     else:
         # Alone: a store in memory, so that no port is opened.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **group, timeout=LONG, device_id=device if gpu else None)
     try:
-        require_own_gpu(world, device)
         yield
     except BaseException:
         # After an error other ranks may be dead, and waiting for them would hang. Without others there is nobody to

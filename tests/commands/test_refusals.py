@@ -25,7 +25,7 @@ from tests.harness import python_environment
     ("line", "part"),
     [
         ("show nothing-here", "there is nothing; give a checkpoint"),
-        ("show {empty}", "holds no .metadata, no committed checkpoint and no .safetensors"),
+        ("show {empty}", "holds no .metadata, no committed checkpoint, no .safetensors and no pytorch_model.bin"),
         ("diff {run} {empty}", "holds no .metadata"),
         ("verify nowhere://x", "is no kind of place that fsspec knows"),
         ("show", "the following arguments are required: PATH"),

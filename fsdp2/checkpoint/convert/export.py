@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
+from fsdp2.checkpoint.convert.hf_folder import write_hf
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
@@ -24,14 +26,24 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARD_SIZE = 4_000_000_000
 
 
-def export(place: str, out: str, to: str, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> str:
+def export(
+    place: str,
+    out: str,
+    to: str,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    like: tuple[Any, Mapping[str, Path]] | None = None,
+) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
     Args:
         place: what `opened` takes. A checkpoint's hashes are verified first.
-        to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout) or `dcp` (a directory).
+        to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
+            that `from_pretrained` loads).
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
         max_shard_size: bytes of tensors in one safetensors file.
+        like: for `hf`, transformers' model on meta, and name -> file that goes with it.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
@@ -54,6 +66,9 @@ def export(place: str, out: str, to: str, *, dtype: str | None = None, max_shard
                 aside.mkdir()
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
+                elif to == "hf":
+                    assert like is not None
+                    write_hf(aside, tensors, read, *like, max_shard_size)
                 else:
                     write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
             folder.fsync(aside.name)

@@ -42,6 +42,11 @@ def is_checkpoint(files: Files) -> bool:
     return is_there(files, MARKER) or is_there(files, METADATA)
 
 
+def is_safetensors(files: Files) -> bool:
+    """Whether a folder holds a model in Hugging Face's layout, such as a run's full model."""
+    return not is_there(files, METADATA) and any(is_there(files, name) for name in (INDEX, "model.safetensors"))
+
+
 @contextmanager
 def opened(place: str, kind: str = "auto") -> Iterator[Source]:
     """Open a checkpoint, a run (its newest checkpoint), a .pt file or safetensors, at a path or URL.
@@ -64,7 +69,7 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
             return open_safetensors(place, folder, {file: None}, stack)
         return replace(open_pt(place, local_copy(folder, file, stack)), folder=folder, file=file)
     if kind in ("auto", "dcp"):
-        if is_checkpoint(folder):
+        if is_checkpoint(folder) and not is_safetensors(folder):
             return _open_dcp(place, folder, stack)
         store = Store(folder.at("checkpoints"))
         if steps := store.committed():
@@ -72,14 +77,14 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
             return _open_dcp(str(newest), newest, stack)
     if kind in ("auto", "safetensors"):
         if folder.size(INDEX) is not None:
-            return open_safetensors(place, folder, read_index(place, folder), stack)
+            return replace(open_safetensors(place, folder, read_index(place, folder), stack), folder=folder)
         names = [name for name in folder.list("") if name.endswith(".safetensors")]
         if "model.safetensors" in names:
             names = ["model.safetensors"]
         if len(names) > 1:
             raise Refused(f"{place}: has {len(names)} safetensors files and no {INDEX} that says what is where")
         if names:
-            return open_safetensors(place, folder, {names[0]: None}, stack)
+            return replace(open_safetensors(place, folder, {names[0]: None}, stack), folder=folder)
     if kind in ("auto", "pt") and (files := bin_files(place, folder)):
         return _together(place, [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files])
     missing = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsdp2.checkpoint.refusal import Refused, one_line
 from fsdp2.checkpoint.spool import raw_bytes
 
 INDEX = "model.safetensors.index.json"
+WRITERS = 4  # shards that are written at a time; each has one tensor in memory
 
 DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -111,6 +113,19 @@ def write_safetensors(
 
     Raises Refused, naming the tensor, for what the format doesn't have.
     """
+    files = shards_of(tensors, max_shard_size)
+    # A writer for each shard: what one waits for the disk, others read and copy.
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="writes a shard") as threads:
+        for _ in threads.map(lambda file: _write_file(folder, file, files[file], read), files):
+            pass
+    write_index(folder, files)
+
+
+def shards_of(tensors: Mapping[str, Tensor], max_shard_size: int) -> dict[str, dict[str, Tensor]]:
+    """File -> the tensors in it; one file is `model.safetensors`.
+
+    Raises Refused, naming the tensor, for what the format doesn't have.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise Refused(f"--format safetensors: {name} is {tensor.dtype}, which the format doesn't have; use pt")
@@ -125,20 +140,23 @@ def write_safetensors(
         shards[-1][name] = tensor
         used += tensor.nbytes
     if len(shards) == 1:
-        _write_file(folder, "model.safetensors", tensors, read)
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def write_index(folder: LocalFiles, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Where there are several files, write the index that says which tensor is in which."""
+    if len(files) == 1:
         return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder, file, shard, read)
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     folder.write(INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     folder.fsync(INDEX)
 
 
-def _write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where each of its tensors begins, in the order in which they stand in it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wider types first, so that each tensor is aligned to its own.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -150,8 +168,14 @@ def _write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], re
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + header[name]["data_offsets"][0] for name in order}
+
+
+def _write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    start, places = layout(tensors)
     with folder.create(file) as target:
-        target.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
+        target.write(start)
+        for name in places:
             target.write(raw_bytes(read(name)))
     folder.fsync(file)

@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.convert.opening import CHECKPOINT_NAME, VERIFIED, files_at, is_checkpoint, opened, verified
+from fsdp2.checkpoint.convert.opening import (
+    CHECKPOINT_NAME,
+    VERIFIED,
+    files_at,
+    is_checkpoint,
+    is_safetensors,
+    opened,
+    verified,
+)
 from fsdp2.checkpoint.convert.source import Source, comparable, part_of
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there, size_of
 from fsdp2.checkpoint.refusal import Refused, printable, refusal
@@ -130,10 +138,12 @@ class _Weights:
 
 def _read_all(files: Files, listed: Container[str], weights: _Weights) -> tuple[int, int]:
     """How many tensors and plain values there are. Raises DamagedCheckpoint that names what can't be read."""
-    full = [name for name in files.list("") if name.endswith(".pt") and name in listed]
+    full = [f"{files}/{name}" for name in files.list("") if name.endswith(".pt") and name in listed]
+    if is_safetensors(files):
+        full.append(str(files))
     if full and METADATA not in listed:  # the full model at a run's end has a marker too
         with ExitStack() as stack:
-            sources = [stack.enter_context(opened(f"{files}/{name}")) for name in full]
+            sources = [stack.enter_context(opened(place)) for place in full]
             for source in sources:
                 if not _parts(source):  # else it is the optimizer's
                     for name in source.tensors:

@@ -1,0 +1,128 @@
+"""The full model written by all ranks side by side: safetensors in Hugging Face's layout.
+
+Where each tensor begins in its file follows from names, shapes and dtypes, which every rank knows. So each writes the
+rows that it holds to where they belong, nothing is gathered, and no rank needs memory for more than its shard.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2.checkpoint.convert.safetensors_files import INDEX, layout, shards_of, write_index
+from fsdp2.checkpoint.disk import disk_errors
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.checkpoint.spool import raw_bytes
+from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import MARKER, fingerprint, write_marker
+
+SHARD_BYTES = 4_000_000_000  # of tensors in one file
+
+
+def save_together(app: AppState, folder: Path, step: int, place_of: Callable[[Tensor], tuple[slice, ...]]) -> None:
+    """Write the model's weights as safetensors into a folder that all ranks see. A collective call.
+
+    Args:
+        place_of: which range of each dimension of a whole tensor this rank holds.
+
+    A marker, written last, has the hash of each file. Raises OSError on every rank if one can't write, and ValueError
+    if a tensor is split on another dimension than its first.
+    """
+    app.gather()
+    named = app.model.named_parameters
+    aliases = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}  # of tied weights
+    targets = {name: tensor for name, tensor in plain_names(app.model).items() if name not in aliases}
+    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()}
+    files, local = shards_of(like, SHARD_BYTES), LocalFiles(folder)
+    _together(lambda: _begin(local, files) if dist.get_rank() == 0 else None)
+    _together(lambda: _write_rows(folder, files, targets, place_of))
+    app.release()
+    mine = list(files)[dist.get_rank() :: dist.get_world_size()]
+    prints = _together(lambda: {file: fingerprint(local, f"{file}.tmp") for file in mine})
+    _together(lambda: _commit(local, files, prints, step) if dist.get_rank() == 0 else None)
+
+
+def _together(work: Callable[[], Any]) -> list[Any]:
+    """What a function returns on each rank, after it has ended on all. Raises the error of any rank on each."""
+    result, problem = None, None
+    try:
+        result = work()
+    except (OSError, ValueError) as error:
+        problem = (OSError if isinstance(error, OSError) else ValueError), str(error)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (result, problem))
+    for _, found in answers:
+        if found is not None:
+            raise found[0](found[1])
+    return [result for result, _ in answers]
+
+
+def _begin(folder: LocalFiles, files: dict[str, dict[str, Tensor]]) -> None:
+    needed = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    with disk_errors(folder, needed):
+        folder.mkdir("")
+        if folder.size(MARKER) is not None:
+            folder.unlink(MARKER)
+            folder.fsync("")
+        for file, tensors in files.items():
+            if folder.size(f"{file}.tmp") is not None:
+                folder.unlink(f"{file}.tmp")  # of a run that died here
+            with folder.create(f"{file}.tmp") as target:
+                target.write(layout(tensors)[0])
+
+
+def _write_rows(
+    folder: Path,
+    files: dict[str, dict[str, Tensor]],
+    targets: dict[str, Tensor],
+    place_of: Callable[[Tensor], tuple[slice, ...]],
+) -> None:
+    for file, tensors in files.items():
+        _, starts = layout(tensors)
+        with disk_errors(folder, 0), open(folder / f"{file}.tmp", "r+b", buffering=0) as target:
+            for name, start in starts.items():
+                tensor = targets[name]
+                if not _is_mine(tensor):
+                    continue
+                rows, *others = place_of(tensor) or (slice(0, 1),)
+                if any(other != slice(0, size) for other, size in zip(others, tensor.shape[1:], strict=True)):
+                    raise ValueError(
+                        f"{name}: is split on another dimension than its first; export the checkpoint instead"
+                    )
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                content = raw_bytes(local.detach().cpu().contiguous())
+                offset = start + rows.start * tensor.shape[1:].numel() * tensor.itemsize
+                while content:
+                    written = os.pwrite(target.fileno(), content, offset)
+                    content, offset = content[written:], offset + written
+            os.fsync(target.fileno())
+
+
+def _is_mine(tensor: Tensor) -> bool:
+    """Whether this rank writes its part: of replicas the first does, and rank 0 what is whole on all."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(not place.is_replicate() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+
+
+def _commit(folder: LocalFiles, files: dict[str, dict[str, Tensor]], prints: list[dict[str, Any]], step: int) -> None:
+    with disk_errors(folder):
+        for file in files:
+            folder.rename(f"{file}.tmp", file)
+        write_index(folder, files)
+        folder.fsync("")
+        known = {file: one for part in prints for file, one in part.items()}
+        if len(files) > 1:
+            known[INDEX] = fingerprint(folder, INDEX)
+        write_marker(folder, {"step": step, "time": time.time(), "files": known})
