@@ -93,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def hf_model(place: str) -> tuple[Any, Mapping[str, Path]]:
+def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
     """The model on meta of a run, or of a checkpoint of one, and the files that go with it. Raises Refused."""
     for run in (path := Path(place).absolute(), *path.parents[:2]):
         folder = run / MODEL_FILES
@@ -102,9 +102,10 @@ def hf_model(place: str) -> tuple[Any, Mapping[str, Path]]:
                 spec = models.get(f"hf:{folder}")
             except ValueError as error:
                 raise Refused(f"--format hf: {error}") from None
-            return spec.on_meta(next(iter(spec.sizes))), spec.files
+            size = next(iter(spec.sizes))
+            return spec.on_meta(size), spec.files(size)
     raise Refused(
-        f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: have; use --format safetensors"
+        f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: and llama have; use --format safetensors"
     )
 
 

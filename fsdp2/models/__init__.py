@@ -10,7 +10,7 @@ from functools import cache
 
 from fsdp2.models.spec import ModelSpec
 
-NAMES = ("vit", "cnn", "transformer")
+NAMES = ("vit", "cnn", "transformer", "llama")
 
 __all__ = ["NAMES", "ModelSpec", "get"]
 

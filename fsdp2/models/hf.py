@@ -94,7 +94,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         classes=config.num_labels,
         weights=folder,
         load=load,
-        files={path.name: path for pattern in KEPT for path in sorted(folder.glob(pattern))},
+        files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 
 

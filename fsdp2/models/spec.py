@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ def outputs_are_logits(outputs: Tensor) -> Tensor:
     return outputs
 
 
+def no_files(size: str) -> Mapping[str, bytes]:
+    return {}
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A family of models.
@@ -57,13 +61,13 @@ class ModelSpec:
         weights: the folder whose weights a run starts from unless it says otherwise.
         load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict; raises ValueError if files and model don't fit.
-        files: name -> file that belongs to the model and that a run keeps with its checkpoints: its configuration,
-            its tokenizer.
+        files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
+            tokenizer.
     """
 
     name: str
     kind: str
-    sizes: Mapping[str, Mapping[str, int]]
+    sizes: Mapping[str, Mapping[str, Any]]
     make: Callable[..., nn.Module]
     blocks: Callable[[Any], Sequence[nn.Module]]
     initial_values: Table
@@ -73,7 +77,7 @@ class ModelSpec:
     classes: int = 10
     weights: Path | None = None
     load: Callable[[], Mapping[str, Tensor]] | None = None
-    files: Mapping[str, Path] = field(default_factory=dict)
+    files: Callable[[str], Mapping[str, bytes]] = no_files
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -181,7 +181,7 @@ def write_start(
         write_config(run, config, world.world_size)
         for name, content in files.items():
             run.files.write(name, content)
-        if config.spec.files:
+        if kept := config.spec.files(config.model_size):
             run.files.mkdir("model")
-        for name, path in config.spec.files.items():
-            run.files.write(f"model/{name}", path.read_bytes())
+        for name, content in kept.items():
+            run.files.write(f"model/{name}", content)

@@ -33,7 +33,7 @@ def export(
     *,
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
-    like: tuple[Any, Mapping[str, Path]] | None = None,
+    like: tuple[Any, Mapping[str, bytes]] | None = None,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
@@ -43,7 +43,7 @@ def export(
             that `from_pretrained` loads).
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
         max_shard_size: bytes of tensors in one safetensors file.
-        like: for `hf`, transformers' model on meta, and name -> file that goes with it.
+        like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ def write_hf(
     tensors: Mapping[str, Tensor],
     read: Callable[[str], Tensor],
     model: Any,
-    beside: Mapping[str, Path],
+    beside: Mapping[str, bytes],
     max_shard_size: int,
 ) -> None:
     """Fill an empty folder, by the model's own `save_pretrained`.
@@ -32,7 +31,7 @@ def write_hf(
         tensors: name -> tensor on `meta`.
         read: name -> that tensor on the CPU, contiguous.
         model: of transformers, on meta.
-        beside: name -> file that is copied.
+        beside: name -> content of a file.
 
     Raises Refused if the tensors aren't those of the model.
     """
@@ -40,8 +39,8 @@ def write_hf(
         raise Refused(f"--format hf: the weights aren't those of {type(model).__name__}: {', '.join(wrong[:3])} differ")
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     model.config.dtype = dtypes.pop() if len(dtypes) == 1 else None
-    for name, file in beside.items():
-        shutil.copyfile(file, folder / name)
+    for name, content in beside.items():
+        (folder / name).write_bytes(content)
     state = spool(tensors, read, folder)
     model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
     for file in folder.iterdir():
