@@ -18,6 +18,7 @@ from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
+    betas,
     check_values,
     granularity,
     groups_ahead,
@@ -40,6 +41,8 @@ from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
 from fsdp2.parallel.optimizer import OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
+
+SCHEDULES = ("step", "cosine", "linear", "constant")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,20 @@ class Config:
     gamma: float = option(
         0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
     )
+    betas: tuple[float, float] | None = option(
+        None, "adam, adamw: decay of the averages of gradients and of their squares; unset = 0.9,0.999", betas
+    )
+    weight_decay: float | None = option(
+        None, "adamw: of parameters with two dimensions or more; unset = 0.01, of all", number(0, 100)
+    )
+    schedule: str = option(
+        "step",
+        "how the learning rate falls: step = by --gamma after each epoch; cosine and linear = to --lr-floor at the end",
+        one_of(*SCHEDULES),
+        metavar="|".join(SCHEDULES),
+    )
+    warmup_steps: int = option(0, "optimizer steps in which the learning rate rises in a line", whole(0))
+    lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a part of --lr", number(0, 1))
     clip_grad_norm: float | None = option(
         None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
     )

@@ -97,7 +97,7 @@ def parallelize(
     # The optimizer takes the parameters as they are now, sharded; its state is shards from the start.
     optimizer = None
     if training:
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, fused=config.fused_optimizer)
+        optimizer = make_optimizer(config, model.parameters())
     scaler = gradient_scaler(device.type, config.mixed_precision)
     return FSDP2Engine(
         model,

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.optim.lr_scheduler import StepLR
 
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
@@ -38,6 +37,7 @@ from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
+from fsdp2.run.schedule import Schedule
 from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 from fsdp2.run.start import (
@@ -80,12 +80,12 @@ def main(
 
         # Model: meta -> sharded -> initialised -> with its optimizer.
         engine = make_engine(config, spec, world, device, restoring=job.restore is not None)
-        scheduler = StepLR(engine.optimizer, step_size=1, gamma=config.gamma)
+        schedule = Schedule(config, engine.optimizer, batches.steps_per_epoch)
         runtime.seed_everything(config.seed, world.rank)  # for dropout, which each rank draws by itself
 
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
-        app = state_of_run(engine, scheduler, batches, progress, world, device, also_saved)
+        app = state_of_run(engine, schedule.scheduler, batches, progress, world, device, also_saved)
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
@@ -122,6 +122,7 @@ def main(
                     votes = [stop.reason is not None, checkpoints.poll()]
                     facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
+                    schedule.after_step()
                     log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
                     checkpoints.stop_if_failed(log.failed)
                     garbage.after_step(progress.step)
@@ -140,7 +141,7 @@ def main(
                 accuracy = result["accuracy"]
                 reports.emit("eval", {**place(), **result})
                 if batches.at_end():
-                    scheduler.step()
+                    schedule.after_epoch()
                     batches.next_epoch()
                 if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
                     checkpoints.save(batches.epoch, last=finished())

@@ -51,7 +51,7 @@ def test_far_positions_turn_as_transformers_turns_them() -> None:
 
 
 def test_a_document_sees_nothing_of_another_in_its_row() -> None:
-    model = llama.Llama(**TINY)
+    model = llama.SPEC.make(**TINY)
     reset_parameters(model, llama.INITIAL_VALUES, seed=1)
     tokens = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 5 + [1] * 7])

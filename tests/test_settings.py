@@ -90,7 +90,7 @@ def test_objects_that_the_caller_put_aside_stay_there() -> None:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("model", ["vit", "cnn", "transformer --model-size=debug --seq-len=16"])
+@pytest.mark.parametrize("model", ["vit", "cnn", "transformer --model-size=debug --dataset=random-tokens --seq-len=16"])
 def test_deterministic_algorithms_and_collections_leave_the_losses_as_they_are(train: Train, model: str) -> None:
     flags = (*f"--model={model}".split(), "--resume=never")
     plain = train(*flags, "--gc-every=0", steps=3)

@@ -19,7 +19,7 @@ from fsdp2 import models
 from fsdp2.parallel.activation_checkpointing import EXPENSIVE
 from fsdp2.parallel.fully_sharded import FSDP2Engine
 from fsdp2.parallel.mesh import make_mesh
-from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.optimizer import plain_optimizer
 from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
 
@@ -107,7 +107,7 @@ def test_optimizer_state_exists_at_step_zero_and_changes_nothing(name: str) -> N
         torch.manual_seed(0)
         layer = nn.Linear(3, 3)
         before = layer.weight.detach().clone()
-        optimizer = make_optimizer(name, layer.parameters(), lr=0.1)
+        optimizer = plain_optimizer(name, layer.parameters(), lr=0.1)
         assert torch.equal(layer.weight, before)
         assert len(optimizer.state) == 2
         assert all(float(s["step"]) == 0 for s in optimizer.state.values() if "step" in s)

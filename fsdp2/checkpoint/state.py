@@ -148,7 +148,7 @@ class SchedulerState:
         _require_counts("scheduler", state, ("last_epoch", "_step_count"))
         if not all(isinstance(rate, (float, int)) for rate in state["_last_lr"]):
             raise ValueError(f"scheduler: the learning rates are {str(state['_last_lr'])[:80]}")
-        self.scheduler.load_state_dict(state)
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fsdp2 import data
@@ -52,6 +53,22 @@ def _check_batches(config: Options) -> None:
 
 
 def _check_optimizer(config: Options) -> None:
+    if config.betas is not None and config.optimizer not in ("adam", "adamw"):
+        raise ConfigError(f"--betas with --optimizer {config.optimizer}: it has none; use adamw, or drop --betas")
+    if config.weight_decay is not None and config.optimizer != "adamw":
+        raise ConfigError(
+            f"--weight-decay with --optimizer {config.optimizer}: there it would be part of the gradients, which Adam "
+            "scales; use --optimizer adamw, or drop it"
+        )
+    if config.lr_floor and config.schedule not in ("cosine", "linear"):
+        raise ConfigError(
+            f"--lr-floor with --schedule {config.schedule}: it falls to no floor; use cosine or linear, or drop it"
+        )
+    if config.warmup_steps and config.warmup_steps >= (config.max_steps or math.inf):
+        raise ConfigError(
+            f"--warmup-steps {config.warmup_steps} with --max-steps {config.max_steps}: the run would end before its "
+            "learning rate is reached; lower the one or raise the other"
+        )
     if config.fused_optimizer and config.optimizer not in FUSED:
         raise ConfigError(
             f"--fused-optimizer with --optimizer {config.optimizer}: torch has none for sharded parameters; use "

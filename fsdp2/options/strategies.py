@@ -43,6 +43,8 @@ FSDP2 = Rules(
         "backward_prefetch",
         "grad_accumulation_sync",
         "inspect",
+        "betas",
+        "weight_decay",
     ),
     refusals=_fsdp2_refusals,
     reads_as_fsdp2=True,
@@ -62,6 +64,8 @@ PARTICULAR = {
     **dict.fromkeys(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), "isn't FSDP1"),
     **dict.fromkeys(("overlap_comm", "deepspeed_config"), "isn't DeepSpeed's"),
     "nvme_offload": "can't keep its state in files",
+    "betas": "is given DeepSpeed's settings",
+    "weight_decay": "flattens parameters, so that a norm's weight looks like any other's",
 }
 
 

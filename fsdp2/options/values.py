@@ -178,6 +178,16 @@ def granularity(value: Any) -> int | str:
         raise ValueError("must be a number of blocks, layer or root") from None
 
 
+def betas(value: Any) -> tuple[float, float]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        raise ValueError("must be two numbers, such as 0.9,0.95")
+    first, second = (number(0, 1)(part) for part in parts)
+    if 1.0 in (first, second):
+        raise ValueError("must both be below 1")
+    return first, second
+
+
 def checked(flag: str, value: Any, parse: Parse) -> Any:
     """The parsed value. Raises ConfigError that begins with the flag and the value."""
     try:

@@ -20,21 +20,53 @@ OPTIMIZERS: dict[str, Any] = {
 FUSED = ("adam", "adamw")
 
 
+Options = Any
+"""An object with the flags as attributes, such as `fsdp2.config.Config`, which this room doesn't import."""
+
+
 def make_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], lr: float, *, fused: bool | None = None, materialised: bool = True
+    options: Options, parameters: Iterable[nn.Parameter], *, materialised: bool = True
 ) -> torch.optim.Optimizer:
     """An optimizer for the parameters that require a gradient, its state materialised at step 0 if asked.
+
+    A weight decay that was asked for counts for parameters of two dimensions or more: pulled to zero, norms and biases
+    would lose what they are for.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    settings: dict[str, Any] = {} if options.betas is None else {"betas": options.betas}
+    groups: list[Any] = trained
+    if options.weight_decay is not None:
+        wide = [parameter for parameter in trained if parameter.dim() > 1]
+        thin = [parameter for parameter in trained if parameter.dim() <= 1]
+        decays = ((wide, options.weight_decay), (thin, 0.0))
+        groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+    return plain_optimizer(
+        options.optimizer, groups, options.lr, fused=options.fused_optimizer, materialised=materialised, **settings
+    )
+
+
+def plain_optimizer(
+    name: str,
+    groups: Iterable[Any],
+    lr: float,
+    *,
+    fused: bool | None = None,
+    materialised: bool = True,
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer by its name, with further settings of its own, of groups or of the parameters that are trained.
 
     With `fused=None`, fused on a GPU where the optimizer has it; elsewhere foreach. On the CPU foreach and not fused:
     the fused kernels round differently, and offloaded parameters shall train to the same losses as others.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [group for group in groups if isinstance(group, dict) or group.requires_grad]
+    trained = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
     if fused is None:
         fused = name in FUSED and all(parameter.device.type == "cuda" for parameter in trained)
-    options: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+    settings |= {"fused": True} if fused else {"foreach": True}
     if name == "sgd":
-        options["momentum"] = 0.9
-    optimizer = OPTIMIZERS[name](trained, lr=lr, **options)
+        settings["momentum"] = 0.9
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[name](groups, lr=lr, **settings)
     if materialised:
         _materialise(optimizer)
     return optimizer

@@ -52,6 +52,8 @@ KEPT = {
     "freeze": "the optimizer's state would not fit",
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
     "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
+    **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
+    **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2 import data
 from fsdp2.checkpoint import full_dcp
@@ -142,7 +142,7 @@ def training_batches(config: Config, dataset: Dataset, world: World, device: tor
 
 def state_of_run(
     engine: Engine,
-    scheduler: StepLR,
+    scheduler: LRScheduler,
     batches: Batches,
     progress: Progress,
     world: World,

@@ -55,9 +55,11 @@ def build(options: Options, start: Start) -> DDPEngine:
     if start.load_weights is not None:
         start.load_weights(model)
     copy = replicate(model, mesh, options.bucket_mb)
-    optimizer = make_optimizer(options.optimizer, copy.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options, copy.parameters())
     scaler = gradient_scaler(start.device.type, options.mixed_precision)
     return DDPEngine(copy, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
 
 
-BASELINE = Baseline(build=build, honours=("bucket_mb",), refusals=reduces_in_fp32, autocasts=True)
+BASELINE = Baseline(
+    build=build, honours=("bucket_mb", "betas", "weight_decay"), refusals=reduces_in_fp32, autocasts=True
+)

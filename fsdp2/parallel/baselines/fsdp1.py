@@ -165,7 +165,7 @@ def build(options: Options, start: Start) -> FSDP1Engine:
     if start.load_weights is not None:
         load(sharded, start.load_weights)
     # The optimizer takes the parameters as FSDP1 has flattened them.
-    optimizer = make_optimizer(options.optimizer, sharded.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options, sharded.parameters())
     return FSDP1Engine(sharded, optimizer, gradient_scaler(start.device.type, options.mixed_precision))
 
 
@@ -206,6 +206,7 @@ def on_device(options: Options, device_type: str) -> Iterator[str]:
 BASELINE = Baseline(
     build=build,
     honours=(
+        "betas",
         "cpu_offload",
         "replicas",
         "shard_granularity",

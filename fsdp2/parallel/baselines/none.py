@@ -19,7 +19,7 @@ def build(options: Options, start: Start) -> NoneEngine:
     model = whole_model(options, start)
     if start.load_weights is not None:
         start.load_weights(model)
-    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=options.fused_optimizer)
+    optimizer = make_optimizer(options, model.parameters())
     scaler = gradient_scaler(start.device.type, options.mixed_precision)
     return NoneEngine(model, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
 
@@ -32,4 +32,6 @@ def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
         )
 
 
-BASELINE = Baseline(build=build, honours=(), refusals=reduces_in_fp32, in_world=needs_one_process, autocasts=True)
+BASELINE = Baseline(
+    build=build, honours=("betas", "weight_decay"), refusals=reduces_in_fp32, in_world=needs_one_process, autocasts=True
+)

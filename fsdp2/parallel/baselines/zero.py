@@ -83,8 +83,7 @@ def build(options: Options, start: Start) -> ZeROEngine:
     else:
         fill(model, options, start)
     # Without state: DeepSpeed puts its shards in the place of the parameters, whose state would only stay around.
-    fused = options.fused_optimizer
-    optimizer = make_optimizer(options.optimizer, model.parameters(), options.lr, fused=fused, materialised=False)
+    optimizer = make_optimizer(options, model.parameters(), materialised=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.
     copy, _ = on_meta(options, start)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.inspect import local
-from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.optimizer import plain_optimizer
 
 
 class Shadow:
@@ -37,7 +37,7 @@ class Shadow:
         lr = flat.param_groups[0]["lr"]
         materialise(engine.optimizer, flat, name, lr)
         # Fused or not as the training's, since the step counters of the two kinds are on different devices.
-        self.optimizer = make_optimizer(name, model.parameters(), lr, fused=is_fused(flat))
+        self.optimizer = plain_optimizer(name, model.parameters(), lr, fused=is_fused(flat))
         self._memory = [(storage, storage.nbytes()) for storage in self._storages()]
         self.empty()
 
@@ -181,7 +181,7 @@ def materialise(zero: Any, flat: torch.optim.Optimizer, name: str, lr: float) ->
     for index, shard in enumerate(shards_of(zero)):
         with in_memory(zero, index):
             gradient = shard.grad
-            flat.state.update(make_optimizer(name, [shard], lr, fused=is_fused(flat)).state)  # type: ignore[list-item]
+            flat.state.update(plain_optimizer(name, [shard], lr, fused=is_fused(flat)).state)
             shard.grad = gradient  # with offload DeepSpeed has given it one to keep
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()
