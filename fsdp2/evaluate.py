@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.data.loader import Batch, evaluation_batches
-from fsdp2.data.splits import IGNORED, Images, Windows
+from fsdp2.data.splits import IGNORED, Split
 from fsdp2.models import ModelSpec
 from fsdp2.run.runtime import World
 
@@ -17,7 +17,7 @@ from fsdp2.run.runtime import World
 def evaluate(
     forward: Callable[[Batch], Any],
     spec: ModelSpec,
-    split: Images | Windows,
+    split: Split,
     batch_size: int,
     world: World,
     device: torch.device,

@@ -32,10 +32,22 @@ def missing_files(name: str, root: str) -> list[str]:
     return torchvision_sets.missing_files(name, Path(root))
 
 
-def load(name: str, *, root: str | None, seq_len: int, vocab_size: int | None) -> Dataset:
+def load(
+    name: str,
+    *,
+    root: str | None,
+    seq_len: int,
+    vocab_size: int | None,
+    task: str = "causal",
+    special_token: int | None = None,
+) -> Dataset:
     """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
 
     Call it on one rank of a node first: processes that download at the same time do the same work, and no harm.
+
+    Args:
+        task: what a language model learns of it: `causal`, `masked` or `seq2seq`.
+        special_token: the one that hides others, or that a decoder begins with.
 
     Raises:
         DownloadFailed: the data can't be downloaded; the message says what to do instead.
@@ -52,7 +64,15 @@ def load(name: str, *, root: str | None, seq_len: int, vocab_size: int | None) -
     if name == "source-text":
         from fsdp2.data import source_text
 
-        return source_text.load(seq_len)
-    from fsdp2.data import random_tokens
+        windows = source_text.load(seq_len)
+    else:
+        from fsdp2.data import random_tokens
 
-    return random_tokens.load(seq_len, vocab_size)
+        windows = random_tokens.load(seq_len, vocab_size)
+    if task == "causal":
+        return windows
+    from fsdp2.data.objectives import Masked, SecondHalves
+
+    assert special_token is not None, f"{task} needs a token"
+    learn = Masked if task == "masked" else SecondHalves
+    return Dataset(learn(windows.train, special_token), learn(windows.test, special_token), windows.classes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fsdp2.data import sampler
-from fsdp2.data.splits import Images, Windows
+from fsdp2.data.splits import Split
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,9 @@ class _Rows:
         return (rows.numpy() for rows in self._rows())
 
 
-def _loader(
-    split: Images | Windows, rows: Callable[[], Iterator[Tensor]], device: torch.device, workers: int
-) -> DataLoader[Any]:
+def _loader(split: Split, rows: Callable[[], Iterator[Tensor]], device: torch.device, workers: int) -> DataLoader[Any]:
     return DataLoader(
-        split,
+        split,  # type: ignore[arg-type]  # of torch's Dataset it has the methods that count
         batch_sampler=_Rows(rows),  # type: ignore[arg-type]  # the order is decided in sampler.py and not here
         collate_fn=_whole_batch,
         num_workers=workers,
@@ -88,7 +86,7 @@ class Batches:
 
     def __init__(
         self,
-        split: Images | Windows,
+        split: Split,
         *,
         global_batch: int,
         accumulation: int,
@@ -168,7 +166,7 @@ class Batches:
 
 
 def evaluation_batches(
-    split: Images | Windows, batch_size: int, rank: int, world_size: int, device: torch.device
+    split: Split, batch_size: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[Batch]:
     """Every sample of a split once over all ranks, in batches that do not depend on the world size.
 

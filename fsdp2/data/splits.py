@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -15,6 +16,24 @@ IGNORED = -100
 
 Pair = tuple[Tensor, Tensor]
 Rows = Sequence[int] | numpy.ndarray
+
+
+class Split(Protocol):
+    """Samples by number.
+
+    Attributes:
+        targets_per_sample: how many of a sample's targets aren't `IGNORED`.
+    """
+
+    @property
+    def targets_per_sample(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]: ...
+
+    def __getitems__(self, indices: Rows) -> tuple[Any, Tensor]:
+        """A batch: inputs, which are a tensor or tensors by the names of a model's arguments, and targets."""
 
 
 class DownloadFailed(OSError):
@@ -84,6 +103,6 @@ class Windows(TorchDataset[Pair]):
 class Dataset:
     """Train and test split, and how to name a class (a label's name, or a token's text)."""
 
-    train: Images | Windows
-    test: Images | Windows
+    train: Split
+    test: Split
     classes: Sequence[str]

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
@@ -16,27 +18,26 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The members of the list of modules that holds most of the model's parameters: its blocks.
 
     A list inside of another, such as the experts of a block, holds fewer. Lists beside the largest count too if they
-    have a tenth of its parameters: an encoder beside a decoder.
+    have a tenth of its parameters: an encoder beside a decoder. A model that is a list itself, and has none inside, is
+    its own list.
 
     Raises ValueError if the model has no list of modules with parameters.
     """
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 0 and all(map(_size, module))
-    ]
-    largest = max(map(_size, lists), default=0)
-    if not largest:
+    lists = [module for module in model.modules() if isinstance(module, LISTS) and _size(module)]
+    if len(lists) > 1 and lists[0] is model:
+        del lists[0]
+    if not lists:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential); "
+            f"{type(model).__name__} has no list of blocks (nn.ModuleList, nn.ModuleDict or nn.Sequential); "
             "name the modules to shard with --shard-modules"
         )
+    largest = max(map(_size, lists))
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for one in lists:  # outer ones come before those inside of them
-        if one not in inside and one is not model and _size(one) * 10 >= largest:
+        if one not in inside and _size(one) * 10 >= largest:
             inside.update(one.modules())
-            blocks += [block for block in one if block not in blocks]
+            blocks += [block for block in one.children() if _size(block) and block not in blocks]
     return blocks
 
 

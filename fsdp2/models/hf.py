@@ -22,11 +22,12 @@ KEPT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "special_tokens_map.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.model", "chat_template*", "added_tokens.json", "*.py"),
 )
-# What a model is for -> transformers' class that makes one, and its table from a configuration to a class.
+# What a model is for -> transformers' class that makes one, and its table from a configuration to a class. Encoders
+# stand in the table of causal models too, as the decoders that they can be made into.
 TASKS = {
-    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
 
@@ -92,6 +93,8 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         call=call,
         logits=lambda outputs: outputs.logits,
         classes=config.num_labels,
+        task=task,
+        special_token=_special_token(transformers, task, config, folder),
         weights=folder,
         load=load,
         files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
@@ -126,6 +129,8 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
     named = (getattr(config, "architectures", None) or [None])[0]
     for task, model_class in classes.items():
         if model_class.__name__ == named:
+            if task == "causal" and not getattr(config, "is_decoder", "masked" not in classes):
+                raise ValueError(f"{named} sees the tokens that it is to predict unless is_decoder is true")
             return task, model_class
     remote = getattr(config, "auto_map", {})
     for task, (auto, _) in TASKS.items():
@@ -136,6 +141,23 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
     if not classes:
         raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
     return next(iter(classes.items()))
+
+
+def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> int | None:
+    """The token that hides others, or that a decoder begins with; None for what needs none.
+
+    A model without a tokenizer is trained on bytes or numbers: the last of its vocabulary hides others.
+    """
+    if task == "seq2seq":
+        known = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos", "pad"))
+        return next((int(token) for token in known if token is not None), 0)
+    if task != "masked":
+        return None
+    if any(folder.glob("tokenizer*")):
+        mask = transformers.AutoTokenizer.from_pretrained(folder).mask_token_id
+        if mask is not None:
+            return int(mask)
+    return int(config.get_text_config().vocab_size) - 1
 
 
 def _folder(place: str) -> Path:

@@ -58,6 +58,10 @@ class ModelSpec:
         call: (model, batch) -> outputs; the model may be wrapped by a strategy.
         logits: outputs -> a number for each target and class, (…, classes).
         classes: of a model for images, how many it tells apart.
+        task: of a language model, what it learns: `causal` (the next token), `masked` (tokens that are hidden), or
+            `seq2seq` (by a decoder, what follows on that which its encoder got).
+        special_token: of a language model that learns something else than the next token: the one that hides others, or
+            that a decoder begins with.
         weights: the folder whose weights a run starts from unless it says otherwise.
         load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict; raises ValueError if files and model don't fit.
@@ -75,18 +79,31 @@ class ModelSpec:
     call: Callable[[nn.Module, Batch], Any] = call_model
     logits: Callable[[Any], Tensor] = outputs_are_logits
     classes: int = 10
+    task: str = "causal"
+    special_token: int | None = None
     weights: Path | None = None
     load: Callable[[], Mapping[str, Tensor]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""
-        return self.make(**self.sizes[size])
+        model = self.make(**self.sizes[size])
+        if not self.initial_values:
+            saved = model.state_dict()
+            for name, buffer in self.on_meta(size).named_buffers():
+                if name not in saved and not buffer.is_meta:
+                    model.get_buffer(name).copy_(buffer)
+        return model
 
     def on_meta(self, size: str) -> nn.Module:
         """The module without memory for its parameters. Without a table its buffers have their values, on the CPU."""
-        with torch.device("meta") if self.initial_values else parameters_on_meta():
-            return self.build(size)
+        if self.initial_values:
+            with torch.device("meta"):
+                return self.make(**self.sizes[size])
+        # Buffers that are drawn and that no state dict holds have to be the same on every rank, and after a resume.
+        with torch.random.fork_rng(devices=[]), parameters_on_meta():
+            torch.manual_seed(0)
+            return self.make(**self.sizes[size])
 
     def vocab_size(self, size: str) -> int | None:
         """Tokens in the vocabulary of a language model, else None."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2.parallel.inspect import local
@@ -53,7 +54,8 @@ class Engine:
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
 
     def gather_state(self) -> None:
-        """To be called before `state` is read."""
+        """To be called before `state` is read. A collective call."""
+        share_buffers(self.model)
 
     def scatter_state(self) -> None:
         """To be called after something was loaded into `state`."""
@@ -139,10 +141,26 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the model is as before afterwards."""
+        """Evaluation mode without gradients; the model is as before afterwards. A collective call."""
+        share_buffers(self.model)
         self.model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             self.model.train()
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers of rank 0. A collective call.
+
+    A forward may change buffers, such as the running statistics of a batch norm: each rank's are then of the samples
+    that it saw. An evaluation and a checkpoint need one model, and rank 0's is the one that DDP trains with.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            whole = buffer.contiguous()
+            dist.broadcast(whole, src=0)
+            if whole is not buffer:
+                buffer.copy_(whole)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.groups import shared_parameters
+from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
 
 
@@ -47,7 +47,8 @@ def shard(
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and gets what is
-    left, and what several groups use. With `reshard_after_forward=None` groups are freed after their forward, but
+    left, and what several groups use. Inside of a group, modules of another dtype come before it: they are gathered by
+    themselves. With `reshard_after_forward=None` groups are freed after their forward, but
     neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
     """
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
@@ -56,8 +57,12 @@ def shard(
     for group in groups:
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
-        fully_shard(group, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
+        for part in [*of_other_dtypes(group, shared), group]:
+            fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
+    taken = {parameter for group in groups for module in group for parameter in module.parameters()} - shared
+    for part in of_other_dtypes([model], taken):
+        fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     return heads
 

@@ -6,8 +6,9 @@ More groups mean a lower peak (one group is whole at a time) and more, smaller c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import nn
 
 
@@ -44,6 +45,54 @@ def shared_parameters(groups: Sequence[Sequence[nn.Module]]) -> set[nn.Parameter
         for parameter in {parameter for module in group for parameter in module.parameters()}:
             users[parameter] = users.get(parameter, 0) + 1
     return {parameter for parameter, count in users.items() if count > 1}
+
+
+def of_other_dtypes(modules: Sequence[nn.Module], taken: Collection[nn.Parameter] = ()) -> list[nn.Module]:
+    """Modules at or below some whose parameters are of one dtype, and not of that which most of all are of.
+
+    An all-gather is of one dtype, so each of them is a group of its own.
+
+    Args:
+        taken: parameters that don't count, because they are in another group.
+
+    Raises ValueError if a module has parameters of several dtypes itself.
+    """
+    taken, elements = set(taken), Counter[torch.dtype]()
+    for parameter in {parameter for module in modules for parameter in module.parameters()} - taken:
+        elements[parameter.dtype] += parameter.numel()
+    if len(elements) < 2:
+        return []
+    most = elements.most_common(1)[0][0]
+
+    def below(module: nn.Module) -> list[nn.Module]:
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter not in taken}
+        if dtypes <= {most}:
+            return []
+        # A list has no forward before which it could be gathered.
+        if len(dtypes) == 1 and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return [module]
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype != most and parameter not in taken:
+                raise ValueError(
+                    f"{type(module).__name__} has parameters of {len(dtypes)} dtypes, and {name} is one of its own; "
+                    "put those of each dtype into a module, or make all of them float32"
+                )
+        return [found for child in module.children() for found in below(child)]
+
+    return [found for module in modules for found in below(module)]
+
+
+def check_parameters(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
+    """Raises ValueError, in one line, if `fully_shard` can't take the parameters of a model in these groups."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ValueError(f"{', '.join(scalars)} has no dimension to split; make it one of shape (1,)")
+    shared = shared_parameters(groups)
+    taken = set(shared)
+    for group in groups:
+        of_other_dtypes(group, taken)
+        taken |= {parameter for module in group for parameter in module.parameters()}
+    of_other_dtypes([model], taken - shared)
 
 
 def large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

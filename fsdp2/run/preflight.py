@@ -35,6 +35,7 @@ from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
+from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
@@ -67,10 +68,15 @@ def preflight(config: Config, world: World) -> Job:
     check_data(config)
     model = config.spec.on_meta(config.model_size)
     try:
-        blocks_of(config)(model)
+        blocks = blocks_of(config)(model)
     except ValueError as error:
         at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
         raise ConfigError(f"{at}: {error}") from None
+    if config.strategy == "fsdp2":
+        try:
+            check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
+        except ValueError as error:
+            raise ConfigError(f"--model {config.model}: FSDP2 can't shard it: {error}") from None
     try:
         freeze(model, config.freeze)
     except ValueError as error:

@@ -121,6 +121,8 @@ def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
                 root=config.data_root,
                 seq_len=config.seq_len,
                 vocab_size=spec.vocab_size(config.model_size),
+                task=spec.task,
+                special_token=spec.special_token,
             )
         except data.DownloadFailed as error:
             raise ConfigError(str(error)) from None

@@ -142,6 +142,7 @@ class ZeROEngine(Engine):
         return f"DeepSpeed's stage {self.stage}: {SHARDED[self.stage]} sharded"
 
     def gather_state(self) -> None:
+        super().gather_state()
         self.shadow.fill()
 
     def scatter_state(self) -> None:

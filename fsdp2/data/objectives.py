@@ -1,0 +1,73 @@
+"""What a language model learns from a window of tokens, where that isn't the next token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from fsdp2.data.splits import IGNORED, Rows, Split
+
+MASKED_SHARE = 0.15  # of the tokens, as BERT has it
+
+Item = tuple[Tensor, Tensor]
+Halves = tuple[dict[str, Tensor], Tensor]
+
+
+class Masked(TorchDataset[Item]):
+    """Windows in which some tokens are hidden, and are to be predicted.
+
+    In each window 15 % of the tokens are, at places that depend on its number alone: the same on any number of ranks,
+    and in every epoch.
+
+    Args:
+        mask: the token that stands in their place.
+
+    A list of indices gives inputs and targets, both (N, seq_len) int64, the targets `IGNORED` where nothing is hidden.
+    """
+
+    def __init__(self, windows: Split, mask: int) -> None:
+        self.windows, self.mask = windows, mask
+        self.targets_per_sample = max(1, round(MASKED_SHARE * windows.targets_per_sample))
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Item:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Rows) -> Item:
+        tokens, _ = self.windows.__getitems__(indices)
+        hidden = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, index in zip(hidden, indices, strict=True):
+            generator = torch.Generator().manual_seed(int(index))
+            row[torch.randperm(len(row), generator=generator)[: self.targets_per_sample]] = True
+        return tokens.masked_fill(hidden, self.mask), tokens.masked_fill(~hidden, IGNORED)
+
+
+class SecondHalves(TorchDataset[Halves]):
+    """Windows whose second half is to be predicted, token by token, by a decoder; the encoder gets the first.
+
+    Args:
+        start: the token that a decoder begins with.
+
+    A list of indices gives `input_ids` (N, seq_len // 2) and `decoder_input_ids`, and targets, (N, the rest), int64.
+    """
+
+    def __init__(self, windows: Split, start: int) -> None:
+        self.windows, self.start = windows, start
+        self.targets_per_sample = windows.targets_per_sample - windows.targets_per_sample // 2
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Halves:
+        inputs, targets = self.__getitems__([index])
+        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+
+    def __getitems__(self, indices: Rows) -> Halves:
+        tokens, _ = self.windows.__getitems__(indices)
+        first, second = tokens.tensor_split([tokens.shape[1] // 2], dim=1)
+        before = torch.cat([torch.full_like(second[:, :1], self.start), second[:, :-1]], dim=1)
+        return {"input_ids": first, "decoder_input_ids": before}, second

@@ -1,0 +1,1 @@
+"""Models of others: named, found, started, loaded, trained and resumed."""

@@ -1,0 +1,139 @@
+"""Tiny models of transformers, made in code and saved as a user has them; and a plain loop to compare with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2 import data
+from fsdp2.data.loader import Batches
+
+SEED = 3
+BATCH = 4  # of each of two ranks
+TEXT = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+# Class of the configuration, class of the model, and what makes it small. What is drawn by chance is off: each rank
+# draws its own.
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**TEXT, **LLAMA, "num_key_value_heads": 2}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",  # its embedding is its head
+        {**TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**TEXT, **LLAMA, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",  # one weight under three names
+        {**TEXT, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0},
+    ),
+    "bert": (
+        "BertConfig",
+        "BertForMaskedLM",
+        {"vocab_size": 256, **LLAMA, "max_position_embeddings": 32}
+        | dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0),
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {**LLAMA, "image_size": 28, "patch_size": 7, "num_channels": 1, "num_labels": 10}
+        | dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0),
+    ),
+}
+WORDS = ("--dataset=random-tokens",)  # of language; its test split is small
+
+
+def save(name: str, folder: Path, seed: int = 0, **more: Any) -> str:
+    """A folder with a tiny model and its weights, as `save_pretrained` writes it; how `--model` calls it."""
+    import transformers
+
+    config_class, model_class, numbers = MODELS[name]
+    torch.manual_seed(seed)
+    getattr(transformers, model_class)(getattr(transformers, config_class)(**{**numbers, **more})).save_pretrained(
+        folder
+    )
+    return f"hf:{folder}"
+
+
+def plain(model: str) -> nn.Module:
+    """The model of a folder as transformers loads it."""
+    import transformers
+
+    folder = model.removeprefix("hf:")
+    named: list[str] = transformers.AutoConfig.from_pretrained(folder).architectures
+    loaded: nn.Module = getattr(transformers, named[0]).from_pretrained(folder, dtype=torch.float32)
+    return loaded
+
+
+def flags(model: str, run: Path | str, *more: str) -> list[str]:
+    """The command line of the smallest run of a model, into a run directory."""
+    return [
+        *(f"--model={model}", f"--run-dir={run}", f"--batch-size={BATCH}", "--threads=1", "--device=cpu"),
+        *("--lr=0.01", "--seq-len=16", "--test-batch-size=1000", f"--seed={SEED}"),
+        *more,
+    ]
+
+
+def plain_losses(model: nn.Module, steps: int) -> list[float]:
+    """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step."""
+    tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
+    kind = vars(model)["config"].model_type
+    task, token = tasks.get(kind, ("causal", None))
+    dataset = data.load(
+        "random-tokens" if kind != "vit" else "digits",
+        root=None,
+        seq_len=16,
+        vocab_size=256,
+        task=task,
+        special_token=token,
+    )
+    batches = Batches(
+        dataset.train,
+        global_batch=2 * BATCH,
+        accumulation=2,
+        seed=SEED,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        workers=0,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model.train()
+    losses: list[float] = []
+    for microbatches in batches:
+        parts = []
+        for batch in microbatches:
+            named = {"input_ids" if kind != "vit" else "pixel_values": batch.inputs}
+            logits = model(**(batch.inputs if isinstance(batch.inputs, dict) else named)).logits
+            part = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
+            (part / batch.target_count).backward()
+            parts.append(part.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(torch.stack(parts).double().sum() / batch.target_count))
+        if len(losses) == steps:
+            break
+    return losses
+
+
+def language_batch(seed: int = 0) -> Any:
+    tokens = torch.randint(3, 256, (2, 17), generator=torch.Generator().manual_seed(seed))
+    return SimpleNamespace(inputs=tokens[:, :-1], targets=tokens[:, 1:], last=True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
