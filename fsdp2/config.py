@@ -20,6 +20,7 @@ from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
     betas,
     check_values,
+    dataset_name,
     granularity,
     groups_ahead,
     location,
@@ -59,7 +60,17 @@ class Config:
     trust_remote_code: bool = option(False, "hf: run the Python files that come with the model", switch)
     model_size: str = option(None, "a name from the model's table; unset = the first", text)
     dataset: str = option(
-        None, "unset = digits for images, source-text for language", one_of(*data.NAMES), metavar="NAME"
+        None,
+        "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet)",
+        dataset_name(data.NAMES, data.TEXT),
+        metavar="NAME",
+    )
+    tokenizer: str | None = option(
+        None, "of text:, a folder or file with tokenizer.json, or bytes; unset = the model's own, else bytes", location
+    )
+    text_field: str = option("text", "of text:, the field of .jsonl and .parquet that holds the text", text)
+    documents: str = option(
+        "apart", "of text:, whether documents in one sequence see each other", one_of("apart", "together")
     )
     data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
     seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))

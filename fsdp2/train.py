@@ -44,6 +44,7 @@ from fsdp2.run.start import (
     InitialValues,
     blocks_of,
     load_data,
+    require_documents_apart,
     start_from_weights,
     state_of_run,
     training_batches,
@@ -89,6 +90,7 @@ def main(
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
+        require_documents_apart(config, engine, dataset, device)
         first_step = progress.step
         checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights)
 

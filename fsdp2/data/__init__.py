@@ -20,9 +20,15 @@ KINDS = {
 NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
 CLASSES = 10  # of each dataset of images
+TEXT = "text:"  # before the place of one's own text
 ON_DISK = ("fashion-mnist", "mnist")
 
-__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "DownloadFailed", "load", "missing_files"]
+__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "DownloadFailed", "kind_of", "load", "missing_files"]
+
+
+def kind_of(name: str) -> str:
+    """What kind of model takes a dataset: `image` or `language`."""
+    return "language" if name.startswith(TEXT) else KINDS[name]
 
 
 def missing_files(name: str, root: str) -> list[str]:
@@ -40,6 +46,9 @@ def load(
     vocab_size: int | None,
     task: str = "causal",
     special_token: int | None = None,
+    tokenizer: str = "bytes",
+    text_field: str = "text",
+    apart: bool = True,
 ) -> Dataset:
     """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
 
@@ -48,9 +57,14 @@ def load(
     Args:
         task: what a language model learns of it: `causal`, `masked` or `seq2seq`.
         special_token: the one that hides others, or that a decoder begins with.
+        tokenizer: of one's own text, as `open_tokenizer` takes it.
+        text_field: of one's own text in .jsonl or .parquet.
+        apart: whether documents of one's own text see nothing of each other; those that a model learns in another way
+            than token by token are always together.
 
     Raises:
         DownloadFailed: the data can't be downloaded; the message says what to do instead.
+        UnusableText: text or its tokenizer can't be used.
     """
     if name == "digits":
         from fsdp2.data import digits
@@ -65,6 +79,13 @@ def load(
         from fsdp2.data import source_text
 
         windows = source_text.load(seq_len)
+    elif name.startswith(TEXT):
+        from fsdp2.data import text
+        from fsdp2.data.tokenizer import open_tokenizer
+
+        place = name.removeprefix(TEXT)
+        apart = apart and task == "causal"
+        windows = text.load(place, seq_len, vocab_size, open_tokenizer(tokenizer), text_field, apart=apart)
     else:
         from fsdp2.data import random_tokens
 

@@ -100,6 +100,7 @@ class Batches:
         self.rank, self.world_size, self.device, self.workers = rank, world_size, device, workers
         self.epoch = 0
         self.position = 0  # samples of this epoch that finished steps have consumed, over all ranks
+        self._order: tuple[int, Tensor] | None = None  # of an epoch, where samples have unequal numbers of targets
         this = weakref.proxy(self)  # a circle would keep the workers alive after the run
         self._loader = _loader(split, lambda: this._rows(), device, workers)
 
@@ -128,7 +129,17 @@ class Batches:
         parts = ((batch, sampler.microbatches(batch, rank, world_size, accumulation)) for batch in batches)
         return (part if len(part) > 0 else batch[:1] for batch, mine in parts for part in mine)
 
+    def _targets(self, samples: int) -> int:
+        """Of the next global batch, which is of so many samples."""
+        counted = getattr(self.split, "target_count", None)
+        if counted is None:
+            return samples * self.split.targets_per_sample
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, sampler.epoch_order(len(self.split), self.seed, self.epoch)
+        return int(counted(self._order[1][self.position : self.position + samples].numpy()))
+
     def _microbatches(self, pairs: Iterator[Any], samples: int) -> Iterator[Batch]:
+        targets_of_all = self._targets(samples)
         sizes = sampler.microbatch_sizes(samples, self.rank, self.world_size, self.accumulation)
         for index, size in enumerate(sizes):
             inputs, targets = next(pairs)
@@ -141,7 +152,7 @@ class Batches:
                 _on(self.device, targets),
                 size > 0,
                 samples,
-                samples * self.split.targets_per_sample,
+                targets_of_all,
                 last,
             )
 

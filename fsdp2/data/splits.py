@@ -22,7 +22,8 @@ class Split(Protocol):
     """Samples by number.
 
     Attributes:
-        targets_per_sample: how many of a sample's targets aren't `IGNORED`.
+        targets_per_sample: how many of a sample's targets aren't `IGNORED`. A split whose samples differ has
+            `target_count(rows)` too, how many all of these have.
     """
 
     @property

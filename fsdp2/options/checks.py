@@ -21,7 +21,7 @@ def check_together(config: Options) -> None:
 
 def _check_data(config: Options) -> None:
     kind = config.spec.kind
-    if data.KINDS[config.dataset] != kind:
+    if data.kind_of(config.dataset) != kind:
         fitting = ", ".join(name for name in data.NAMES if data.KINDS[name] == kind)
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: the model takes {kind} data; use one of {fitting}"
@@ -37,6 +37,12 @@ def _check_data(config: Options) -> None:
             f"--dataset source-text: its tokens are bytes, and that of --model {config.model} has {words}; "
             "use --dataset random-tokens"
         )
+    own = config.dataset.startswith(data.TEXT)
+    for flag, given in (("--tokenizer", config.tokenizer is not None), ("--text-field", config.text_field != "text")):
+        if given and not own:
+            raise ConfigError(f"{flag} with --dataset {config.dataset}: it is of text:PATH; drop it")
+    if config.documents == "together" and not own:
+        raise ConfigError(f"--documents with --dataset {config.dataset}: it has none; drop it")
     if config.data_root is not None and config.dataset not in data.ON_DISK:
         raise ConfigError(
             f"--data-root with --dataset {config.dataset}: that data is not read from a folder; drop --data-root "

@@ -123,6 +123,20 @@ def model_name(names: Sequence[str]) -> Parse:
     return parse
 
 
+def dataset_name(names: Sequence[str], text_prefix: str) -> Parse:
+    """One of ours, or the place of somebody's text; as absolute paths, wherever the run is resumed from."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or not value.startswith(text_prefix):
+            return str(one_of(*names)(value))
+        places = text(value).removeprefix(text_prefix).split(",")
+        if not all(places):
+            raise ValueError("names no file; give text:PATH")
+        return text_prefix + ",".join(os.path.abspath(os.path.expanduser(place)) for place in places)
+
+    return parse
+
+
 def patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (str, list, tuple)):
         raise ValueError("must be some text, or a list of texts")

@@ -30,6 +30,8 @@ from fsdp2.checkpoint.store import (
 )
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
+from fsdp2.data.text import check_text
+from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
@@ -40,7 +42,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
-from fsdp2.run.start import blocks_of
+from fsdp2.run.start import blocks_of, tokenizer_of
 
 OLDEST_TORCH = (2, 11)
 
@@ -157,6 +159,15 @@ def check_world(config: Config, world: World) -> None:
 
 
 def check_data(config: Config) -> None:
+    if config.dataset.startswith(data.TEXT):
+        try:
+            check_text(
+                config.dataset.removeprefix(data.TEXT),
+                tokenizer_of(config),
+                config.spec.vocab_size(config.model_size) or 0,
+            )
+        except UnusableText as error:
+            raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     if config.data_root is None:
         return
     missing = data.missing_files(config.dataset, config.data_root)

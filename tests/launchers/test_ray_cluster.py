@@ -85,6 +85,7 @@ def start() -> Iterator[Callable[..., Program]]:
             program.process.wait()
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_with_the_nodes_there_are(
     train: Train, tmp_path: Path, two_nodes: Any, start: Callable[..., Program]
 ) -> None:
@@ -132,6 +133,7 @@ def test_ctrl_c_leaves_a_resumable_run_and_no_process(
     assert losses_in(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(tmp_path: Path, start: Callable[..., Program]) -> None:
     flags = ["--search=lr=grid(2e-3, 1e-3)", "--trials=1", "--epochs=6", "--no-stop-early"]
     program = start(tmp_path / "search", *flags, module="launchers.ray_tune")

@@ -1,0 +1,97 @@
+"""Text to token numbers and back: bytes, or a tokenizer of Hugging Face's `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+
+
+def identity_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class UnusableText(ValueError):
+    """Text, or a tokenizer, that can't be used. The message is one line."""
+
+
+class Tokenizer(Protocol):
+    """What makes tokens of text.
+
+    Attributes:
+        size: one more than its largest token.
+        identity: says which tokenizer it is; two that differ have two.
+    """
+
+    size: int
+    identity: str
+
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]: ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """How each token is shown."""
+        ...
+
+
+class Bytes:
+    """A token is a byte of UTF-8. There is none for the end of a document: what follows is of another one."""
+
+    size, identity = 256, "bytes"
+
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+        return (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [repr(chr(byte))[1:-1] for byte in range(256)]
+
+
+class FromFile:
+    """A tokenizer.json, and the token that ends a document if the file beside it names one."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise UnusableText("tokenizers isn't installed; pip install 'fsdp2-reference[hf]'") from None
+        try:
+            content = file.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # its errors are of no class of their own
+            raise UnusableText(f"{file}: is no tokenizer ({' '.join(str(error).split())[:120]})") from None
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self._end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
+        self.identity = identity_of(content + repr(self._end).encode())
+
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+        end = [] if self._end is None else [self._end]
+        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield numpy.array([*encoding.ids, *end], dtype=numpy.uint32)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [self._tokenizer.decode([number], skip_special_tokens=False) for number in range(self.size)]
+
+
+def _end_token(settings: Path) -> str:
+    """The end-of-text token's text; empty if the tokenizer's settings name none."""
+    try:
+        token: Any = json.loads(settings.read_bytes()).get("eos_token") or ""
+    except (OSError, ValueError, AttributeError):
+        return ""  # a tokenizer.json alone has no settings
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def open_tokenizer(name: str) -> Bytes | FromFile:
+    """`bytes`, a tokenizer.json, or a folder with one. Raises UnusableText."""
+    if name == "bytes":
+        return Bytes()
+    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
+    return FromFile(file)

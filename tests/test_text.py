@@ -1,0 +1,214 @@
+"""Text of one's own: packed so that documents don't mix, counted so that uneven shares don't shift the loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp2.config import parse
+from fsdp2.data import text
+from fsdp2.data.splits import IGNORED
+from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import check_data
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
+
+
+def documents(count: int) -> list[str]:
+    return ["".join(chr(97 + (number * 7 + place) % 26) for place in range(3 + number % 11)) for number in range(count)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents(300)))
+    return file
+
+
+def test_windows_keep_documents_apart() -> None:
+    tokens, ends = numpy.arange(20, dtype=numpy.uint8), numpy.array([3, 4, 12, 20])
+    split = text.Documents(tokens, ends, 6, apart=True)
+    inputs, targets = split.__getitems__([0, 1, 2])
+    assert inputs["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert inputs["document_ids"].tolist() == [[0, 0, 0, 1, 2, 2], [0] * 6, [0] * 6]
+    assert targets.tolist() == [
+        [1, 2, IGNORED, IGNORED, 5, 6],
+        [7, 8, 9, 10, 11, IGNORED],
+        [13, 14, 15, 16, 17, 18],
+    ]
+    for rows in ([0], [1], [2], [2, 0, 1]):
+        assert split.target_count(rows) == int((split.__getitems__(rows)[1] != IGNORED).sum())
+    together = text.Documents(tokens, ends, 6, apart=False)
+    inputs, targets = together.__getitems__([1])
+    assert (inputs.tolist(), targets.tolist()) == ([[6, 7, 8, 9, 10, 11]], [[7, 8, 9, 10, 11, 12]])
+
+
+def test_every_document_is_in_one_split_whole(corpus: Path) -> None:
+    dataset = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
+    found: list[str] = []
+    for split in (dataset.train, dataset.test):
+        assert isinstance(split, text.Documents)
+        pieces = numpy.split(numpy.asarray(split.tokens), split.ends)
+        found += [bytes(piece).decode() for piece in pieces if len(piece)]
+    assert sorted(found) == sorted(documents(300))
+    assert 10 < len(dataset.test.ends) < 60  # type: ignore[attr-defined]
+
+
+def test_what_was_tokenised_once_is_mapped_afterwards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
+    monkeypatch.setattr(text, "documents_of", None)  # reading would be an error
+    again = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
+    assert torch.equal(first.train[0][1], again.train[0][1])
+    folder = text.cached(str(corpus), Bytes(), "text")
+    assert len(text.load(str(folder), 8, 256, Bytes(), "text", apart=True).train) == len(first.train)
+    (folder / "train.bin").write_bytes(b"torn")
+    with pytest.raises(UnusableText, match=r"train.bin has another size"):
+        text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".parquet"])
+def test_other_kinds_of_files_are_read(corpus: Path, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"other{suffix}"
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet.write_table(pyarrow.table({"body": documents(300)}), file)
+        dataset = text.load(str(file), 8, 256, Bytes(), "body", apart=True)
+        assert len(dataset.train.ends) + len(dataset.test.ends) == 300  # type: ignore[attr-defined]
+    else:
+        file.write_text("a" * 1000)
+        dataset = text.load(str(tmp_path / "*.txt"), 8, 256, Bytes(), "text", apart=True)
+        assert len(dataset.test.tokens) == 100  # type: ignore[attr-defined]  # the end of the only document
+
+
+def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "b": 1, "<end>": 2, "?": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    opened = open_tokenizer(str(tmp_path))
+    assert isinstance(opened, FromFile)
+    assert [one.tolist() for one in opened.encode(["a b", "b c"])] == [[0, 1, 2], [1, 3, 2]]
+    assert list(opened.names) == ["a", "b", "<end>", "?"]
+
+
+LLAMA = [
+    "--model=llama",
+    "--seq-len=8",
+    "--max-steps=4",
+    "--threads=1",
+    "--device=cpu",
+    "--test-batch-size=64",
+    "--seed=3",
+]
+
+
+def _by_hand(corpus: str) -> list[float]:
+    """The same training in one process by a plain loop: the mean over all targets of the six samples of a step."""
+    from fsdp2.data.sampler import epoch_order
+    from fsdp2.models.initial import reset_parameters
+
+    config = parse(LLAMA)
+    model = config.spec.build("debug")
+    reset_parameters(model, config.spec.initial_values, config.seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+    split = text.load(corpus, 8, 256, Bytes(), "text", apart=True).train
+    order, found = epoch_order(len(split), config.seed, 0), []
+    for step in range(4):
+        inputs, targets = split.__getitems__(order[6 * step : 6 * step + 6].numpy())
+        loss = F.cross_entropy(model(**inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_the_loss_is_the_mean_over_all_targets_however_uneven(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """Ranks whose samples have unequal numbers of targets: a mean of their means would be another number."""
+    for count in (2, 3):
+        batch = f"{tmp_path}/{count}"
+        whole, rest, evaluation = ranks.run(_runs_of, str(corpus), batch, 6 // count, ranks=count)[0]
+        assert rest == whole[2:]
+        # Sums are rounded in another order than in one process.
+        assert whole == pytest.approx(_by_hand(str(corpus)), rel=1e-5)
+        assert evaluation["count"] == _targets_of_test(str(corpus))
+
+
+def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    flags = [*LLAMA, f"--dataset=text:{corpus}", f"--batch-size={batch}", "--checkpoint-every=2"]
+    whole = main_in_ranks([*flags, f"--run-dir={folder}/whole"])
+    resumed = [f"--resume={folder}/whole/checkpoints/step-00000002", f"--run-dir={folder}/rest"]
+    return losses(whole), losses(main_in_ranks([*flags, *resumed])), of_kind(whole, "eval")[0]
+
+
+def _targets_of_test(corpus: str) -> int:
+    split = text.load(corpus, 8, 256, Bytes(), "text", apart=True).test
+    return split.target_count(range(len(split)))  # type: ignore[attr-defined]
+
+
+def _mixing(corpus: str, folder: str) -> str:
+    """A model whose attention knows nothing of documents."""
+    flags = [*LLAMA, f"--dataset=text:{corpus}", "--batch-size=3", f"--run-dir={folder}/run"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2.models.llama.document_mask", lambda ids: None)
+        try:
+            main_in_ranks(flags)
+        except ConfigError as error:
+            return str(error)
+    return "nothing was noticed"
+
+
+def test_a_model_that_mixes_documents_is_refused(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    for message in ranks.run(_mixing, str(corpus), str(tmp_path)):
+        assert "a document sees those before it" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--dataset=text:{folder}/nothing*", "there is no file of text"),
+        ("--dataset=text:{folder}/strange.bin", "is of no kind that is read"),
+        ("--dataset=text:{corpus} --tokenizer={folder}", "has no tokenizer.json"),
+        ("--dataset=text:", "names no file"),
+        ("--tokenizer=bytes", "it is of text:PATH"),
+        ("--documents=together", "it has none"),
+        ("--dataset=text:{corpus} --model=vit", "the model takes image data"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str, part: str) -> None:
+    (corpus.parent / "strange.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=part):
+        check_data(parse(["--model=llama", *flags.format(folder=corpus.parent, corpus=corpus).split()]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("empty.txt", b"", "hold no text"),
+        ("bytes.txt", b"\xff\xfe\x00", "can't be read as text"),
+        ("torn.jsonl", b'{"text": "a"}\n{"tex', "can't be read as text"),
+        ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
+        ("short.txt", b"abc", "which fill no sequence of 8"),
+    ],
+)
+def test_text_that_cannot_be_used_is_named(corpus: Path, name: str, content: bytes, part: str) -> None:
+    file = corpus.parent / name
+    file.write_bytes(content)
+    with pytest.raises(UnusableText, match=part):
+        text.load(str(file), 8, 256, Bytes(), "text", apart=True)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(corpus: Path) -> None:
+    with pytest.raises(UnusableText, match="has 256 tokens, and the model's vocabulary 64"):
+        text.load(str(corpus), 8, 64, Bytes(), "text", apart=True)
