@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp2 import data
 from fsdp2.data.loader import Batches
@@ -126,14 +125,3 @@ def plain_losses(model: nn.Module, steps: int) -> list[float]:
         if len(losses) == steps:
             break
     return losses
-
-
-def language_batch(seed: int = 0) -> Any:
-    tokens = torch.randint(3, 256, (2, 17), generator=torch.Generator().manual_seed(seed))
-    return SimpleNamespace(inputs=tokens[:, :-1], targets=tokens[:, 1:], last=True)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

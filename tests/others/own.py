@@ -1,0 +1,133 @@
+"""Models as users have them in their own repository, for `--model tests.others.own:NAME`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2.models import ModelSpec
+from fsdp2.models.blocks import find_blocks
+from fsdp2.models.initial import normal, zeros
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """With statistics that a forward changes, and with numbers by chance that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("noise", torch.rand(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)) * self.noise
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(784, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> nn.Module:
+    return Net()
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def flat() -> nn.Module:
+    """Without a list of anything."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(784, 64), nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x.flatten(1)).relu())
+
+    return Flat()
+
+
+class Half(nn.Linear):
+    """A linear layer in bf16 inside of a model in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.bfloat16)).to(x.dtype)
+
+
+def mixed() -> nn.Module:
+    model = Net()
+    for block in model.blocks:
+        block.linear = Half()
+    return model
+
+
+def mixed_in_one_module() -> nn.Module:
+    model = Net()
+    model.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16)))
+    return model
+
+
+def scalar() -> nn.Module:
+    model = Net()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    return model
+
+
+def forgets() -> nn.Module:
+    """A buffer that was computed from a parameter."""
+    model = Net()
+    model.register_buffer("copy", model.stem.weight.detach() * 2, persistent=False)
+    return model
+
+
+class Words(nn.Module):
+    """Of language, and with a loss of its own: `ModelSpec` says so."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+def words() -> ModelSpec:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
+
+    table = {"*.bias": zeros, "*": normal(0.02)}
+    return ModelSpec("words", "language", {"small": {"vocab_size": 256}}, Words, find_blocks, table, loss)
+
+
+def number() -> int:
+    return 3
+
+
+def fails() -> nn.Module:
+    raise ValueError("not\ntoday")
+
+
+constant = 3

@@ -1,0 +1,164 @@
+"""What a model of others starts from: its own initial values, or its files; the same on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fsdp2 import train
+from fsdp2.config import parse
+from fsdp2.models.meta import parameters_on_meta
+from fsdp2.parallel.meta import shared_names
+from fsdp2.run import runtime
+from tests.harness import Ranks, main_in_ranks, of_kind, same
+from tests.others.common import SEED, WORDS, flags, plain, save
+
+
+def _started(line: list[str]) -> dict[str, Any]:
+    """The whole model as it starts, on each rank: state dict, further buffers, and the names of shared parameters."""
+    config = parse(line)
+    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    return {
+        "state": dict(get_model_state_dict(engine.model, options=StateDictOptions(full_state_dict=True))),
+        "buffers": _buffers(engine.model),
+        "shared": [names for names in shared_names(engine.model) if len(names) > 1],
+    }
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By their names in the model, whatever wraps it."""
+    return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "state": dict(model.state_dict()),
+        "buffers": dict(model.named_buffers()),
+        "shared": [names for names in shared_names(model) if len(names) > 1],
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_weights_of_a_folder_are_there_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    model = save(name, tmp_path / "model")
+    expected = _of(plain(model))
+    assert expected["buffers"] or name != "llama", "no rotary table: the test shows less than it says"
+    assert len(expected["shared"]) == (name == "t5")
+    line = flags(model, tmp_path / "run", *WORDS)
+    for count in (2, 3):
+        for found in ranks.run(_started, line, ranks=count):
+            assert same(found, expected)
+
+
+def test_own_initial_values_are_those_of_the_seed_for_every_strategy(ranks: Ranks, tmp_path: Path) -> None:
+    model = save("gpt2", tmp_path / "model")
+    import transformers
+
+    torch.manual_seed(SEED)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    expected = _of(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    line = flags(model, tmp_path / "run", *WORDS, "--init-from=scratch")
+    for strategy, count in (("none", 1), ("fsdp2", 2), ("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)):
+        for found in ranks.run(_started, [*line, f"--strategy={strategy}"], ranks=count):
+            assert same(found["state"], expected["state"]), (strategy, count)
+            assert same(found["buffers"], expected["buffers"]), (strategy, count)
+    # One storage: what trains the embedding trains the head.
+    assert expected["shared"] == [["transformer.wte.weight", "lm_head.weight"]] == found_shared(ranks, line)
+
+
+def found_shared(ranks: Ranks, line: list[str]) -> Any:
+    return ranks.run(_started, line)[1]["shared"]
+
+
+def test_buffers_that_no_state_dict_holds_are_the_same_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    line = flags("tests.others.own:net", tmp_path / "run")
+    one, two = ranks.run(_started, line)
+    assert set(one["buffers"]) - set(one["state"]) == {"blocks.0.noise", "blocks.1.noise"}
+    assert same(one, two)
+    (alone,) = ranks.run(_started, [*line, "--strategy=none"], ranks=1)
+    assert same(alone, one)
+    # And a plain process that loads what a run left has them too.
+    built = parse(line).spec.build("own")
+    assert all(
+        torch.equal(one["buffers"][name], built.get_buffer(name)) for name in ("blocks.0.noise", "blocks.1.noise")
+    )
+
+
+def _trained(line: list[str]) -> dict[str, Any]:
+    """The events of a run, and the buffers that each rank is left with."""
+    engines: list[Any] = []
+    make = train.make_engine
+
+    def making(*arguments: Any, **named: Any) -> Any:
+        engines.append(make(*arguments, **named))
+        return engines[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "make_engine", making)
+        events = main_in_ranks(line)
+    return {"events": events, "buffers": _buffers(engines[0].model)}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "fsdp1"])
+def test_running_statistics_are_one_models_when_it_is_evaluated_and_saved(
+    ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    def line(run: str, *more: str) -> list[str]:
+        return flags("tests.others.own:net", tmp_path / run, f"--strategy={strategy}", *more)
+
+    one, two = ranks.run(_trained, line("whole", "--max-steps=5"))
+    assert same(one["buffers"], two["buffers"])
+    assert int(one["buffers"]["blocks.0.norm.num_batches_tracked"]) == 5
+    ranks.run(_trained, line("cut", "--max-steps=3"))
+    for rest in ranks.run(_trained, line("cut", "--max-steps=5")):
+        assert same(rest["buffers"], one["buffers"])
+        assert of_kind(rest["events"], "eval")[-1]["loss"] == of_kind(one["events"], "eval")[-1]["loss"]
+    full = torch.load(tmp_path / "cut" / "full_model" / "full-model.pt", weights_only=True)
+    assert torch.equal(full["blocks.0.norm.running_mean"], one["buffers"]["blocks.0.norm.running_mean"])
+
+
+def test_a_buffer_that_is_made_of_a_parameter_is_an_error_and_never_garbage(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"1 of \d+ tensors were not initialised: copy"):
+        ranks.run(_started, flags("tests.others.own:forgets", tmp_path / "run"))
+
+
+def test_only_parameters_are_on_meta() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+            self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.list = nn.ParameterList([torch.ones(2)])
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+            self.absent = nn.Linear(3, 3, bias=False)
+            self.absent.register_parameter("bias", None)
+
+    with parameters_on_meta():
+        model = Tied()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.a.weight is model.b.weight
+    assert not model.frozen.requires_grad
+    assert torch.equal(model.table, torch.arange(3.0))  # type: ignore[arg-type]
+    with_memory = nn.Linear(2, 2)
+    assert not with_memory.weight.is_meta, "only inside"
+
+
+def test_a_class_that_registers_in_its_own_way_is_called(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Counting(nn.Linear):
+        def register_parameter(self, name: str, param: Tensor | None) -> None:
+            seen.append(name)
+            super().register_parameter(name, param)  # type: ignore[arg-type]
+
+    with parameters_on_meta():
+        model = Counting(2, 2)
+    assert seen == ["weight", "bias"]
+    assert model.weight.is_meta
