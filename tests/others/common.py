@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp2 import data
 from fsdp2.data.loader import Batches
+from fsdp2.models import ModelSpec
 
 SEED = 3
 BATCH = 4  # of each of two ranks
@@ -85,16 +86,16 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
     ]
 
 
-def plain_losses(model: nn.Module, steps: int) -> list[float]:
+def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
     """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step."""
     tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
     kind = vars(model)["config"].model_type
-    task, token = tasks.get(kind, ("causal", None))
+    task, token = tasks.get(kind, ("causal", None)) if spec is None else (spec.task, spec.special_token)
     dataset = data.load(
         "random-tokens" if kind != "vit" else "digits",
         root=None,
         seq_len=16,
-        vocab_size=256,
+        vocab_size=256 if spec is None else spec.vocab_size("own"),
         task=task,
         special_token=token,
     )
