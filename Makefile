@@ -239,6 +239,10 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest scikit-learn tqdm
 	du -sh build/wheels
 
+.PHONY: models
+models: $(VENV)/.tools  ## every architecture that transformers knows, sharded beside a plain loop (an hour; writes docs/models.md)
+	$(BIN)/tox run -e models -- $(ARGS)
+
 chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(BIN)/tox run -e chaos -- $(ARGS)
 

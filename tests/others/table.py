@@ -2,8 +2,8 @@
 
     python -m tests.others.table [--kinds causal,masked] [--only llama,gpt2] [--minutes 30]
 
-For each a tiny model is made, saved as a user has it, trained by a plain loop in one process, and by `fsdp2.train` on two
-ranks from its folder; then resumed, exported, and loaded by a process that doesn't know this package.
+For each a tiny model is made, saved as a user has it, trained by a plain loop in one process, and by `fsdp2.train` on
+two ranks from its folder; then resumed, exported, and loaded by a process that doesn't know this package.
 """
 
 from __future__ import annotations
@@ -132,16 +132,16 @@ def page(rows: list[Row], seconds: float) -> str:
     lines = [
         "# Models of transformers, one by one",
         "",
-        f"`make models` has written this page: transformers {transformers.__version__}, torch {torch.__version__}, two gloo",
-        f"ranks, tiny configurations, {seconds / 60:.0f} minutes. Each row is an architecture for which nothing was written here.",
+        f"`make models` has written this page in {seconds / 60:.0f} minutes: transformers {transformers.__version__},",
+        f"torch {torch.__version__}, two gloo ranks, tiny configurations. For none of these was anything written here.",
         "",
         "- *groups*: what `fully_shard` was called on, the root included.",
-        "- *losses*: five steps on two ranks beside a plain loop of transformers in one process: `=` is bit for bit, a number",
-        "  the largest relative difference.",
-        "- *resume*: from the third step, bit for bit. *recompute*: with `--activation-checkpointing`, bit for bit. *bf16*: with",
-        "  `--mixed-precision`, within 10 % of fp32.",
-        "- *export*: the largest difference between a weight that `from_pretrained` loads in a process without this package and",
-        "  the one that the plain loop has trained; `=` is none.",
+        "- *losses*: five steps on two ranks beside a plain loop of transformers in one process: `=` is bit for bit,",
+        "  a number the largest relative difference.",
+        "- *resume*: from the third step, bit for bit. *recompute*: with `--activation-checkpointing`, bit for bit.",
+        "  *bf16*: with `--mixed-precision`, within 10 % of fp32.",
+        "- *export*: the largest difference between a weight that `from_pretrained` loads, in a process without this",
+        "  package, and the one that the plain loop has trained; `=` is none.",
         "",
     ]
     for kind in AUTO:
@@ -151,9 +151,9 @@ def page(rows: list[Row], seconds: float) -> str:
         equal = [row for row in good if row.apart == 0.0]
         if not mine:
             continue
-        share = f"{100 * len(good) / max(1, len(trains)):.0f} %"
+        share = f"{len(good)} of {len(trains)} ({100 * len(good) / max(1, len(trains)):.0f} %)"
         lines += [
-            f"## {kind}: {len(good)} of {len(trains)} ({share}) that train in plain transformers; {len(equal)} bit for bit",
+            f"## {kind}: {share} that train in plain transformers; {len(equal)} bit-equal",
             "",
             "| architecture | parameters | groups | losses | resume | recompute | bf16 | export | |",
             "|---|---:|---:|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Tiny configurations of other people's architectures: their own defaults with small numbers.
 
-A number is small by its name, whatever the architecture; `MORE` has what a default leaves unset, or where numbers depend
-on each other.
+A number is small by its name, whatever the architecture; `MORE` has what a default leaves unset, or where numbers
+depend on each other.
 """
 
 from __future__ import annotations
