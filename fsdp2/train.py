@@ -106,7 +106,7 @@ def main(
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
-        watch = observed(config, engine, spec, checkpoints, run, world, device, progress)
+        watch = observed(config, engine, checkpoints, run, world, device, progress)
         with reports, StopSignals() as stop, watch:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines

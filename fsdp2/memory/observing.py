@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
@@ -16,18 +16,17 @@ from fsdp2.memory.ledger import Allocation, Ledger
 from fsdp2.memory.phases import Phases
 from fsdp2.memory.profile import Profile
 from fsdp2.memory.recorder import Recorder
-from fsdp2.models import ModelSpec
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
+from fsdp2.run.start import blocks_of
 
 
 @contextmanager
 def observed(
     config: Config,
     engine: Engine,
-    spec: ModelSpec,
     checkpoints: Checkpoints,
     run: RunDir,
     world: World,
@@ -38,7 +37,7 @@ def observed(
 
     An out-of-memory error gets a note of what was alive, and of the flags that would have saved some of it.
     """
-    blocks = _names_of_blocks(engine, spec)
+    blocks = _names_of_blocks(engine, config)
     facts = {
         "rank": world.rank,
         "world_size": world.world_size,
@@ -81,8 +80,12 @@ def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
     return [*ledger.allocations, Allocation(max(rest, 0), 0.0, 0, "", "", kind="activations")]
 
 
-def _names_of_blocks(engine: Engine, spec: ModelSpec) -> list[str]:
+def _names_of_blocks(engine: Engine, config: Config) -> list[str]:
     """The names that the blocks of a model have once it is wrapped."""
-    plain: Any = getattr(engine.model, "module", engine.model)
-    blocks = {id(block) for block in spec.blocks(plain)}
-    return [name for name, module in engine.model.named_modules() if id(module) in blocks]
+    plain = config.spec.on_meta(config.model_size)
+    blocks = set(blocks_of(config)(plain))
+    wrapped: dict[str, str] = {}
+    for name, _ in engine.model.named_modules():  # a wrapper before that which it wraps
+        inner = re.sub(r"\b_(fsdp_wrapped|checkpoint_wrapped|orig)_mod(ule)?\b\.?", "", name.removeprefix("module."))
+        wrapped.setdefault(inner.rstrip("."), name)
+    return [wrapped[name] for name, module in plain.named_modules() if module in blocks and name in wrapped]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ def spec(name: str) -> ModelSpec:
     except ImportError:
         raise ValueError("timm isn't installed; pip install 'fsdp2-reference[timm]'") from None
     if name not in timm.list_models():
-        near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
+        near = difflib.get_close_matches(name, timm.list_models(), 3)
         raise ValueError(f"{name}: timm has no such model" + (f"; it has {', '.join(near)}" if near else ""))
 
     def make() -> nn.Module:

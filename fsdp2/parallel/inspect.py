@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -34,6 +36,17 @@ def expected_placements(replicas: int) -> tuple[Placement, ...]:
     return (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
 
 
+def _names(model: nn.Module) -> str:
+    """What the groups are called, with those that differ in a number taken together."""
+    named = [name for name, module in model.named_modules() if isinstance(module, FSDPModule) and name]
+    kinds = Counter(
+        re.sub(r"(?<=[._])\d+(?=\.|$)", "*", name.replace("._checkpoint_wrapped_module", "")) for name in named
+    )
+    names = [f"{name} ×{count}" if count > 1 else name for name, count in kinds.items()]
+    rest = ["the rest"] if _owns_parameters(cast(FSDPModule, model)) else []
+    return ", ".join(names + rest)
+
+
 def summary(model: nn.Module) -> str:
     """One line for the header of a run with FSDP2."""
     parameters = list(model.parameters())
@@ -42,7 +55,7 @@ def summary(model: nn.Module) -> str:
     placements = {", ".join(map(repr, p.placements)) for p in sharded}
     return (
         f"{type(model).__name__}, {groups} groups, {len(sharded)} of {len(parameters)} parameters are "
-        f"DTensors placed ({' or '.join(sorted(placements))})"
+        f"DTensors placed ({' or '.join(sorted(placements))}); groups: {_names(model)}"
     )
 
 

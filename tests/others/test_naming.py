@@ -1,0 +1,247 @@
+"""`--model hf:`, `timm:` and `package.module:function`: what each names, and how what can't be used is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import models
+from fsdp2.config import Config, parse
+from fsdp2.models.blocks import find_blocks, named_blocks
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.groups import shard_groups
+from fsdp2.train import main
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.others import own
+from tests.others.common import WORDS, flags, save
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    models.get.cache_clear()
+
+
+def refused(line: list[str]) -> str:
+    """The one line of a refusal, before there is a process group or a run directory."""
+    with pytest.raises(ConfigError) as caught:
+        main(parse(line))
+    assert not dist.is_initialized()
+    place = next(flag for flag in line if flag.startswith("--run-dir=")).removeprefix("--run-dir=")
+    assert not Path(place).exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _change(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"{empty}: has no config.json; give the folder that save_pretrained" in refused(flags(f"hf:{empty}", run))
+    assert "is no folder; give one with a config.json" in refused(flags(f"hf:{tmp_path}/absent", run))
+    assert "nobody/nothing: is not in the hub's cache, and can't be downloaded" in refused(
+        flags("hf:nobody/nothing", run)
+    )
+    assert "give hf:DIR_OR_NAME, timm:NAME or MODULE:FUNCTION" in refused(flags("hf:", run))
+
+    model = save("llama", tmp_path / "model")
+    folder = tmp_path / "model"
+    _change(folder, model_type="unheard_of")
+    assert "transformers can't use" in refused(flags(model, run))
+    (folder / "config.json").write_text("{")
+    assert "transformers can't use" in refused(flags(model, run))
+
+
+def test_a_folder_without_the_models_weights_is_refused(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "model"
+    model = save("llama", folder)
+    other = save("gpt2", tmp_path / "other")
+    line = [*flags(model, run, *WORDS), "--strategy=none"]
+    shutil.copy(tmp_path / "other" / "model.safetensors", folder / "model.safetensors")
+    said = refused(line)
+    assert "is of another model" in said or "tensors differ" in said
+    (folder / "model.safetensors").unlink()
+    said = refused(line)
+    assert f"--model {model}" in said
+    assert "--init-from scratch" in said
+    assert f"--init-from {other.removeprefix('hf:')}: " in refused([*line, f"--init-from={other.removeprefix('hf:')}"])
+    assert losses_of([*line, "--init-from=scratch"])
+
+
+def losses_of(line: list[str]) -> list[float]:
+    events: list[Any] = []
+    main(parse([*line, "--max-steps=1", "--no-save-model"]), lambda kind, data: events.append((kind, data)))
+    return losses(events)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from pathlib import Path
+Path({mark!r}).touch()
+class OurConfig(LlamaConfig):
+    model_type = "ours"
+class OurModel(LlamaForCausalLM):
+    config_class = OurConfig
+"""
+
+
+def test_code_that_comes_with_a_model_is_run_only_where_a_flag_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.hub.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder, mark = tmp_path / "model", tmp_path / "ran"
+    model = save("llama", folder)
+    (folder / "ours.py").write_text(CODE.format(mark=str(mark)))
+    ours = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
+    _change(folder, model_type="ours", auto_map=ours, architectures=["OurModel"])
+    line = [*flags(model, tmp_path / "run", *WORDS), "--strategy=none"]
+    assert "--trust-remote-code" in refused(line)
+    assert not mark.exists()
+    assert losses_of([*line, "--trust-remote-code"])
+    assert mark.exists()
+
+
+def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = save("bert", folder)
+    _change(folder, architectures=["BertLMHeadModel"])
+    assert "sees the tokens that it is to predict unless is_decoder is true" in refused(
+        flags(model, tmp_path / "run", *WORDS)
+    )
+    _change(folder, architectures=["BertModel"])
+    models.get.cache_clear()
+    assert models.get(model).task == "masked"
+
+
+def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> None:
+    model = save("vit", tmp_path / "model", num_labels=2)
+    assert "it tells 2 classes apart and digits has 10" in refused(flags(model, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("no_such_package:net", "no_such_package can't be imported"),
+        ("tests.others.own:nothing", "tests.others.own has no nothing"),
+        ("tests.others.own:constant", "constant is a int; give a function without arguments"),
+        ("tests.others.own:number", "it returned a int; it has to return an nn.Module or a ModelSpec"),
+        ("tests.others.own:fails", "it raised ValueError (not today)"),
+        ("tests.others.own:flat", "Flat has no list of blocks"),
+        ("tests.others.own:scalar", "FSDP2 can't shard it: scale has no dimension to split"),
+        ("tests.others.own:mixed_in_one_module", "extra is one of its own; put those of each dtype into a module"),
+        ("timm:no_such_model", "no_such_model: timm has no such model"),
+        ("timm:resnet5", "it has resnet50"),
+        ("vit2", "vit"),
+    ],
+)
+def test_what_names_no_model_is_refused(tmp_path: Path, name: str, part: str) -> None:
+    assert part in refused(flags(name, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("package", "name"), [("transformers", "hf:folder"), ("timm", "timm:resnet18")])
+def test_a_library_that_is_absent_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package} isn't installed; pip install 'fsdp2-reference\[{name[:2]}"):
+        Config(model=name)
+
+
+def test_modules_to_shard_can_be_named(ranks: Ranks, tmp_path: Path) -> None:
+    name = "tests.others.own:flat"
+    assert "no module has such a name" in refused(flags(name, tmp_path / "run", "--shard-modules=layers.*"))
+    expected = losses(
+        ranks.run(
+            main_in_ranks,
+            flags(
+                name,
+                tmp_path / "one",
+                "--max-steps=2",
+                "--strategy=none",
+                "--grad-accumulation=2",
+                "--shard-modules=t*",
+            ),
+            ranks=1,
+        )[0]
+    )
+    events = ranks.run(main_in_ranks, flags(name, tmp_path / "two", "--max-steps=2", "--shard-modules=t*"))[0]
+    assert losses(events) == expected
+    (header,) = (line for line in of_kind(events, "start")[0]["header"] if line.startswith("sharding: "))
+    assert "2 groups" in header
+    assert header.endswith("; groups: one, two")
+
+
+@pytest.mark.parametrize("name", ["sequential", "mixed", "words"])
+def test_a_function_of_ones_own_trains_as_in_one_process(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    more = ("--max-steps=3", "--no-save-model", *(WORDS if name == "words" else ()))
+    alone = flags(f"tests.others.own:{name}", tmp_path / "one", *more, "--strategy=none", "--grad-accumulation=2")
+    expected = losses(ranks.run(main_in_ranks, alone, ranks=1)[0])
+    assert losses(ranks.run(main_in_ranks, flags(f"tests.others.own:{name}", tmp_path / "two", *more))[0]) == expected
+    assert len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto"])
+def test_models_of_timm_are_found_their_blocks(name: str) -> None:
+    spec = models.get(f"timm:{name}")
+    model = spec.on_meta("own")
+    blocks = spec.blocks(model)
+    assert len(blocks) == {"vit_tiny_patch16_224": 12, "resnet10t": 2, "convnext_atto": 4}[name], blocks
+
+
+def test_a_model_of_timm_trains_as_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    more = ("--max-steps=2", "--no-save-model", "--batch-size=2")
+    alone = flags("timm:test_vit", tmp_path / "one", *more, "--strategy=none", "--grad-accumulation=2")
+    expected = losses(ranks.run(main_in_ranks, alone, ranks=1)[0])
+    assert losses(ranks.run(main_in_ranks, flags("timm:test_vit", tmp_path / "two", *more))[0]) == expected
+
+
+def test_blocks_are_the_largest_list_and_those_beside_it(tmp_path: Path) -> None:
+    def found(name: str) -> list[str]:
+        model = models.get(save(name, tmp_path / name)).on_meta("own")
+        names = {module: key for key, module in model.named_modules()}
+        return [names[block] for block in find_blocks(model)]
+
+    assert found("llama") == ["model.layers.0", "model.layers.1"]
+    assert found("gpt2") == ["transformer.h.0", "transformer.h.1"]
+    assert found("mixtral") == ["model.layers.0", "model.layers.1"]
+    assert found("t5") == [f"{stack}.block.{n}" for stack in ("encoder", "decoder") for n in range(2)]
+
+
+def test_named_blocks_refuse_what_is_nested() -> None:
+    model = own.Net()
+    assert named_blocks(model, ["blocks.?"]) == list(model.blocks)
+    assert named_blocks(model, ["head", "stem"]) == [model.stem, model.head], "in the model's order"
+    with pytest.raises(ValueError, match=r"matches blocks.0.linear and blocks.0, which contains it; name one of them"):
+        named_blocks(model, ["blocks.0", "*.linear"])
+
+
+def test_a_weight_that_two_modules_share_is_in_no_group_below_the_root() -> None:
+    model = own.Words(64)
+    assert [model.embedding] in shard_groups(model, list(model.layers), 1)
+    model.head.weight = model.embedding.weight
+    assert [[layer] for layer in model.layers] == shard_groups(model, list(model.layers), 1)
+
+
+def test_a_run_reads_its_function_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_model.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(784, 10)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    spec = models.get("my_own_model:make")
+    assert isinstance(spec.build("own"), nn.Linear)
+    assert all(parameter.device == torch.device("meta") for parameter in spec.on_meta("own").parameters())
