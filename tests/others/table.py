@@ -89,6 +89,8 @@ def prove(row: Row, ranks: Ranks, folder: Path) -> None:
     auto = getattr(transformers, AUTO[row.kind][0])
     config = tiny(CONFIG_MAPPING[row.name])
     config.use_cache = False
+    if row.kind == "causal" and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # else an encoder's tokens see those that they are to predict
     with torch.device("meta"):
         row.parameters = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if row.parameters > LARGEST:
