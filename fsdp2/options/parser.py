@@ -8,6 +8,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp2.checkpoint.files import Files
@@ -99,6 +100,7 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
         if not isinstance(values["flags"], dict):
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
+        values |= _kept_model(values.get("model"), place)
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:
@@ -106,6 +108,16 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
             hint = f"did you mean {close[0]}?" if close else "the flags are those of fsdp2.train --help"
             raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
     return {known[key]: value for key, value in values.items()}
+
+
+def _kept_model(model: Any, place: str) -> dict[str, str]:
+    """Where the folder of a run's model is gone, the copy that the run keeps beside its config.json."""
+    kept = Path(place).parent / "model"
+    if isinstance(model, str) and model.startswith("hf:") and (kept / "config.json").is_file():
+        named = model.removeprefix("hf:")
+        if (named.startswith(("/", ".", "~")) or named.count("/") > 1) and not Path(named).expanduser().exists():
+            return {"model": f"hf:{kept.absolute()}"}
+    return {}
 
 
 def files_at(place: str, flag: str) -> Files:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fsdp2.config import parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.train import main
 from tests.harness import Ranks, losses, main_in_ranks
 from tests.others.common import MODELS, WORDS, flags, plain, plain_losses, save
 
@@ -25,3 +30,19 @@ def test_losses_are_those_of_a_plain_loop_and_of_a_resumed_run(ranks: Ranks, tmp
     ranks.run(main_in_ranks, flags(model, tmp_path / "cut", "--max-steps=3", *more))
     rest, *_ = ranks.run(main_in_ranks, flags(model, tmp_path / "cut", "--max-steps=5", *more))
     assert losses(rest) == losses(whole)[3:]
+
+
+def test_a_run_goes_on_without_the_folder_that_its_model_came_from(ranks: Ranks, tmp_path: Path) -> None:
+    model, run = save("llama", tmp_path / "model"), tmp_path / "run"
+    line = flags(model, run, *WORDS, "--no-save-model")
+    whole, *_ = ranks.run(main_in_ranks, [*flags(model, tmp_path / "whole", *WORDS), "--max-steps=4"])
+    ranks.run(main_in_ranks, [*line, "--max-steps=2"])
+    shutil.rmtree(tmp_path / "model")
+    moved = run.rename(tmp_path / "moved")
+    again = [f"--config={moved}/config.json", f"--run-dir={moved}", "--max-steps=4"]
+    rest, *_ = ranks.run(main_in_ranks, [*again, "--save-model"])
+    assert losses(rest) == losses(whole)[2:]
+    assert json.loads((moved / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    # Its copy has no weights to start another run from.
+    with pytest.raises(ConfigError, match="--init-from scratch"):
+        main(parse([f"--config={moved}/config.json", f"--run-dir={tmp_path}/other", "--strategy=none"]))
