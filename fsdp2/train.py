@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
 from fsdp2.run.start import (
     InitialValues,
+    StartWeights,
     blocks_of,
     load_data,
     require_documents_apart,
-    start_from_weights,
     state_of_run,
     training_batches,
     write_start,
@@ -110,7 +109,7 @@ def main(
         with reports, StopSignals() as stop, watch:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
-            reports.emit(*job.opening_event({"header": opening, **place(), **restored}))
+            reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
             checkpoints.open(reports, checkpoint_info(config, world.world_size, spec))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
@@ -201,12 +200,14 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
 
     from_file = config.weights is not None and not restoring
-    complete = from_file or (restoring and not config.resume_partial)  # nothing is drawn that would be replaced
+    # Nothing is drawn that would be replaced. What of a model is left out of weights in part is known after them.
+    complete = (from_file and not config.init_partial) or (restoring and not config.resume_partial)
+    weights = StartWeights(config)
     arguments: dict[str, Any] = {
         "build": lambda: spec.on_meta(config.model_size),
         "blocks_of": blocks_of(config),
         "set_weights": InitialValues(config, brought=lambda name: complete),
-        "load_weights": partial(start_from_weights, config) if from_file else None,
+        "load_weights": weights if from_file else None,
         "brought": lambda name: complete,
         "device": device,
         "world_size": world.world_size,
@@ -216,7 +217,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
         engine: Engine = parallelize(config, **arguments)
     else:
         engine = BASELINES[config.strategy].build(config, Start(**arguments))
-    engine.call = spec.call
+    engine.call, engine.started = spec.call, weights.facts
     return engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -38,18 +39,26 @@ def plain_names(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[str]:
-    """One line for each tensor that is in one of two state dicts only, or whose shape or kind of numbers differs."""
-    lines = [f"{name}: only in the file" for name in full.keys() - targets.keys()]
-    lines += [f"{name}: only in the model" for name in targets.keys() - full.keys()]
+def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> a line, for each tensor that one of two state dicts lacks, or whose shape or kind of numbers differs."""
+    lines = dict.fromkeys(full.keys() - targets.keys(), "only in the file")
+    lines |= dict.fromkeys(targets.keys() - full.keys(), "only in the model")
     for name in full.keys() & targets.keys():
         there, here = full[name], targets[name]
         if there.shape != here.shape:
-            lines.append(f"{name}: {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
-        elif there.dtype != here.dtype and not (there.is_floating_point() and here.is_floating_point()):
-            # Integers would be rounded or, as weights, are quantized: a cast makes other numbers of both.
-            lines.append(f"{name}: {there.dtype} in the file, {here.dtype} in the model")
-    return sorted(lines)
+            lines[name] = f"{tuple(there.shape)} in the file, {tuple(here.shape)} in the model"
+        elif there.dtype != here.dtype and not (_is_cast(there.dtype) and _is_cast(here.dtype)):
+            lines[name] = f"{there.dtype} in the file, {here.dtype} in the model"
+    return {name: f"{name}: {lines[name]}" for name in sorted(lines)}
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    """Whether a cast to and from it means the same weights.
+
+    Integers would be rounded. As weights, they and floating point numbers of 8 bits are quantized, which makes no sense
+    without their scales.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,7 +73,7 @@ def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
             full = read_full(path)
             if found := differences(full, targets):
-                problem = [f"{path} is of another model: {'; '.join(found[:20])}"]
+                problem = [f"{path} is of another model: {'; '.join(list(found.values())[:20])}"]
         except (OSError, ValueError) as error:
             problem = [f"{path} can't be read: {error}"]
     dist.broadcast_object_list(problem, src=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,24 @@ from fsdp2.checkpoint.store import MARKER, fingerprint, write_marker
 SHARD_BYTES = 4_000_000_000  # of tensors in one file
 
 
-def save_together(app: AppState, folder: Path, step: int, place_of: Callable[[Tensor], tuple[slice, ...]]) -> None:
+def save_together(
+    app: AppState,
+    folder: Path,
+    step: int,
+    place_of: Callable[[Tensor], tuple[slice, ...]],
+    tied: Sequence[Sequence[str]] = (),
+) -> None:
     """Write the model's weights as safetensors into a folder that all ranks see. A collective call.
 
     Args:
         place_of: which range of each dimension of a whole tensor this rank holds.
+        tied: names of one weight, which is written under the first.
 
     A marker, written last, has the hash of each file. Raises OSError on every rank if one can't write, and ValueError
     if a tensor is split on another dimension than its first.
     """
     app.gather()
-    named = app.model.named_parameters
-    aliases = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}  # of tied weights
+    aliases = {name for _, *others in tied for name in others}
     targets = {name: tensor for name, tensor in plain_names(app.model).items() if name not in aliases}
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()}
     files, local = shards_of(like, SHARD_BYTES), LocalFiles(folder)
@@ -118,8 +124,14 @@ def _is_mine(tensor: Tensor) -> bool:
 
 def _commit(folder: LocalFiles, files: dict[str, dict[str, Tensor]], prints: list[dict[str, Any]], step: int) -> None:
     with disk_errors(folder):
+        # Without its index a folder of several files isn't one that anything reads: after a kill between two renames
+        # some would be of this step, and others of an earlier one.
+        if folder.size(INDEX) is not None:
+            folder.unlink(INDEX)
+            folder.fsync("")
         for file in files:
             folder.rename(f"{file}.tmp", file)
+        folder.fsync("")
         write_index(folder, files)
         folder.fsync("")
         known = {file: one for part in prints for file, one in part.items()}

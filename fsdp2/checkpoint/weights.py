@@ -1,12 +1,13 @@
 """The weights of a file or folder into a model: each rank reads what it keeps, and no more than that.
 
 A full-model.pt, safetensors, a folder of Hugging Face's, a sharded checkpoint: whatever `convert.opening` opens. What a
-rank needs of it beside its shard is one tensor's rows.
+rank needs of it beside its shard is its rows of one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.convert.opening import opened
-from fsdp2.checkpoint.convert.source import Source, weights
+from fsdp2.checkpoint.convert.source import Source, comparable, weights
 from fsdp2.checkpoint.full_file import differences
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import DamagedCheckpoint
@@ -26,32 +27,51 @@ class OtherWeights(Refused):
     """Weights that aren't those of the model."""
 
 
-def check_weights(place: str, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
-    """Raises Refused or OSError if a place can't be read, and OtherWeights if it isn't of this model."""
+@dataclass(frozen=True)
+class Fitting:
+    """What of a place fits a model.
+
+    Attributes:
+        names: name in the model -> name in the place.
+        left_out: a line for each tensor of either side that isn't among them.
+    """
+
+    names: Mapping[str, str]
+    left_out: Sequence[str]
+
+
+def check_weights(
+    place: str, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]], *, partial: bool = False
+) -> None:
+    """Raises Refused or OSError if a place can't be read, and OtherWeights if it isn't of this model.
+
+    Args:
+        partial: that one tensor fits is enough.
+    """
     with opened(place) as source:
-        names = _names(source, tied)
-        _require_same(place, {name: source.tensors[original] for name, original in names.items()}, targets)
+        _fitting(source, targets, tied, partial=partial)
 
 
-def _names(source: Source, tied: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Name in the model -> name in the source. Of the names that a weight has, a file may hold one alone."""
-    found = weights(source)
-    for names in tied:
-        if known := [name for name in names if name in found]:
-            found |= {name: found[known[0]] for name in names if name not in found}
-    return found
-
-
-def _require_same(place: str, there: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    if lines := differences(there, targets):
+def _fitting(source: Source, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]], *, partial: bool) -> Fitting:
+    """Raises OtherWeights."""
+    names = weights(source)
+    for group in tied:  # of the names that a weight has, a file may hold one alone
+        if known := [name for name in group if name in names]:
+            names |= {name: names[known[0]] for name in group if name not in names}
+    found = differences({name: source.tensors[original] for name, original in names.items()}, targets)
+    fitting = {name: names[name] for name in targets if name not in found}
+    if found and not (partial and fitting):
+        lines = list(found.values())
         more = f"; and {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise OtherWeights(f"{place} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}{more}")
+        which = "none fits" if partial else f"{len(lines)} tensors differ"
+        raise OtherWeights(f"{source.place} is of another model; {which}: {'; '.join(lines[:20])}{more}")
+    return Fitting(fitting, list(found.values()))
 
 
 @torch.no_grad()
 def load_weights(
     place: str, targets: Mapping[str, Tensor], place_of: Place, tied: Sequence[Sequence[str]] = (), *, partial: bool
-) -> list[str]:
+) -> Fitting:
     """Fill tensors, sharded or plain, from a place. A collective call.
 
     Args:
@@ -60,24 +80,20 @@ def load_weights(
         tied: names of one weight.
         partial: leave out what doesn't fit.
 
-    Returns a line for each tensor of either side that was left out. Raises OtherWeights on every rank if names, shapes
-    or kinds of numbers differ, and Refused if a rank can't read the place.
+    Returns what was loaded and what was left out. Raises OtherWeights on every rank if names, shapes or kinds of
+    numbers differ, and Refused if a rank can't read the place, or if that has several weights where the model has one.
     """
-    left_out: list[str] = []
+    fitting = Fitting({}, [])
     problem: tuple[type[Refused], str] | None = None
     try:
         with opened(place) as source:
-            names = _names(source, tied)
-            there = {name: source.tensors[original] for name, original in names.items()}
-            if partial:
-                left_out = differences(there, targets)
-                ours = {line.split(":")[0] for line in left_out}
-                targets = {name: target for name, target in targets.items() if name not in ours}
-            else:
-                _require_same(place, there, targets)
-            for name, target in targets.items():
+            fitting = _fitting(source, targets, tied, partial=partial)
+            for group in tied:
+                _require_one(source, fitting, [name for name in group if name in fitting.names], targets, place_of)
+            for name, original in fitting.names.items():
+                target = targets[name]
                 local = target.to_local() if isinstance(target, DTensor) else target
-                local.copy_(source.read_part(names[name], place_of(target)))
+                local.copy_(source.read_part(original, place_of(target)))
     except OtherWeights as error:
         problem = OtherWeights, str(error)
     except (Refused, DamagedCheckpoint, OSError) as error:
@@ -87,4 +103,17 @@ def load_weights(
     for found in problems:
         if found is not None:
             raise found[0](found[1])
-    return left_out
+    return fitting
+
+
+def _require_one(
+    source: Source, fitting: Fitting, names: Sequence[str], targets: Mapping[str, Tensor], place_of: Place
+) -> None:
+    """Raise Refused if a source holds different weights under the names of one."""
+    if len({fitting.names[name] for name in names}) < 2:
+        return
+    parts = [comparable(source.read_part(fitting.names[name], place_of(targets[name]))) for name in names]
+    if not all(torch.equal(part, parts[0]) for part in parts):
+        raise Refused(
+            f"{source.place} is of another model; {', '.join(names)} are one weight in the model and differ in the file"
+        )

@@ -30,6 +30,12 @@ TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
+# What transformers calls the tensors of a file that aren't the model's.
+DIFFERENCES = {
+    "missing_keys": "only in the model",
+    "unexpected_keys": "only in the file",
+    "mismatched_keys": "another shape in the file",
+}
 
 
 def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -65,21 +71,29 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
-    def load() -> Mapping[str, Tensor]:
+    def load(*, partial: bool = False) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
-        auto = getattr(transformers, TASKS[task][0])
+        auto, words = getattr(transformers, TASKS[task][0]), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        verbosity = words.get_verbosity()
+        words.set_verbosity_error()  # its report of them is a table, and what it says is said here
         try:
-            model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **settings)
+            model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
-        wrong = [
-            f"{name}: {kind.removesuffix('_keys')}" for kind, names in info.items() for name in sorted(map(str, names))
-        ]
-        if wrong:
-            raise ValueError(f"{folder} is of another model; {len(wrong)} tensors differ: {'; '.join(wrong[:20])}")
+        finally:
+            words.set_verbosity(verbosity)
+        wrong = {
+            str(one[0] if isinstance(one, tuple) else one): DIFFERENCES.get(kind, kind)  # a name, or it and two shapes
+            for kind, found in info.items()
+            for one in sorted(found)
+        }
         state: Mapping[str, Tensor] = model.state_dict()
-        return state
+        if wrong and not (partial and state.keys() - wrong.keys()):
+            lines = [f"{name}: {kind}" for name, kind in wrong.items()]
+            raise ValueError(f"{folder} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}")
+        return state, wrong
 
     language = task != "image"
     return ModelSpec(

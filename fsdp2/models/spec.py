@@ -64,7 +64,8 @@ class ModelSpec:
             that a decoder begins with.
         weights: the folder whose weights a run starts from unless it says otherwise.
         load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
-            model's. Returns the whole state dict; raises ValueError if files and model don't fit.
+            model's. Returns the whole state dict and name -> why, of what has no weights of theirs. Raises ValueError
+            if there is such, unless it is called with `partial=True`.
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
     """
@@ -82,7 +83,7 @@ class ModelSpec:
     task: str = "causal"
     special_token: int | None = None
     weights: Path | None = None
-    load: Callable[[], Mapping[str, Tensor]] | None = None
+    load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
 
     def build(self, size: str) -> nn.Module:

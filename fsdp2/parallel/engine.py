@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -31,9 +31,11 @@ class Engine:
 
     Attributes:
         call: (model, batch) -> outputs. Whoever makes an engine sets it for a model that takes more than one tensor.
+        started: what of other weights the model has started from, as facts for the run's first event.
     """
 
     strategy = "none"
+    started: Mapping[str, Any] = {}
     call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler) -> None:

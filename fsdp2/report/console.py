@@ -72,7 +72,8 @@ class Console:
     def _start(self, data: dict[str, Any]) -> None:
         self.lines(data["header"] + ([data["note"]] if data["note"] else []))
         if "left_out" in data:
-            self.line(f"loaded {data['loaded']} tensors of {short(data['checkpoint'])}; left out:")
+            place = data.get("checkpoint") or data["weights"]
+            self.line(f"loaded {data['loaded']} tensors of {short(place)}; left out:")
             self.lines([f"  {line}" for line in data["left_out"]] or ["  nothing"])
 
     def _resume(self, data: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.config import Config
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.meta import shared_names
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
@@ -120,7 +121,8 @@ class Checkpoints:
         config, run = self.config, self.run
         # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
         if large(config, config.spec) and not run.is_remote:
-            save_together(self._app, run.full_model.parent, self.progress.step, place_of)
+            tied = shared_names(config.spec.on_meta(config.model_size))
+            save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied)
         else:
             save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
             while_rank_0(run.upload_full_model)

@@ -294,20 +294,20 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
     fix = "give weights of this model, or --init-from scratch for none"
+    own = spec.load is not None and config.init_from is None
     try:
         with opened(place) as source:
             if source.folder is not None and source.file is not None:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
                 vouched = require_undamaged(source)
-        if not config.init_partial:
-            check_weights(place, model.state_dict(), shared_names(model))
+        check_weights(place, model.state_dict(), shared_names(model), partial=config.init_partial and not own)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:
-        if spec.load is None or config.init_from:
+        if not own:
             raise ConfigError(f"{flag}: {error}; {fix}") from None
-        return f"{flag}: its files name the tensors in another way; rank 0 loads the whole model by its library"
+        return f"{flag}: its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
     return f"{flag}: {vouched}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,43 +75,59 @@ class InitialValues:
         return self._own
 
 
-def start_from_weights(config: Config, model: nn.Module) -> list[str]:
-    """Put the weights that the run starts from into a model, and say what was left out. A collective call.
+class StartWeights:
+    """Puts the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
 
-    Raises ConfigError on every rank.
+    Attributes:
+        facts: with `--init-partial`, how many tensors were loaded from where, and a line for each that was left out.
     """
-    place, spec = str(config.weights), config.spec
-    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-    targets, tied = plain_names(model), shared_names(spec.on_meta(config.model_size))
-    left_out = []
-    try:
-        if config.dcp_api and Path(place).is_file():
-            full_dcp.load_full_model_state(model, Path(place))
-        else:
-            left_out = load_weights(place, targets, place_of, tied, partial=config.init_partial)
-    except OtherWeights as error:
-        if spec.load is None or config.init_from:
-            raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
-        scatter(_by_its_library(spec.load, flag), targets)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
-    require_finite(model, flag)
-    return left_out
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.facts: dict[str, Any] = {}
+
+    def __call__(self, model: nn.Module) -> None:
+        config, place, spec = self._config, str(self._config.weights), self._config.spec
+        flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+        targets, tied = plain_names(model), shared_names(spec.on_meta(config.model_size))
+        own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
+        by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
+        loaded, left_out = len(targets), list[str]()
+        try:
+            if by_torch and not place.endswith(".safetensors"):
+                full_dcp.load_full_model_state(model, Path(place))
+            else:
+                fitting = load_weights(place, targets, place_of, tied, partial=config.init_partial and not own)
+                loaded, left_out = len(fitting.names), list(fitting.left_out)
+        except OtherWeights as error:
+            if spec.load is None or not own:
+                raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
+            full, wrong = _by_its_library(partial(spec.load, partial=config.init_partial), flag)
+            targets = {name: target for name, target in targets.items() if name not in wrong}
+            scatter(full, targets)
+            loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        require_finite(model, flag)
+        if config.init_partial:
+            self.facts = {"weights": place, "loaded": loaded, "left_out": left_out}
 
 
-def _by_its_library(load: Callable[[], Mapping[str, Tensor]], flag: str) -> Mapping[str, Tensor]:
-    """The whole weights on rank 0, in its memory, and nothing elsewhere. A collective call."""
+def _by_its_library(
+    load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
+) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    """What `ModelSpec.load` returns, the weights on rank 0 alone, in its memory. A collective call."""
     full: Mapping[str, Tensor] = {}
-    problem: list[str | None] = [None]
+    answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            full = load()
+            full, answer[1] = load()
         except ValueError as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ConfigError(f"{flag}: {problem[0]}; --init-from scratch trains from the model's own initial values")
-    return full
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise ConfigError(f"{flag}: {answer[0]}; use --init-partial for what fits, or --init-from scratch for none")
+    return full, answer[1]
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:

@@ -22,6 +22,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
 
 BIN = "pytorch_model.bin"  # Hugging Face's older files
+PART = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")
 
 KINDS = ("pt", "safetensors", "dcp")
 
@@ -81,8 +82,10 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
         names = [name for name in folder.list("") if name.endswith(".safetensors")]
         if "model.safetensors" in names:
             names = ["model.safetensors"]
-        if len(names) > 1:
-            raise Refused(f"{place}: has {len(names)} safetensors files and no {INDEX} that says what is where")
+        if len(names) > 1 or any(PART.search(name) for name in names):
+            raise Refused(
+                f"{place}: has {len(names)} of several safetensors files and no {INDEX}, which names them all"
+            )
         if names:
             return replace(open_safetensors(place, folder, {names[0]: None}, stack), folder=folder)
     if kind in ("auto", "pt") and (files := bin_files(place, folder)):
