@@ -24,8 +24,8 @@ from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
-from fsdp2.data.loader import Batch
-from fsdp2.data.splits import Dataset
+from fsdp2.data.loader import Batch, evaluation_batches
+from fsdp2.data.splits import IGNORED, Dataset
 from fsdp2.evaluate import evaluate
 from fsdp2.models import ModelSpec
 from fsdp2.models.initial import place_of
@@ -140,10 +140,11 @@ def load_sharded(
     return engine.forward
 
 
-def samples_of(outputs: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
-    """Predicted and true class of each sample; for language, of the last token of each."""
+def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
+    """Predicted and true class of each sample; for language, of the last token of each that is to be predicted."""
     if targets.dim() > 1:
-        outputs, targets = outputs[:, -1], targets[:, -1]
+        rows, last = torch.arange(len(targets)), last_target(targets)
+        logits, targets = logits[rows, last], targets[rows, last]
     return [
         {
             "sample": i,
@@ -151,23 +152,38 @@ def samples_of(outputs: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[
             "actual": dataset.classes[int(actual)],
             "correct": bool(predicted == actual),
         }
-        for i, (predicted, actual) in enumerate(zip(outputs.argmax(dim=-1), targets, strict=True))
+        for i, (predicted, actual) in enumerate(zip(logits.argmax(dim=-1), targets, strict=True))
     ]
 
 
-def context_of(inputs: Tensor, dataset: Dataset) -> str:
+def last_target(targets: Tensor) -> Tensor:
+    """(N, T) -> (N,): where in each sample the last target stands that isn't `IGNORED`."""
+    places = torch.arange(targets.shape[1], device=targets.device)
+    return torch.where(targets == IGNORED, 0, places).argmax(dim=1)
+
+
+def shown(inputs: Any, targets: Tensor) -> list[Tensor]:
+    """What a reader sees of each sample: an image, or the tokens up to the last target."""
+    if isinstance(inputs, dict):
+        inputs = inputs.get("decoder_input_ids", inputs["input_ids"])
+    if targets.dim() == 1:
+        return list(inputs)
+    return [one[: last + 1] for one, last in zip(inputs, last_target(targets).tolist(), strict=True)]
+
+
+def context_of(tokens: Tensor, dataset: Dataset) -> str:
     """The end of a sample of tokens, as text."""
-    return "".join(dataset.classes[int(token)] for token in inputs[-24:])
+    return "".join(dataset.classes[int(token)] for token in tokens[-24:])
 
 
-def draw(samples: Sequence[dict[str, Any]], inputs: Tensor, dataset: Dataset, path: Path) -> None:
+def draw(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: Dataset, path: Path) -> None:
     """A picture of the samples with predicted and true class."""
     import matplotlib  # here: it takes a second that `import fsdp2.infer` should not
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    images = inputs.dim() == 4
+    images = inputs[0].dim() == 3
     figure, axes = pyplot.subplots(2, 5, figsize=(11, 5.2)) if images else pyplot.subplots(10, 1, figsize=(9, 5.5))
     for axis, sample, one in zip(axes.flat, samples, inputs, strict=False):
         colour = "tab:green" if sample["correct"] else "tab:red"
@@ -235,15 +251,15 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
             assert run.full_weights is not None
             forward = load_plain(config, spec, run.full_weights, device)
         with torch.no_grad():
-            inputs, targets = dataset.test.__getitems__(range(min(SAMPLES, len(dataset.test))))
-            batch = Batch(inputs.to(device), targets.to(device), True, len(inputs), targets.numel(), True)
-            samples = samples_of(forward(batch), batch.targets, dataset)
+            batch = next(evaluation_batches(dataset.test, SAMPLES, 0, 1, device))
+            samples = samples_of(spec.logits(forward(batch)), batch.targets, dataset)
+            inputs = shown(batch.inputs, batch.targets)
             result = evaluate(forward, spec, dataset.test, config.test_batch_size, world, device)
         if world.rank == 0:
             print(f"weights: {weights}")
             for sample, one in zip(samples, inputs, strict=True):
                 mark = "✓" if sample["correct"] else "✗"
-                after = "" if inputs.dim() == 4 else f" after …{context_of(one, dataset)}"
+                after = "" if one.dim() == 3 else f" after …{context_of(one, dataset)}"
                 predicted, actual = sample["predicted"], sample["actual"]
                 print(f"{mark} sample {sample['sample']}: predicted {predicted:<12} actual {actual:<12}{after}")
             right = sum(sample["correct"] for sample in samples)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from fsdp2 import infer
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
-from tests.harness import Ranks, losses, main_in_ranks
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.others.common import MODELS, WORDS, flags, plain, plain_losses, save
+
+
+def _accuracy(run: str, *, sharded: bool) -> float:
+    return float(infer.main(run, sharded=sharded)["accuracy"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -28,8 +34,11 @@ def test_losses_are_those_of_a_plain_loop_and_of_a_resumed_run(ranks: Ranks, tmp
     else:
         assert losses(whole) == expected
     ranks.run(main_in_ranks, flags(model, tmp_path / "cut", "--max-steps=3", *more))
-    rest, *_ = ranks.run(main_in_ranks, flags(model, tmp_path / "cut", "--max-steps=5", *more))
+    rest, *_ = ranks.run(main_in_ranks, flags(model, tmp_path / "cut", "--max-steps=5", *more, "--save-model"))
     assert losses(rest) == losses(whole)[3:]
+    accuracy = of_kind(rest, "eval")[-1]["accuracy"]
+    assert [accuracy] == ranks.run(partial(_accuracy, str(tmp_path / "cut"), sharded=False), ranks=1)
+    assert [accuracy] * 2 == ranks.run(partial(_accuracy, str(tmp_path / "cut"), sharded=True))
 
 
 def test_a_run_goes_on_without_the_folder_that_its_model_came_from(ranks: Ranks, tmp_path: Path) -> None:
