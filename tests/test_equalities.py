@@ -70,7 +70,8 @@ def test_bf16_is_bit_equal_between_fsdp1_and_fsdp2(train: Train) -> None:
         # 50 divides by none of 3 and 4, so shares are uneven. With SGD, since Adam divides a gradient by its own
         # size: where one is nearly zero, its rounding becomes a full step (measured: 5e-5 after 10 steps).
         "--global-batch-size=50 --optimizer=sgd",
-        "--global-batch-size=50 --optimizer=sgd --model=transformer --dataset=random-tokens --seq-len=16",
+        "--global-batch-size=50 --optimizer=sgd --model=transformer --model-size=debug --dataset=random-tokens "
+        "--seq-len=16",
     ],
 )
 def test_world_size_changes_only_rounding(train: Train, flags: str) -> None:

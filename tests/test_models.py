@@ -36,14 +36,14 @@ def test_every_tensor_of_every_size_has_an_initial_value(name: str) -> None:
 
 def test_the_seed_sizes_are_the_seeds_models() -> None:
     counts = {}
-    for name in models.NAMES:
+    for name in ("vit", "cnn", "transformer"):
         with torch.device("meta"):
             counts[name] = sum(p.numel() for p in models.get(name).build("seed").parameters())
     # The ViT of the Ray Train tutorials, the network of the MNIST example and the guide's transformer.
     assert counts == {"vit": 1_006_090, "cnn": 1_199_882, "transformer": 17_343_248}
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", ["vit", "cnn", "transformer"])
 def test_initial_values_have_the_scale_of_torchs_own(name: str) -> None:
     spec = models.get(name)
     own, ours = spec.build("seed"), spec.build("seed")
@@ -69,7 +69,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 
 
 def _full_model(strategy: str, name: str) -> dict[str, Tensor]:
-    size = "debug" if name == "transformer" else "tiny"
+    size = "tiny" if "tiny" in models.get(name).sizes else "debug"
     engine = make_engine(f"--model={name} --model-size={size} --strategy={strategy}")
     state = engine.model.state_dict()
     full = {k.removeprefix("module."): v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors, misses
+from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import HASH, MARKER, fingerprint, read_marker, verify, write_marker
@@ -206,6 +208,21 @@ def test_show_of_each_kind_of_file(finished: Path, cli: Cli, tmp_path: Path) -> 
         assert sorted(cli("show", place)[1].splitlines()[1:]) == sorted(tables[0])
     assert "  state: 96 tensors, 157.4 kB\n" in cli("show", full.with_name("full-optimizer.pt"))[1]
     assert "full-model.pt is there, give that if it is meant" in refusal(cli("show", full.parent))
+
+
+def test_writers_of_shards_read_one_after_the_other(tmp_path: Path) -> None:
+    tensors = {str(number): torch.full((4,), float(number)) for number in range(8)}
+    reading: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        assert not reading, "a source has one position in each of its files"
+        reading.append(name)
+        time.sleep(0.005)  # time for another thread
+        reading.clear()
+        return tensors[name]
+
+    write_safetensors(LocalFiles(tmp_path), tensors, read, max_shard_size=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 8
 
 
 def test_names_cannot_write_to_the_terminal(cli: Cli, tmp_path: Path) -> None:

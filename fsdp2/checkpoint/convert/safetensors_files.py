@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Lock
 from typing import Any
 
 import torch
@@ -114,9 +115,15 @@ def write_safetensors(
     Raises Refused, naming the tensor, for what the format doesn't have.
     """
     files = shards_of(tensors, max_shard_size)
-    # A writer for each shard: what one waits for the disk, others read and copy.
+    one_reads = Lock()  # a source keeps its files open, each with one position
+
+    def read_alone(name: str) -> Tensor:
+        with one_reads:
+            return read(name)
+
+    # A writer for each shard: while one waits for the disk, others read and copy.
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="writes a shard") as threads:
-        for _ in threads.map(lambda file: _write_file(folder, file, files[file], read), files):
+        for _ in threads.map(lambda file: _write_file(folder, file, files[file], read_alone), files):
             pass
     write_index(folder, files)
 
