@@ -126,6 +126,17 @@ class Config:
     freeze: tuple[str, ...] = option(
         (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True
     )
+    lora: int | None = option(
+        None,
+        "rank of the adapters that are trained in place of the model's weights (extra peft)",
+        or_off(whole(1, 65536)),
+    )
+    lora_alpha: float | None = option(
+        None, "LoRA: adapters count alpha / rank times; unset = 2 x rank", number(0, 1e6, open_minimum=True)
+    )
+    lora_targets: tuple[str, ...] = option(
+        (), "LoRA: linear layers, by name pattern; repeatable; unset = all in blocks", patterns, many=True
+    )
     seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
     # How it is distributed.
@@ -283,18 +294,35 @@ class Config:
         if self.test_batch_size is None:
             # A forward of language gives a number for each token and each word of the vocabulary.
             object.__setattr__(self, "test_batch_size", 1000 if spec.kind == "image" else self.batch_size)
+        if self.save_model is None and self.lora is not None:
+            object.__setattr__(self, "save_model", False)  # the adapters are what is new
         check_strategy(self)
         check_together(self)
 
     @property
     def spec(self) -> models.ModelSpec:
-        """What `--model` names."""
+        """What `--model` names, with the adapters that `--lora` asks for."""
+        if self.lora is None:
+            return self._plain_spec
+        # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
+        casts = self.strategy == "fsdp2" and self.mixed_precision is not None
+        lora = models.Lora(
+            rank=self.lora,
+            alpha=2.0 * self.lora if self.lora_alpha is None else self.lora_alpha,
+            targets=self.lora_targets,
+            base_dtype=DTYPES[self.mixed_precision] if casts and self.mixed_precision else DTYPES["fp32"],
+            weights=self.weights,
+        )
+        return models.get(self.model, trust_remote_code=self.trust_remote_code, lora=lora)
+
+    @property
+    def _plain_spec(self) -> models.ModelSpec:
         return models.get(self.model, trust_remote_code=self.trust_remote_code)
 
     @property
     def weights(self) -> str | None:
         """The file or folder whose weights the run starts from, unless a checkpoint takes their place."""
-        own = None if self.spec.weights is None else str(self.spec.weights)
+        own = None if self._plain_spec.weights is None else str(self._plain_spec.weights)
         return None if self.init_from == "scratch" else self.init_from or own
 
     def global_batch(self, world_size: int) -> int:

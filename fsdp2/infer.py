@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.files import Files, LocalFiles
-from fsdp2.checkpoint.full_file import verdict, vouched_step
+from fsdp2.checkpoint.full_file import plain_names, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
@@ -39,11 +39,12 @@ from fsdp2.parallel.precision import DTYPES, with_inputs_in
 from fsdp2.parallelize import parallelize
 from fsdp2.report.console import short
 from fsdp2.run import runtime
+from fsdp2.run.adapters import elsewhere
 from fsdp2.run.finite import require_finite
 from fsdp2.run.preflight import check_data, checkpoint_at
 from fsdp2.run.rundir import RunDir, read_config
 from fsdp2.run.runtime import World
-from fsdp2.run.start import InitialValues, blocks_of, load_data
+from fsdp2.run.start import InitialValues, StartWeights, blocks_of, load_data
 
 SAMPLES = 10
 # Strategies whose checkpoints are read into a sharded model.
@@ -65,7 +66,7 @@ def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device
         ) from None
     except ValueError as error:
         raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
-    require_finite(model, short(file))
+    require_finite(plain_names(model), short(file))
     model.to(device).eval()
     casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
     dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
@@ -111,13 +112,16 @@ def load_sharded(
     """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
 
     def load_weights(model: nn.Module) -> None:
+        start = StartWeights(config, restoring=True)
+        if start.wanted:
+            start(model)
         try:
-            read_weights(model, checkpoint)
+            read_weights(model, checkpoint, elsewhere(config))
         except (DamagedCheckpoint, ValueError) as error:
             raise ConfigError(
                 f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
             ) from None
-        require_finite(model, f"--sharded: {short(str(checkpoint))}")
+        require_finite(plain_names(model), f"--sharded: {short(str(checkpoint))}")
 
     def everything(name: str) -> bool:
         return True
@@ -218,6 +222,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
     )
     check_data(config)
     spec = config.spec
+    sharded = sharded or config.lora is not None  # adapters alone are in no full model
     if not sharded and world.world_size > 1:
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"

@@ -32,6 +32,7 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
+from fsdp2.run.adapters import keep_apart
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
@@ -198,17 +199,14 @@ def train_step(
 
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
     """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
-
-    from_file = config.weights is not None and not restoring
     # Nothing is drawn that would be replaced. What of a model is left out of weights in part is known after them.
-    complete = (from_file and not config.init_partial) or (restoring and not config.resume_partial)
-    weights = StartWeights(config)
+    weights = StartWeights(config, restoring=restoring)
     arguments: dict[str, Any] = {
         "build": lambda: spec.on_meta(config.model_size),
         "blocks_of": blocks_of(config),
-        "set_weights": InitialValues(config, brought=lambda name: complete),
-        "load_weights": weights if from_file else None,
-        "brought": lambda name: complete,
+        "set_weights": InitialValues(config, brought=weights.brings),
+        "load_weights": weights if weights.wanted else None,
+        "brought": weights.brings,
         "device": device,
         "world_size": world.world_size,
     }
@@ -218,6 +216,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     else:
         engine = BASELINES[config.strategy].build(config, Start(**arguments))
     engine.call, engine.started = spec.call, weights.facts
+    keep_apart(config, engine)
     return engine
 
 

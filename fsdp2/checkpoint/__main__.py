@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp2 import models
+from fsdp2.checkpoint.convert.adapters import FILE, Adapters, read_adapters
 from fsdp2.checkpoint.convert.diff import diff
 from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.convert.import_ import import_
@@ -28,6 +29,7 @@ NEXT = {
     "pt": "torch.load({out!r}, weights_only=True)",
     "safetensors": "safetensors.torch.load_file, or from_pretrained({out!r}) beside a config.json",
     "hf": "AutoModel….from_pretrained({out!r})",
+    "peft": "PeftModel.from_pretrained(model, {out!r})",
     "dcp": "dcp.load(model.state_dict(), checkpoint_id={out!r})",
 }
 
@@ -93,20 +95,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def model_file(place: str, name: str) -> Path | None:
+    """A file that a run keeps with its model, for the run or a checkpoint of it; None if there is none."""
+    path = Path(place).absolute()
+    files = (run / MODEL_FILES / name for run in (path, *path.parents[:2]))
+    return next((file for file in files if file.is_file()), None)
+
+
 def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
     """The model on meta of a run, or of a checkpoint of one, and the files that go with it. Raises Refused."""
-    for run in (path := Path(place).absolute(), *path.parents[:2]):
-        folder = run / MODEL_FILES
-        if (folder / "config.json").is_file():
-            try:
-                spec = models.get(f"hf:{folder}")
-            except ValueError as error:
-                raise Refused(f"--format hf: {error}") from None
-            size = next(iter(spec.sizes))
-            return spec.on_meta(size), spec.files(size)
-    raise Refused(
-        f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: and llama have; use --format safetensors"
-    )
+    file = model_file(place, "config.json")
+    if file is None:
+        raise Refused(
+            f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: and llama have; use --format "
+            "safetensors"
+        )
+    try:
+        spec = models.get(f"hf:{file.parent}")
+    except ValueError as error:
+        raise Refused(f"--format hf: {error}") from None
+    size = next(iter(spec.sizes))
+    return spec.on_meta(size), spec.files(size)
+
+
+def adapters_of(place: str, to: str) -> Adapters | None:
+    """What a run of adapters says of them, or None for another. Raises Refused for `peft` if it is another."""
+    file = model_file(place, FILE)
+    if file is not None:
+        return read_adapters(file.read_bytes(), place)
+    if to == "peft":
+        raise Refused(f"--format peft: {place} has no {MODEL_FILES}/{FILE}, which runs with --lora have; use hf")
+    return None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,7 +142,13 @@ def run(arguments: argparse.Namespace) -> int:
         limit = arguments.max_shard_size or MAX_SHARD_SIZE
         like = hf_model(arguments.place) if arguments.format == "hf" else None
         line = export(
-            arguments.place, arguments.out, arguments.format, dtype=arguments.dtype, max_shard_size=limit, like=like
+            arguments.place,
+            arguments.out,
+            arguments.format,
+            dtype=arguments.dtype,
+            max_shard_size=limit,
+            like=like,
+            adapters=adapters_of(arguments.place, arguments.format),
         )
         print(f"wrote {line}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -98,14 +98,17 @@ def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and what it lists of another")
 
 
-def read_weights(model: nn.Module, checkpoint: Files) -> None:
+def read_weights(model: nn.Module, checkpoint: Files, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
     """Load the weights alone into a sharded model, verified; no rank sees a full copy. A collective call.
+
+    Args:
+        elsewhere: as of `AppState`.
 
     Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint.
     """
     _, reader = open_together(checkpoint)
     others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
-    _load(WeightsOnly(model), reader, ignore=others)
+    _load(WeightsOnly(model, elsewhere), reader, ignore=others)
 
 
 def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = True) -> tuple[int, list[str]]:

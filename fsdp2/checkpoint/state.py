@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -45,6 +45,10 @@ class AppState(Stateful):
     `get_state_dict` gives the parameters their plain names under every strategy and the optimizer's state
     the names of its parameters, so that a checkpoint can be read at another world size or by another
     strategy. Sharded tensors stay sharded: no collective is issued here, unless by the source of the state.
+
+    Args:
+        elsewhere: whether a weight of this name is kept elsewhere, such as those of the model that adapters are for:
+            it isn't saved, and a restore leaves it as it is.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class AppState(Stateful):
         optimizer: torch.optim.Optimizer,
         parts: Mapping[str, Part],
         source: StateHolder | None = None,
+        elsewhere: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.model, self.optimizer, self.parts, self.source = model, optimizer, parts, source
+        self.elsewhere = elsewhere
 
     def with_parts(self, parts: Mapping[str, Part]) -> AppState:
         """The same model and optimizer with other parts."""
-        return AppState(self.model, self.optimizer, parts, self.source)
+        return AppState(self.model, self.optimizer, parts, self.source, self.elsewhere)
 
     def gather(self) -> None:
         """To be called before `model` and `optimizer` are read."""
@@ -74,7 +80,7 @@ class AppState(Stateful):
         self.gather()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
-            "model": model,
+            "model": {name: tensor for name, tensor in model.items() if not self.elsewhere(name)},
             "optim": optimizer,
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
@@ -84,11 +90,13 @@ class AppState(Stateful):
         ours: list[dict[str, Any]] = [
             {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
         ]
+        # Weights that are kept elsewhere are set to what they are.
+        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
         with _counted_as_trained(self.optimizer):
             set_state_dict(
                 self.model,
                 self.optimizer,
-                model_state_dict=state["model"],
+                model_state_dict={**here, **state["model"]},
                 optim_state_dict=state["optim"],
                 options=StateDictOptions(strict=True),
             )
@@ -118,16 +126,18 @@ def _counted_as_trained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class WeightsOnly(Stateful):
-    """The model alone, for inference from a sharded checkpoint."""
+    """The model alone, for inference from a sharded checkpoint; `elsewhere` as in `AppState`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
+        self.model, self.elsewhere = model, elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self.model)}
+        weights = get_model_state_dict(self.model)
+        return {"model": {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=True))
+        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
+        set_model_state_dict(self.model, {**here, **state["model"]}, options=StateDictOptions(strict=True))
 
 
 class SchedulerState:

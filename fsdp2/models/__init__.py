@@ -8,19 +8,22 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
+from fsdp2.models.lora import Lora, adapted
 from fsdp2.models.spec import ModelSpec
 
 NAMES = ("vit", "cnn", "transformer", "llama")
 
-__all__ = ["NAMES", "ModelSpec", "get"]
+__all__ = ["NAMES", "Lora", "ModelSpec", "get"]
 
 
 @cache
-def get(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
-    """The specification of a model; imports only that model's file.
+def get(name: str, *, trust_remote_code: bool = False, lora: Lora | None = None) -> ModelSpec:
+    """The specification of a model, with adapters if asked for; imports only that model's file.
 
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """
+    if lora is not None:
+        return adapted(get(name, trust_remote_code=trust_remote_code), lora)
     library, colon, rest = name.partition(":")
     if not colon:
         spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC

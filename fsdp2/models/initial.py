@@ -126,11 +126,15 @@ def reset_parameters(model: nn.Module, table: Table, seed: int, *, brought: Call
     Raises KeyError if the table says nothing about one of them.
     """
     left_out = {name for name in model.state_dict() if brought(name)}
-    with torch.no_grad():
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if name in left_out:
-                continue
-            rows, *others = place_of(tensor) or (slice(0, 1),)
-            mine = rows_of(fill_for(table, name), name, tensor.shape, tensor.dtype, seed, rows)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.copy_(mine[:, *others] if others else mine)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name not in left_out:
+            draw(tensor, name, fill_for(table, name), seed)
+
+
+@torch.no_grad()
+def draw(tensor: Tensor, name: str, fill: Fill, seed: int) -> None:
+    """Set this rank's part of one tensor to its initial value."""
+    rows, *others = place_of(tensor) or (slice(0, 1),)
+    mine = rows_of(fill, name, tensor.shape, tensor.dtype, seed, rows)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.copy_(mine[:, *others] if others else mine)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table
 from fsdp2.models.meta import parameters_on_meta
+
+if TYPE_CHECKING:
+    from fsdp2.models.lora import Lora
 
 
 class Batch(Protocol):
@@ -68,6 +71,7 @@ class ModelSpec:
             if there is such, unless it is called with `partial=True`.
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
+        lora: of a model with adapters, which they are.
     """
 
     name: str
@@ -85,6 +89,7 @@ class ModelSpec:
     weights: Path | None = None
     load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
+    lora: Lora | None = None
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -15,7 +15,16 @@ Options = Any
 
 def check_together(config: Options) -> None:
     """Raises ConfigError."""
-    for check in (_check_data, _check_batches, _check_optimizer, _check_precision, _check_resume, _check_observing):
+    checks = (
+        _check_data,
+        _check_batches,
+        _check_optimizer,
+        _check_precision,
+        _check_resume,
+        _check_lora,
+        _check_observing,
+    )
+    for check in checks:
         check(config)
 
 
@@ -103,6 +112,35 @@ def _check_resume(config: Options) -> None:
         )
     if config.init_from is not None:
         raise ConfigError("--resume-partial with --init-from: both give the weights to start from; drop one of them")
+
+
+def _check_lora(config: Options) -> None:
+    if config.lora is None:
+        for flag, given in (("--lora-alpha", config.lora_alpha is not None), ("--lora-targets", config.lora_targets)):
+            if given:
+                raise ConfigError(f"{flag} without --lora: there are no adapters; add --lora RANK")
+        return
+    if config.weights is None:
+        raise ConfigError("--lora without weights: adapters go beside weights that stay; add --init-from")
+    if config.strategy not in ("fsdp2", "ddp", "none"):
+        raise ConfigError(
+            f"--lora with --strategy {config.strategy}: the weights that stay would be one flat tensor with those "
+            "that are trained; use fsdp2, ddp or none"
+        )
+    for flag, given, why in (
+        ("--freeze", config.freeze, "all weights but the adapters are frozen already"),
+        ("--init-partial", config.init_partial, "what is left out would be neither trained nor in a checkpoint"),
+        ("--resume-partial", config.resume_partial, "a checkpoint holds the adapters alone"),
+        ("--dcp-api", config.dcp_api, "there is no full model to gather"),
+        (
+            "--save-model",
+            config.save_model,
+            "a run of adapters leaves adapters; python -m fsdp2.checkpoint export RUN OUT --format peft writes them "
+            "for peft, and the other formats the weights with them",
+        ),
+    ):
+        if given:
+            raise ConfigError(f"{flag} with --lora: {why}; drop it")
 
 
 def _check_observing(config: Options) -> None:

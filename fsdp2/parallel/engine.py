@@ -32,10 +32,14 @@ class Engine:
     Attributes:
         call: (model, batch) -> outputs. Whoever makes an engine sets it for a model that takes more than one tensor.
         started: what of other weights the model has started from, as facts for the run's first event.
+        parts: what else of it a checkpoint holds, by name.
+        elsewhere: whether a weight of this name is in no checkpoint, since it stays as it was where it came from.
     """
 
     strategy = "none"
     started: Mapping[str, Any] = {}
+    parts: Mapping[str, Any] = {}
+    elsewhere: Callable[[str], bool] = staticmethod(lambda name: False)
     call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler) -> None:

@@ -50,7 +50,8 @@ def shared_parameters(groups: Sequence[Sequence[nn.Module]]) -> set[nn.Parameter
 def of_other_dtypes(modules: Sequence[nn.Module], taken: Collection[nn.Parameter] = ()) -> list[nn.Module]:
     """Modules at or below some whose parameters are of one dtype, and not of that which most of all are of.
 
-    An all-gather is of one dtype, so each of them is a group of its own.
+    A reduce-scatter is of one dtype, so each of them is a group of its own. What is frozen isn't reduced, and may be of
+    any dtype.
 
     Args:
         taken: parameters that don't count, because they are in another group.
@@ -58,7 +59,9 @@ def of_other_dtypes(modules: Sequence[nn.Module], taken: Collection[nn.Parameter
     Raises ValueError if a module has parameters of several dtypes itself.
     """
     taken, elements = set(taken), Counter[torch.dtype]()
-    for parameter in {parameter for module in modules for parameter in module.parameters()} - taken:
+    everything = {parameter for module in modules for parameter in module.parameters()}
+    taken |= {parameter for parameter in everything if not parameter.requires_grad}
+    for parameter in everything - taken:
         elements[parameter.dtype] += parameter.numel()
     if len(elements) < 2:
         return []

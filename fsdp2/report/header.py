@@ -19,13 +19,16 @@ def lines(
     config: Config, engine: Engine, spec: ModelSpec, world_size: int, device: torch.device, folder: Path
 ) -> list[str]:
     """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
-    parameters = sum(p.numel() for p in spec.on_meta(config.model_size).parameters())
+    model = spec.on_meta(config.model_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
+    which = f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else "")
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if config.replicas > 1:
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
     return [
-        f"model: {config.model} {config.model_size}, {parameters:,} parameters; data: {config.dataset}; "
+        f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"

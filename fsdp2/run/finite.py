@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
 from fsdp2.run.runtime import gather
@@ -27,9 +26,9 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.stack(values).isfinite().all()) for values in extremes.values())
 
 
-def require_finite(model: nn.Module, what: str) -> None:
-    """Raise ConfigError on every rank if the weights that `what` has brought aren't numbers. A collective call."""
-    tensors = {name: local(tensor) for name, tensor in plain_names(model).items()}
+def require_finite(weights: Mapping[str, Tensor], what: str) -> None:
+    """Raise ConfigError on every rank if weights by name, which `what` brought, are no numbers. A collective call."""
+    tensors = {name: local(tensor) for name, tensor in weights.items()}
     wrong = {name: tensor for name, tensor in tensors.items() if not is_finite([tensor])}
     mine = {name: (bool(tensor.isnan().any()), bool(tensor.isinf().any())) for name, tensor in wrong.items()}
     everywhere = [item for found in gather(mine) for item in found.items()]

@@ -32,6 +32,7 @@ from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
 from fsdp2.data.text import check_text
 from fsdp2.data.tokenizer import UnusableText
+from fsdp2.models import lora
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
@@ -53,6 +54,7 @@ KEPT = {
     "seq-len": "the place in the data would mean other samples",
     "optimizer": "the optimizer's state would not fit",
     "freeze": "the optimizer's state would not fit",
+    **dict.fromkeys(("lora", "lora-alpha", "lora-targets"), "the adapters would be other ones"),
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
     "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
     **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
@@ -68,7 +70,10 @@ def preflight(config: Config, world: World) -> Job:
     check_versions(config)
     check_world(config, world)
     check_data(config)
-    model = config.spec.on_meta(config.model_size)
+    try:
+        model = config.spec.on_meta(config.model_size)
+    except ValueError as error:
+        raise ConfigError(f"{'--lora-targets' if config.lora else f'--model {config.model}'}: {error}") from None
     try:
         blocks = blocks_of(config)(model)
     except ValueError as error:
@@ -301,7 +306,9 @@ def check_init_from(config: Config, model: nn.Module) -> str:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
                 vouched = require_undamaged(source)
-        check_weights(place, model.state_dict(), shared_names(model), partial=config.init_partial and not own)
+        tied = [list(lora.base_weights(spec, group)) for group in shared_names(model)]
+        partial = config.init_partial and not own
+        check_weights(place, lora.base_weights(spec, model.state_dict()), tied, partial=partial)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:

@@ -22,7 +22,7 @@ from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.data.tokenizer import UnusableText
-from fsdp2.models import ModelSpec
+from fsdp2.models import ModelSpec, lora
 from fsdp2.models.blocks import named_blocks
 from fsdp2.models.initial import place_of, reset_parameters
 from fsdp2.options.errors import ConfigError
@@ -56,13 +56,19 @@ class InitialValues:
         self._own: dict[str, Tensor] | None = None
 
     def __call__(self, model: nn.Module) -> None:
-        config, table = self._config, self._config.spec.initial_values
-        if table:
-            reset_parameters(model, table, config.seed, brought=self._brought)
+        config, spec, brought = self._config, self._config.spec, self._brought
+        if spec.lora is not None:
+            lora.draw_adapters(model, config.seed, brought=brought)
+
+            def brought(name: str) -> bool:
+                return lora.is_adapter(name) or self._brought(name)
+
+        if spec.initial_values:
+            reset_parameters(model, spec.initial_values, config.seed, brought=brought)
             return
         # A part of a model that a strategy makes has buffers too that the model keeps out of its state dict.
-        saved = config.spec.on_meta(config.model_size).state_dict()
-        wanted = {name for name in saved if not self._brought(name)}
+        saved = spec.on_meta(config.model_size).state_dict()
+        wanted = {name for name in saved if not brought(name)}
         targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
         if targets:
             scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
@@ -78,18 +84,29 @@ class InitialValues:
 class StartWeights:
     """Puts the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
 
+    Of a model with adapters, these are all weights but the adapters, also where the run goes on from a checkpoint.
+
     Attributes:
         facts: with `--init-partial`, how many tensors were loaded from where, and a line for each that was left out.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, *, restoring: bool) -> None:
+        self._config, self._restoring = config, restoring
+        self.wanted = config.weights is not None and (not restoring or config.lora is not None)
         self.facts: dict[str, Any] = {}
+
+    def brings(self, name: str) -> bool:
+        """Whether these, or the checkpoint that the run goes on from, set the weight of this name."""
+        config = self._config
+        if self._restoring:
+            return not config.resume_partial
+        return self.wanted and not config.init_partial and not (config.lora and lora.is_adapter(name))
 
     def __call__(self, model: nn.Module) -> None:
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-        targets, tied = plain_names(model), shared_names(spec.on_meta(config.model_size))
+        targets = lora.base_weights(spec, plain_names(model))
+        tied = [list(lora.base_weights(spec, group)) for group in shared_names(spec.on_meta(config.model_size))]
         own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
         by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
         loaded, left_out = len(targets), list[str]()
@@ -108,7 +125,7 @@ class StartWeights:
             loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}") from None
-        require_finite(model, flag)
+        require_finite(targets, flag)
         if config.init_partial:
             self.facts = {"weights": place, "loaded": loaded, "left_out": left_out}
 
@@ -213,11 +230,13 @@ def state_of_run(
         "batches": batches,
         "progress": progress,
         "rng": RandomState(world.rank, device),
+        **engine.parts,
     }
     taken = sorted({"model", "optim", *parts} & set(also_saved or {}))
     if taken:
         raise ValueError(f"also_saved: {', '.join(taken)} is a part of each checkpoint already; choose another name")
-    return AppState(engine.state["model"], engine.state["optimizer"], {**parts, **(also_saved or {})}, engine)
+    state, parts = engine.state, {**parts, **(also_saved or {})}
+    return AppState(state["model"], state["optimizer"], parts, engine, engine.elsewhere)
 
 
 def write_start(

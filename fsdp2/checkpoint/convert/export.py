@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp2.checkpoint.convert.adapters import Adapters, merged, write_peft
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.convert.hf_folder import write_hf
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
@@ -34,23 +35,28 @@ def export(
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     like: tuple[Any, Mapping[str, bytes]] | None = None,
+    adapters: Adapters | None = None,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
     Args:
         place: what `opened` takes. A checkpoint's hashes are verified first.
         to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
-            that `from_pretrained` loads).
+            that `from_pretrained` loads), or `peft` (a folder of adapters).
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
         max_shard_size: bytes of tensors in one safetensors file.
         like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it.
+        adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
     target = new_path(out)
     aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
-    with opened(place) as source:
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
+        if adapters is not None and to != "peft":
+            source = merged(source, stack.enter_context(opened(adapters.base)), adapters)
         names = weights(source)
         tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
 
@@ -66,6 +72,9 @@ def export(
                 aside.mkdir()
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
+                elif to == "peft":
+                    assert adapters is not None
+                    write_peft(LocalFiles(aside), adapters, tensors, read)
                 elif to == "hf":
                     assert like is not None
                     write_hf(aside, tensors, read, *like, max_shard_size)

@@ -35,14 +35,26 @@ def write_hf(
 
     Raises Refused if the tensors aren't those of the model.
     """
+    same = dict(zip(tensors, tensors, strict=True))  # name -> the name that it is read by
+    for names in _tied(model):  # of which a file may have one alone
+        if known := [name for name in names if name in tensors]:
+            same |= {name: known[0] for name in names if name not in tensors}
+    tensors = {name: tensors[known] for name, known in same.items()}
     if wrong := sorted(tensors.keys() ^ model.state_dict().keys()):
         raise Refused(f"--format hf: the weights aren't those of {type(model).__name__}: {', '.join(wrong[:3])} differ")
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     model.config.dtype = dtypes.pop() if len(dtypes) == 1 else None
     for name, content in beside.items():
         (folder / name).write_bytes(content)
-    state = spool(tensors, read, folder)
+    state = spool(tensors, lambda name: read(same[name]), folder)
     model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
     for file in folder.iterdir():
         with open(file, "rb") as written:
             os.fsync(written.fileno())
+
+
+def _tied(model: Any) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())

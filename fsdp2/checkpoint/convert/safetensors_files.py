@@ -123,7 +123,7 @@ def write_safetensors(
 
     # A writer for each shard: while one waits for the disk, others read and copy.
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="writes a shard") as threads:
-        for _ in threads.map(lambda file: _write_file(folder, file, files[file], read_alone), files):
+        for _ in threads.map(lambda file: write_file(folder, file, files[file], read_alone), files):
             pass
     write_index(folder, files)
 
@@ -179,7 +179,8 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return start, {name: len(start) + header[name]["data_offsets"][0] for name in order}
 
 
-def _write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+def write_file(folder: LocalFiles, file: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write one file of tensors, one after the other."""
     start, places = layout(tensors)
     with folder.create(file) as target:
         target.write(start)

@@ -1,0 +1,88 @@
+"""Adapters of a checkpoint: as peft's folder, or added to the weights that they go beside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fsdp2.checkpoint.convert.safetensors_files import write_file
+from fsdp2.checkpoint.convert.source import Source, weights
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.refusal import Refused, one_line
+
+FILE = "adapter_config.json"  # peft's name
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What an adapter_config.json says.
+
+    Attributes:
+        content: of the file.
+        base: where the weights are that the adapters go beside.
+        scale: B A counts so many times.
+        transposed: whether those weights are (in, out).
+    """
+
+    content: bytes
+    base: str
+    scale: float
+    transposed: bool
+
+
+def read_adapters(content: bytes, place: str) -> Adapters:
+    """Raises Refused for what isn't as a run writes it."""
+    try:
+        facts = json.loads(content)
+        base, transposed = facts["base_model_name_or_path"], facts["fan_in_fan_out"]
+        scale = float(facts["lora_alpha"]) / int(facts["r"])
+        if not isinstance(base, str) or not isinstance(transposed, bool):
+            raise TypeError("a value is of another type")
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        raise Refused(f"{place}: {FILE} can't be used ({one_line(error)})") from None
+    return Adapters(content, base, scale, transposed)
+
+
+def write_peft(
+    folder: LocalFiles, adapters: Adapters, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> None:
+    """Fill an empty folder with what `PeftModel.from_pretrained(model, folder)` reads."""
+    names = {f"base_model.model.{name.replace('.default.', '.')}": name for name in tensors}
+    named = {theirs: tensors[ours] for theirs, ours in names.items()}
+    write_file(folder, "adapter_model.safetensors", named, lambda name: read(names[name]))
+    folder.write(FILE, adapters.content)
+    folder.fsync(FILE)
+
+
+def merged(source: Source, base: Source, adapters: Adapters) -> Source:
+    """All weights of the base, and in each that has adapters (out, in) + scale x B A, in its own dtype.
+
+    Raises Refused if the adapters aren't of these weights.
+    """
+    ours, theirs = weights(source), weights(base)
+    layers = {f"{name.removesuffix(_A)}.weight": name.removesuffix(_A) for name in ours if name.endswith(_A)}
+    if absent := sorted(layers.keys() - theirs.keys()):
+        raise Refused(
+            f"{source.place}: {base.place} has no {absent[0]}, which the adapters go beside; use --format peft, and "
+            "merge_and_unload of that package"
+        )
+
+    def read(name: str) -> Tensor:
+        weight: Tensor = base.read(theirs[name])
+        if name not in layers:
+            return weight
+        a, b = (source.read(ours[layers[name] + end]).double() for end in (_A, _B))
+        change = (b @ a).T if adapters.transposed else b @ a
+        if change.shape != weight.shape:
+            raise Refused(
+                f"{source.place}: the adapters of {name} are for {tuple(change.shape)}, and {base.place} has "
+                f"{tuple(weight.shape)}"
+            )
+        return (weight.double() + adapters.scale * change).to(weight.dtype)
+
+    tensors = {name: base.tensors[original] for name, original in theirs.items()}
+    return Source(source.place, tensors, [], {name: (name,) for name in tensors}, read)

@@ -1,0 +1,76 @@
+"""Runs of adapters: what their checkpoints hold, and that they go on beside the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.config import Config
+from fsdp2.models import lora
+from fsdp2.parallel.engine import Engine
+
+
+def elsewhere(config: Config) -> Callable[[str], bool]:
+    """Which weights are in no checkpoint of a run: those that its adapters go beside."""
+    return lambda name: config.lora is not None and not lora.is_adapter(name)
+
+
+def keep_apart(config: Config, engine: Engine) -> None:
+    """With `--lora`, let the checkpoints of an engine hold the adapters alone, and say which weights they go beside.
+
+    A collective call, after the weights are there.
+    """
+    if config.lora is not None:
+        engine.elsewhere = elsewhere(config)
+        frozen = [tensor for name, tensor in plain_names(engine.model).items() if engine.elsewhere(name)]
+        engine.parts = {**engine.parts, "base": Base(str(config.weights), checksum(frozen))}
+
+
+class Base:
+    """The weights that adapters go beside, as a part of a checkpoint: where they came from, and a checksum."""
+
+    def __init__(self, weights: str, checksum: int) -> None:
+        self.weights, self.checksum = weights, checksum
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "checksum": self.checksum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the checkpoint's adapters were trained beside other weights."""
+        if state["checksum"] != self.checksum:
+            raise ValueError(
+                f"its adapters go beside the weights of {str(state['weights'])[:200]} as they were then, and those of "
+                f"{self.weights} are others"
+            )
+
+
+@torch.no_grad()
+def checksum(tensors: list[Tensor]) -> int:
+    """The sum of the bits of all elements, as bfloat16, modulo 2^64: the same however the tensors are sharded.
+
+    A collective call where they are sharded. It tells one training's weights from another's, and not one order of the
+    same numbers from another.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    sharded = False
+    for tensor in tensors:
+        mine = tensor
+        if isinstance(tensor, DTensor):
+            coordinate, sharded = tensor.device_mesh.get_coordinate(), True
+            copies = zip(tensor.placements, coordinate or (), strict=True)
+            if any(place.is_replicate() and index for place, index in copies):
+                continue  # another rank has the same
+            mine = tensor.to_local()
+        bits = mine.to(torch.bfloat16).view(torch.int16) if mine.is_floating_point() else mine
+        total += bits.sum(dtype=torch.int64).cpu()
+    if sharded:
+        everywhere = [0] * dist.get_world_size()
+        dist.all_gather_object(everywhere, int(total))
+        return sum(everywhere) % (1 << 63)
+    return int(total) % (1 << 63)

@@ -1,0 +1,213 @@
+"""Adapters: what is trained, kept and exported, and that it is the same on any number of ranks and for peft."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2 import infer, models
+from fsdp2.checkpoint.__main__ import main as checkpoint_command
+from fsdp2.checkpoint.convert.opening import opened
+from fsdp2.config import Config
+from fsdp2.models.lora import Lora, draw_adapters, is_adapter
+from fsdp2.options.errors import ConfigError
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
+
+pytest.importorskip("peft", reason="adapters are peft's layers")
+
+Events = list[tuple[str, dict[str, Any]]]
+
+LLAMA = ["--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=16", "--batch-size=4"]
+LLAMA += ["--threads=1", "--device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, whose weights the adapters go beside."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    ranks.run(main_in_ranks, [*LLAMA, f"--run-dir={run}", "--max-steps=3"])
+    return run
+
+
+def adapt(base: Path, run: Path, *flags: str) -> list[str]:
+    return [*LLAMA, f"--init-from={base}", "--lora=4", f"--run-dir={run}", "--lr=0.01", *flags]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, base: Path) -> Events:
+    """The events of a run of six steps of adapters, with a checkpoint in its middle."""
+    line = adapt(base, base.parent / "adapters", "--max-steps=6", "--checkpoint-every=3")
+    return ranks.run(main_in_ranks, line)[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, trained: Events) -> Path:
+    return base.parent / "adapters"
+
+
+def test_every_way_trains_the_same(ranks: Ranks, base: Path, adapters: Path, trained: Events, tmp_path: Path) -> None:
+    expected = losses(trained)
+    assert len(set(expected)) == 6
+    for number, way in enumerate((["--strategy=ddp"], ["--activation-checkpointing"], ["--shard-granularity=root"])):
+        events = ranks.run(main_in_ranks, adapt(base, tmp_path / str(number), "--max-steps=6", *way))[0]
+        assert losses(events) == expected, way
+    # Resumed on three ranks from what two have written: the sums over ranks are rounded in another order.
+    resumed = ranks.run(
+        main_in_ranks,
+        adapt(
+            base,
+            tmp_path / "3",
+            "--max-steps=6",
+            "--global-batch-size=8",
+            f"--resume={adapters}/checkpoints/step-00000003",
+        ),
+        ranks=3,
+    )[0]
+    assert losses(resumed) == pytest.approx(expected[3:], rel=1e-5)
+
+
+def test_it_goes_on_bit_for_bit(ranks: Ranks, base: Path, adapters: Path, trained: Events, tmp_path: Path) -> None:
+    checkpoint = adapters / "checkpoints" / "step-00000003"
+    resumed = ranks.run(main_in_ranks, adapt(base, tmp_path / "run", "--max-steps=6", f"--resume={checkpoint}"))[0]
+    assert losses(resumed) == losses(trained)[3:]
+
+
+def test_a_base_in_bf16_changes_no_loss(
+    ranks: Ranks, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str) -> tuple[list[float], Any]:
+        flags = adapt(base, tmp_path / name, "--max-steps=3", "--mixed-precision")
+        events = ranks.run(_in_fp32 if name == "fp32" else main_in_ranks, flags)[0]
+        return losses(events), of_kind(events, "start")[0]["header"]
+
+    (kept, header), (wide, wide_header) = run("bf16"), run("fp32")
+    assert kept == wide
+    assert "of them trained" in header[0]
+    assert header[2] != wide_header[2]  # the memory
+
+
+def _in_fp32(flags: list[str]) -> Events:
+    from fsdp2 import config
+
+    before = config.DTYPES
+    config.DTYPES = {**before, "bf16": torch.float32}
+    try:
+        return main_in_ranks(flags)
+    finally:
+        config.DTYPES = before
+
+
+def test_a_checkpoint_holds_adapters_alone_and_says_of_what(adapters: Path, base: Path) -> None:
+    with opened(str(adapters)) as source:
+        names = [name.removeprefix("app.model.") for name in source.tensors if name.startswith("app.model.")]
+        assert names
+        assert all(is_adapter(name) for name in names)
+        assert source.read("app.base.weights") == str(base)
+    assert not (adapters / "full_model").exists()
+    described = json.loads((adapters / "model" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == str(base)
+
+
+def test_other_weights_below_the_adapters_are_noticed(ranks: Ranks, adapters: Path, base: Path, tmp_path: Path) -> None:
+    other = base.parent / "other"
+    ranks.run(main_in_ranks, [*LLAMA, f"--run-dir={other}", "--max-steps=2"])
+    line = adapt(other, tmp_path / "run", "--max-steps=7", f"--resume={adapters}")
+    message = ranks.run(_refused, line)[0]
+    assert message.startswith("--resume: ")
+    assert f"its adapters go beside the weights of {base} as they were then, and those of {other} are others" in message
+
+
+def _refused(flags: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        main_in_ranks(flags)
+    return str(caught.value)
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens).logits
+
+
+def test_peft_and_transformers_get_the_same_model(base: Path, adapters: Path, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    for form, place in (("peft", adapters), ("hf", adapters)):
+        assert checkpoint_command(["export", str(place), str(tmp_path / form), "--format", form]) == 0
+    assert checkpoint_command(["export", str(base), str(tmp_path / "base"), "--format", "hf"]) == 0
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = logits(plain, tokens)
+    beside = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "peft"), tokens)
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tokens)
+    assert (beside - before).abs().max() > 1e-3
+    # W x + s B A x is rounded in other places than (W + s B A) x.
+    assert torch.allclose(beside, merged, rtol=1e-4, atol=1e-5)
+    # Ours, of the same tensors: the same layers, and another order of multiplying in rotary embeddings alone.
+    config = Config(model="llama", model_size="debug", init_from=str(base), lora=4)
+    ours = config.spec.build("debug")
+    with opened(str(base)) as weights, opened(str(adapters)) as trained:
+        for name, tensor in ours.state_dict().items():
+            source, plain_name = (trained, name) if is_adapter(name) else (weights, name.replace(".base_layer.", "."))
+            tensor.copy_(source.read(f"app.model.{plain_name}"))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), beside, rtol=1e-5, atol=1e-5)
+
+
+def test_inference_puts_both_together(adapters: Path, trained: Events) -> None:
+    assert infer.main(adapters)["accuracy"] == of_kind(trained, "eval")[-1]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"lora": None, "lora_alpha": 8.0}, "--lora-alpha without --lora"),
+        ({"init_from": None}, "--lora without weights"),
+        ({"strategy": "fsdp1"}, "--lora with --strategy fsdp1"),
+        ({"freeze": ("*",)}, "--freeze with --lora"),
+        ({"save_model": True}, "--save-model with --lora"),
+        ({"init_partial": True}, "--init-partial with --lora"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(base: Path, values: dict[str, Any], part: str) -> None:
+    given: dict[str, Any] = {"model": "llama", "model_size": "debug", "init_from": str(base), "lora": 4}
+    with pytest.raises(ConfigError) as caught:
+        Config(**{**given, **values})
+    assert part in str(caught.value)
+
+
+def test_a_target_that_matches_nothing_is_named(base: Path, tmp_path: Path) -> None:
+    message = "--lora-targets: *.query: no linear layer has such a name; their names are like model.layers.0"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main_in_ranks(adapt(base, tmp_path / "run", "--lora-targets=*.query"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_layer_with_transposed_weights() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    facts = Lora(2, 4.0).adapt(model, list(model.transformer.h))
+    assert facts["fan_in_fan_out"] is True
+    with pytest.raises(ValueError, match=r"some of the layers are nn\.Linear and some Conv1D"):
+        Lora(2, 4.0, ("*",)).adapt(transformers.GPT2LMHeadModel(config), [])
+
+
+def test_adapters_start_where_pefts_do() -> None:
+    torch.manual_seed(0)
+    spec = models.get("llama", lora=Lora(16, 8.0))
+    theirs, ours = spec.build("debug"), spec.build("debug")
+    draw_adapters(ours, seed=1, brought=lambda name: False)
+    for name, tensor in ours.named_parameters():
+        if ".lora_A." in name:
+            assert not torch.equal(tensor, theirs.get_parameter(name))
+            assert tensor.std().item() == pytest.approx(theirs.get_parameter(name).std().item(), rel=0.1)
+        elif ".lora_B." in name:
+            assert not tensor.any()
+            assert not theirs.get_parameter(name).any()
