@@ -34,9 +34,8 @@ def evaluate(
     for batch in evaluation_batches(split, batch_size, world.rank, world.world_size, device):
         outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
         if batch.valid:
-            correct = (spec.logits(outputs).argmax(dim=-1) == batch.targets).sum()
-            count = (batch.targets != IGNORED).sum()
-            sums += torch.stack([spec.loss(outputs, batch.targets).double(), correct, count])
+            loss, correct = spec.scored(outputs, batch.targets)
+            sums += torch.stack([loss.double(), correct, (batch.targets != IGNORED).sum()])
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()

@@ -111,6 +111,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         special_token=_special_token(transformers, task, config, folder),
         weights=folder,
         load=load,
+        head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 

@@ -30,8 +30,8 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.precision import DTYPES, with_inputs_in
 from fsdp2.parallelize import parallelize
 from fsdp2.run import runtime
-from fsdp2.run.adapters import elsewhere
 from fsdp2.run.finite import require_finite
+from fsdp2.run.parts import elsewhere
 from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.rundir import RunDir, read_config
 from fsdp2.run.runtime import World
@@ -170,7 +170,12 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
     config = read_config(run)
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
-        config, data_root=data_root or config.data_root, cpu_offload=False, replicas=1, reshard_after_forward=None
+        config,
+        data_root=data_root or config.data_root,
+        cpu_offload=False,
+        replicas=1,
+        reshard_after_forward=None,
+        chunked_loss=None,
     )
     sharded = sharded or config.lora is not None  # adapters alone are in no full model
     if not sharded and world.world_size > 1:
