@@ -132,7 +132,8 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) ->
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     _change(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    assert "its weights are quantised: packed integers and scales, no rows" in refused(flags(model, tmp_path / "run", *WORDS))
+    line = refused(flags(model, tmp_path / "run", *WORDS))
+    assert "its weights are quantised: packed integers and scales, no rows" in line
 
 
 def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> None:
