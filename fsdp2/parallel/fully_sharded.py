@@ -8,9 +8,9 @@ its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
+from fsdp2.parallel.groups import of_other_dtypes, shared_parameters, with_statistics
 from fsdp2.parallel.inspect import summary
 
 
@@ -47,9 +47,10 @@ def shard(
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and gets what is
-    left, and what several groups use. Inside of a group, modules of another dtype come before it: they are gathered by
-    themselves. With `reshard_after_forward=None` groups are freed after their forward, but
-    neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
+    left, and what several groups use. Inside of a group, modules of another dtype come before it, and batch norms where
+    the compute dtype isn't fp32: they are gathered by themselves. With `reshard_after_forward=None` groups are freed
+    after their forward, but neither the root nor the last group: backward needs their parameters first, so they would
+    be gathered again at once.
     """
     settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     heads = []
@@ -57,14 +58,24 @@ def shard(
     for group in groups:
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
+        _shard_norms(group, policy, settings)
         for part in [*of_other_dtypes(group, shared), group]:
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     taken = {parameter for group in groups for module in group for parameter in module.parameters()} - shared
+    _shard_norms([model], reshard_after_forward, settings)
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     return heads
+
+
+def _shard_norms(modules: Sequence[nn.Module], reshard: bool | int | None, settings: Mapping[str, Any]) -> None:
+    """Give the batch norms among modules a group that computes in fp32, whatever dtype their inputs have."""
+    norms = [norm for norm in with_statistics(modules) if not isinstance(norm, FSDPModule)]
+    if norms and settings["mp_policy"].param_dtype not in (None, torch.float32):
+        as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(norms, reshard_after_forward=reshard, **{**settings, "mp_policy": as_they_are})
 
 
 # When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of
