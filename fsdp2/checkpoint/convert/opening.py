@@ -118,7 +118,14 @@ def _together(place: str, sources: list[Source]) -> Source:
     if len(owner) < sum(len(source.tensors) for source in sources):
         raise Refused(f"{place}: a tensor is in two of its files")
     tensors = {name: source.tensors[name] for name, source in owner.items()}
-    return Source(place, tensors, [], {name: (name,) for name in tensors}, lambda name: owner[name].read(name))
+    return Source(
+        place,
+        tensors,
+        [],
+        {name: (name,) for name in tensors},
+        lambda name: owner[name].read(name),
+        part=lambda name, ranges: owner[name].read_part(name, ranges),
+    )
 
 
 def _folder_and_file(place: str) -> tuple[Files, str | None]:
@@ -146,7 +153,9 @@ def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
         raise Refused(f"{place}: has no {METADATA}, which says what is in a checkpoint's files{hint}") from None
     stack.callback(found.close)
     in_files = sorted(found.files_of_values())
-    return Source(place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files)
+    return Source(
+        place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files, part=found.read_part
+    )
 
 
 VERIFIED = "verified"
