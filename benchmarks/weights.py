@@ -66,15 +66,17 @@ def load(place: str, through_rank_0: bool) -> dict[str, float]:
         load_weights(place, targets, place_of, shared_names(model), partial=False)
     seconds = time.perf_counter() - began
     beside = status("VmHWM") - before
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    return {"shard": shard, "largest": largest, "beside": beside, "seconds": seconds}
+    return {"rank": rank, "shard": shard, "largest": largest, "beside": beside, "seconds": seconds}
 
 
 def measured(place: str, ranks: int, through_rank_0: bool) -> list[dict[str, float]]:
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     line += ["-m", "benchmarks.weights", f"--load={place}", *(["--through-rank-0"] if through_rank_0 else [])]
     printed = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return [json.loads(one) for one in printed.splitlines() if one.startswith("{")]
+    found = [json.loads(one) for one in printed.splitlines() if one.startswith("{")]
+    return sorted(found, key=lambda one: one["rank"])
 
 
 def main() -> None:
