@@ -5,6 +5,7 @@ The folder's config.json says which class it is. Nothing here is particular to o
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,11 +72,15 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
-    def load(*, partial: bool = False) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    def load(*, partial: bool = False, read: bool = True) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
         auto, words = getattr(transformers, TASKS[task][0]), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        if not read:
+            if importlib.util.find_spec("accelerate") is None:
+                raise ValueError("accelerate isn't installed; pip install 'fsdp2-reference[hf]'")
+            settings["device_map"] = "meta"
         verbosity = words.get_verbosity()
         words.set_verbosity_error()  # its report of them is a table, and what it says is said here
         try:

@@ -46,6 +46,7 @@ from fsdp2.run.runtime import World
 from fsdp2.run.start import blocks_of, tokenizer_of
 
 OLDEST_TORCH = (2, 11)
+SCRATCH = "--init-from scratch for none"
 
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
@@ -298,7 +299,7 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     """What vouches for the weights to start from. Raises ConfigError if they are damaged or of another model."""
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-    fix = "give weights of this model, or --init-from scratch for none"
+    fix = f"give weights of this model, or {SCRATCH}"
     own = spec.load is not None and config.init_from is None
     try:
         with opened(place) as source:
@@ -312,8 +313,12 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:
-        if not own:
+        if spec.load is None or not own:
             raise ConfigError(f"{flag}: {error}; {fix}") from None
+        try:
+            spec.load(partial=config.init_partial, read=False)
+        except ValueError as difference:
+            raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
         return f"{flag}: its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
