@@ -58,6 +58,11 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         hint = "; --trust-remote-code runs the model's own Python files" if "trust_remote_code" in str(error) else ""
         raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{place}: its weights are quantised: packed integers and scales, no rows to cut shards of; give "
+            "the model in bf16 or fp32"
+        )
     config.use_cache = False  # keys and values are kept for generating, and in training for nothing
     accepted = set(inspect.signature(model_class.forward).parameters)
 
@@ -116,6 +121,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         special_token=_special_token(transformers, task, config, folder),
         weights=folder,
         load=load,
+        head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 

@@ -73,6 +73,9 @@ class ModelSpec:
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.
+        head: the layer whose output are the logits; None for a model that doesn't tell.
+        scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
+        whole: of a model whose loss is made in chunks, the specification that makes whole logits.
     """
 
     name: str
@@ -91,6 +94,15 @@ class ModelSpec:
     load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
     lora: Lora | None = None
+    head: Callable[[Any], nn.Module | None] | None = None
+    scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
+    whole: ModelSpec | None = None
+
+    def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of losses and the number of targets that are the likeliest class, both 0-d."""
+        if self.scores is not None:
+            return self.scores(outputs, targets)
+        return self.loss(outputs, targets), (self.logits(outputs).argmax(dim=-1) == targets).sum()
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

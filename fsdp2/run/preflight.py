@@ -59,6 +59,7 @@ KEPT = {
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
     "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
     **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
+    "ema": "the average would begin in the middle, or end there",
     **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
 }
 
@@ -74,7 +75,7 @@ def preflight(config: Config, world: World) -> Job:
     try:
         model = config.spec.on_meta(config.model_size)
     except ValueError as error:
-        raise ConfigError(f"{'--lora-targets' if config.lora else f'--model {config.model}'}: {error}") from None
+        raise ConfigError(f"--model {config.model}: {error}") from None
     try:
         blocks = blocks_of(config)(model)
     except ValueError as error:

@@ -129,6 +129,13 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) ->
     assert models.get(model).task == "masked"
 
 
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    _change(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    line = refused(flags(model, tmp_path / "run", *WORDS))
+    assert "its weights are quantised: packed integers and scales, no rows" in line
+
+
 def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> None:
     model = save("vit", tmp_path / "model", num_labels=2)
     assert "it tells 2 classes apart and digits has 10" in refused(flags(model, tmp_path / "run"))
