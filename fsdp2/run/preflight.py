@@ -71,7 +71,7 @@ def preflight(config: Config, world: World) -> Job:
     """
     check_versions(config)
     check_world(config, world)
-    check_data(config)
+    check_data(config, read=world.rank == 0)
     try:
         model = config.spec.on_meta(config.model_size)
     except ValueError as error:
@@ -165,16 +165,21 @@ def check_world(config: Config, world: World) -> None:
         )
 
 
-def check_data(config: Config) -> None:
+def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.TEXT):
+        place = config.dataset.removeprefix(data.TEXT)
         try:
             check_text(
-                config.dataset.removeprefix(data.TEXT),
-                tokenizer_of(config),
+                place,
+                config.seq_len,
                 config.spec.vocab_size(config.model_size) or 0,
+                tokenizer_of(config),
+                config.text_field,
+                apart=config.documents == "apart",
+                read=read,
             )
         except UnusableText as error:
-            raise ConfigError(f"--dataset {config.dataset}: {error}") from None
+            raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
     if config.data_root is None:
         return
     missing = data.missing_files(config.dataset, config.data_root)
