@@ -96,9 +96,14 @@ def _end_token(settings: Path) -> str:
     """The end-of-text token's text; empty if the tokenizer's settings name none."""
     try:
         token: Any = json.loads(settings.read_bytes()).get("eos_token") or ""
-    except (OSError, ValueError, AttributeError):
+    except FileNotFoundError:
         return ""  # a tokenizer.json alone has no settings
-    return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UnusableText(f"{settings}: can't be used ({' '.join(str(error).split())[:120]})") from None
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise UnusableText(f"{settings}: its eos_token is no text")
+    return text
 
 
 def open_tokenizer(name: str) -> Bytes | FromFile:

@@ -5,6 +5,7 @@ The folder's config.json says which class it is. Nothing here is particular to o
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         task, model_class = _task(transformers, config)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # whatever a library raises for a stranger's numbers
         hint = "; --trust-remote-code runs the model's own Python files" if "trust_remote_code" in str(error) else ""
         raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
     if getattr(config, "quantization_config", None) is not None:
@@ -68,7 +69,12 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     def make(vocab_size: int | None = None) -> nn.Module:
         # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
         auto = getattr(transformers, TASKS[task][0])
-        return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except Exception as error:  # it looks at few of the numbers before
+            raise ValueError(
+                f"transformers can't make the model of {folder / 'config.json'} ({_line(error)})"
+            ) from error
 
     def call(model: nn.Module, batch: Batch) -> Any:
         if task == "image":
@@ -76,16 +82,20 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
-    def load(*, partial: bool = False) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    def load(*, partial: bool = False, read: bool = True) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
         auto, words = getattr(transformers, TASKS[task][0]), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        if not read:
+            if importlib.util.find_spec("accelerate") is None:
+                raise ValueError("accelerate isn't installed; pip install 'fsdp2-reference[hf]'")
+            settings["device_map"] = "meta"
         verbosity = words.get_verbosity()
         words.set_verbosity_error()  # its report of them is a table, and what it says is said here
         try:
             model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
         finally:
             words.set_verbosity(verbosity)
@@ -117,7 +127,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         weights=folder,
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
-        files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
+        files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
     )
 
 
@@ -217,6 +227,11 @@ def _folder(place: str) -> Path:
         ) from None
 
 
+def _kept(folder: Path) -> list[Path]:
+    return [path for pattern in KEPT for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
 def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = repr(error) if isinstance(error, KeyError) else text  # its text is the key alone
     return text if len(text) <= 160 else f"{text[:160]}…"

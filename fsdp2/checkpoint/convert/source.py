@@ -43,7 +43,7 @@ class Source:
     part: Callable[[str, tuple[slice, ...]], Tensor] | None = None
 
     def read_part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """A range of each dimension of a tensor. Of safetensors and mapped files, no more than that is read."""
+        """A range of each dimension of a tensor, in memory that is free again when the next one is read."""
         if self.part is not None:
             return self.part(name, place)
         whole: Tensor = self.read(name)
