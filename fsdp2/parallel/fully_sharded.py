@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.experts import Unchosen, exchange_zeros
 from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
 
@@ -64,6 +65,7 @@ def shard(
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+    exchange_zeros(model)
     return heads
 
 
@@ -96,6 +98,7 @@ class FSDP2Engine(Engine):
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
         self.accumulation_sync = accumulation_sync
+        self.unchosen = Unchosen(model)
 
     @property
     def sharding(self) -> str:
@@ -123,6 +126,10 @@ class FSDP2Engine(Engine):
             self.root.set_is_last_backward(now)
         elif self.accumulation_sync == "replica":
             self.root.set_requires_all_reduce(now)
+
+    def _clip(self, norm: float | None) -> Tensor:
+        self.unchosen.drop()
+        return super()._clip(norm)
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
         # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
