@@ -138,6 +138,7 @@ def load_sharded(
         world_size=world.world_size,
         training=False,
         brought=everything,
+        methods=spec.methods,
     )
     engine.call = spec.call
     engine.model.eval()

@@ -111,6 +111,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         special_token=_special_token(transformers, task, config, folder),
         weights=folder,
         load=load,
+        methods=("generate",) if _generates(model_class) else (),
         files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 
@@ -155,6 +156,10 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
     if not classes:
         raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
     return next(iter(classes.items()))
+
+
+def _generates(model_class: Any) -> bool:
+    return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
 
 
 def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> int | None:

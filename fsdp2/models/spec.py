@@ -72,6 +72,8 @@ class ModelSpec:
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.
+        methods: of the module, those beside `forward` that compute with its parameters from outside, such as
+            `generate`; none that `forward` calls.
     """
 
     name: str
@@ -90,6 +92,7 @@ class ModelSpec:
     load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
     lora: Lora | None = None
+    methods: Sequence[str] = ()
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
@@ -67,6 +68,20 @@ def shard(
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     exchange_zeros(model)
     return heads
+
+
+def gather_for(model: nn.Module, methods: Sequence[str]) -> None:
+    """Let other methods of a sharded model find its parameters gathered, as `forward` does.
+
+    A group is gathered when its module is called. A method that isn't `forward` finds those of the root sharded, and if
+    it calls a part of the model before the whole, as `generate` of an encoder and decoder does, torch takes that part
+    for the root.
+
+    Args:
+        methods: their names. None that `forward` calls: the root would be freed in the midst of it.
+    """
+    for name in methods:
+        register_fsdp_forward_method(model, name)
 
 
 # When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of

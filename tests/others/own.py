@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -106,12 +108,20 @@ class Words(nn.Module):
         self.embedding = nn.Embedding(vocab_size, WIDTH)
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+        self.scale = nn.Parameter(torch.empty(WIDTH))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * (1 + self.scale)
         for layer in self.layers:
             x = x + layer(x).relu()
-        return self.head(x)
+        return x
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """(N, T) -> (N,): another way in than forward."""
+        return (self.features(tokens) * (1 + self.scale)).sum((1, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
 
 
 def words() -> ModelSpec:
@@ -119,7 +129,12 @@ def words() -> ModelSpec:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
 
     table = {"*.bias": zeros, "*": normal(0.02)}
-    return ModelSpec("words", "language", {"small": {"vocab_size": 256}}, Words, find_blocks, table, loss)
+    sizes = {"small": {"vocab_size": 256}}
+    return ModelSpec("words", "language", sizes, Words, find_blocks, table, loss, methods=("scores",))
+
+
+def without_method() -> ModelSpec:
+    return dataclasses.replace(words(), methods=("generate",))
 
 
 class Sparse(nn.Module):

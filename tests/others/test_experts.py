@@ -1,4 +1,4 @@
-"""Experts that the tokens of one rank, or of all, don't choose: no rank waits, and gradients are those of one process."""
+"""Experts that no token of one rank, or of all, chooses: no rank waits, and gradients are those of one process."""
 
 from __future__ import annotations
 
