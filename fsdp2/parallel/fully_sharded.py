@@ -8,7 +8,7 @@ its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -42,9 +42,9 @@ def shard(
     groups: Sequence[list[nn.Module]],
     *,
     mesh: DeviceMesh,
-    precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    reshard_after_forward: bool | int | None,
+    precision: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
 ) -> list[FSDPModule]:
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
@@ -53,7 +53,8 @@ def shard(
     themselves. With `reshard_after_forward=None` groups are freed after their forward, but
     neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
     """
-    settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    policies = {"mp_policy": precision or MixedPrecisionPolicy(), "offload_policy": offload or OffloadPolicy()}
+    settings = {"mesh": mesh, **policies}
     heads = []
     shared = shared_parameters(groups)
     for group in groups:
@@ -82,6 +83,33 @@ def gather_for(model: nn.Module, methods: Sequence[str]) -> None:
     """
     for name in methods:
         register_fsdp_forward_method(model, name)
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of sharded gradients as one vector: 0-d, the same on every rank. A collective call."""
+    # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
+    # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
+    # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in cast(Iterable[DTensor], gradients):
+        assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
+        dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+        groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
+    squares = []
+    for (mesh, dims), shards in groups.items():  # in the same order on all ranks
+        squares.append(torch.nn.utils.get_total_norm(shards, foreach=True).square())
+        for dim in dims:
+            dist.all_reduce(squares[-1], group=mesh.get_group(dim))
+    return functools.reduce(torch.add, squares).sqrt()
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: float) -> Tensor:
+    """Scale the gradients of sharded parameters down to a norm; the norm before it, 0-d. A collective call."""
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    total = total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, norm, total, foreach=True)
+    return total
 
 
 # When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of
@@ -147,20 +175,7 @@ class FSDP2Engine(Engine):
         return super()._clip(norm)
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
-        # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
-        # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
-        # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
-        groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
-        for gradient in cast(list[DTensor], gradients):
-            assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
-            dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
-            groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
-        squares = []
-        for (mesh, dims), shards in groups.items():  # in the same order on all ranks
-            squares.append(super()._total_norm(shards).square())
-            for dim in dims:
-                dist.all_reduce(squares[-1], group=mesh.get_group(dim))
-        return functools.reduce(torch.add, squares).sqrt()
+        return total_norm(gradients)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

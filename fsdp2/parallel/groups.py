@@ -119,7 +119,7 @@ def large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
     return [layer for layer in alone if _size(layer) >= largest > 0]
 
 
-def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int | str) -> list[list[nn.Module]]:
+def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int | str = 1) -> list[list[nn.Module]]:
     """Groups of modules in forward order; what is in none of them is left to the root.
 
     Args:
