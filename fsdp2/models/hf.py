@@ -128,6 +128,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
+        methods=("generate",) if _generates(model_class) else (),
     )
 
 
@@ -182,6 +183,10 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
     if not classes:
         raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
     return next(iter(classes.items()))
+
+
+def _generates(model_class: Any) -> bool:
+    return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
 
 
 def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> int | None:

@@ -135,6 +135,7 @@ def load_sharded(config: Config, load: Load, world: World, device: torch.device)
         world_size=world.world_size,
         training=False,
         brought=everything,
+        methods=spec.methods,
     )
     engine.call = spec.call
     engine.model.eval()

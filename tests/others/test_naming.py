@@ -150,6 +150,7 @@ def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> No
         ("tests.others.own:number", "it returned a int; it has to return an nn.Module or a ModelSpec"),
         ("tests.others.own:fails", "it raised ValueError (not today)"),
         ("tests.others.own:flat", "Flat has no list of blocks"),
+        ("tests.others.own:without_method", "its ModelSpec lists the method generate, which Words doesn't have"),
         ("tests.others.own:scalar", "FSDP2 can't shard it: scale has no dimension to split"),
         ("tests.others.own:mixed_in_one_module", "extra is one of its own; put those of each dtype into a module"),
         ("timm:no_such_model", "no_such_model: timm has no such model"),
