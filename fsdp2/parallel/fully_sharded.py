@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.experts import Unchosen, exchange_zeros
-from fsdp2.parallel.groups import of_other_dtypes, shared_parameters, with_statistics
+from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
+from fsdp2.parallel.precision import with_statistics
 
 
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:

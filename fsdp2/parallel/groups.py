@@ -91,16 +91,6 @@ def of_other_dtypes(modules: Sequence[nn.Module], taken: Collection[nn.Parameter
     return [found for module in modules for found in below(module)]
 
 
-def with_statistics(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Batch norms at or below some: they average over steps in fp32, and take weights of no other dtype."""
-    found = (module for outer in modules for module in outer.modules())
-    return [
-        module
-        for module in dict.fromkeys(found)
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)) and module.affine
-    ]
-
-
 def check_parameters(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
     """Raises ValueError, in one line, if `fully_shard` can't take the parameters of a model in these groups."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]

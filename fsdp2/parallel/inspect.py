@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.parallel.groups import with_statistics
+from fsdp2.parallel.precision import with_statistics
 
 
 def groups_of(model: nn.Module) -> list[FSDPModule]:
