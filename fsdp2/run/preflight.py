@@ -30,7 +30,7 @@ from fsdp2.checkpoint.store import (
 )
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
-from fsdp2.data.text import check_text
+from fsdp2.data.text import check, encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import lora
 from fsdp2.options import strategies
@@ -164,13 +164,11 @@ def check_world(config: Config, world: World) -> None:
 
 
 def check_data(config: Config) -> None:
-    if config.dataset.startswith(data.TEXT):
+    if config.dataset.startswith(data.OWN):
+        kind, _, place = config.dataset.partition(":")
         try:
-            check_text(
-                config.dataset.removeprefix(data.TEXT),
-                tokenizer_of(config),
-                config.spec.vocab_size(config.model_size) or 0,
-            )
+            encoder = encoder_of(kind, tokenizer_of(config), config.text_field)
+            check(place, encoder, config.spec.vocab_size(config.model_size) or 0)
         except UnusableText as error:
             raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     if config.data_root is None:
