@@ -85,7 +85,7 @@ def prepare(
                     raise UnusableText(f"{folder}: was made of other files, or with other settings; choose another")
                 return meta
             progress = _begun(work, source)
-            if not is_prepared(work):  # else it was killed when all was done
+            if not _is_whole(work):  # else it was killed when all was done
                 _make(
                     files, work, encoder, progress, Meter([file.size for file in files], say, say_seconds), save_seconds
                 )
@@ -176,6 +176,7 @@ class _Output:
         for name in [f"{split}{column}.bin" for split in SPLITS for column in columns]:
             self._files[name] = open(work / name, "ab")  # noqa: SIM115 - closed by __exit__
             self._files[name].truncate(progress.files.get(name, 0))
+            self._files[name].seek(0, os.SEEK_END)
 
     def __enter__(self) -> _Output:
         return self
@@ -220,6 +221,14 @@ def _replace(path: Path, content: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def _is_whole(work: Path) -> bool:
+    try:
+        read_meta(work)
+    except UnusableText:
+        return False
+    return True
 
 
 def _begun(work: Path, source: str) -> Progress:
