@@ -99,7 +99,7 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
     restorable = bool(ours) and same_ranks and all(name in saved for name in ours)
     if not restorable:
         app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
-    _load(app, reader, ignore=("app.rng.",))
+    _load(app, reader, ignore=("app.rng.",), keep=_NEWER)
     _require_step(checkpoint, progress, marker)
     return restorable
 
@@ -157,6 +157,8 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
     return len(fitting), left_out
 
 
+# What checkpoints of earlier versions lack.
+_NEWER = re.compile(r"app\.batches\.content$")
 _SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
 
 
