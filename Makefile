@@ -58,6 +58,19 @@ $(VENV)/.tools: $(BIN)/uv constraints.txt
 train: $(VENV)/.installed  ## train a sharded ViT on the embedded digits, 2 ranks on the CPU
 	$(TRAIN) $(ARGS)
 
+.PHONY: train-llama
+train-llama: $(VENV)/.installed  ## a Llama of 9.7M parameters on the standard library's source: minutes, then it writes
+	$(TRAIN) --model llama --model-size 10m --dataset source-text --seq-len 256 --batch-size 8 --max-steps 250 \
+	  --optimizer adamw --lr 1e-3 --betas 0.9,0.95 --weight-decay 0.1 --schedule cosine --warmup-steps 25 \
+	  --lr-floor 0.1 --clip-grad-norm --run-dir runs/llama-10m $(ARGS)
+	$(BIN)/python -m fsdp2.infer runs/llama-10m --prompt "def " --new-tokens 200
+
+.PHONY: finetune-lora
+finetune-lora: $(VENV)/.installed  ## adapters beside what `make train-llama` left, on this repository's documents
+	$(TRAIN) --model llama --model-size 10m --init-from runs/llama-10m --lora 8 --dataset text:docs --seq-len 256 \
+	  --batch-size 8 --max-steps 60 --optimizer adamw --lr 3e-3 --schedule cosine --run-dir runs/llama-10m-lora $(ARGS)
+	$(BIN)/python -m fsdp2.infer runs/llama-10m-lora --prompt "The checkpoint " --new-tokens 200
+
 .PHONY: train-prefetch
 train-prefetch: $(VENV)/.installed  ## all-gather two groups ahead, and the root before the data is there
 	$(TRAIN) --explicit-prefetching $(ARGS)

@@ -137,6 +137,9 @@ class Config:
     lora_targets: tuple[str, ...] = option(
         (), "LoRA: linear layers, by name pattern; repeatable; unset = all in blocks", patterns, many=True
     )
+    ema: float | None = option(
+        None, "keep an average of the weights, of which each step forgets 1 - this", or_off(number(0, 0.9999999))
+    )
     seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
     # How it is distributed.
@@ -198,6 +201,12 @@ class Config:
         "recompute activations in backward; bare = block; op keeps matmuls",
         or_off(one_of("block", "op")),
         bare="block",
+    )
+    chunked_loss: int | None = option(
+        None,
+        "never make the logits of more tokens than this at a time, and make them again in backward; bare = 1024",
+        or_off(whole(1)),
+        bare=1024,
     )
     compile: bool = option(False, "torch.compile each block", switch)
 
@@ -301,9 +310,10 @@ class Config:
 
     @property
     def spec(self) -> models.ModelSpec:
-        """What `--model` names, with the adapters that `--lora` asks for."""
+        """What `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`."""
+        chunks = {} if self.chunked_loss is None else {"chunk_tokens": self.chunked_loss}
         if self.lora is None:
-            return self._plain_spec
+            return models.get(self.model, trust_remote_code=self.trust_remote_code, **chunks)
         # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
         casts = self.strategy == "fsdp2" and self.mixed_precision is not None
         lora = models.Lora(
@@ -313,17 +323,13 @@ class Config:
             base_dtype=DTYPES[self.mixed_precision] if casts and self.mixed_precision else DTYPES["fp32"],
             weights=self.weights,
         )
-        return models.get(self.model, trust_remote_code=self.trust_remote_code, lora=lora)
-
-    @property
-    def _plain_spec(self) -> models.ModelSpec:
-        return models.get(self.model, trust_remote_code=self.trust_remote_code)
+        return models.get(self.model, trust_remote_code=self.trust_remote_code, lora=lora, **chunks)
 
     @property
     def weights(self) -> str | None:
         """The file or folder whose weights the run starts from, unless a checkpoint takes their place."""
-        own = None if self._plain_spec.weights is None else str(self._plain_spec.weights)
-        return None if self.init_from == "scratch" else self.init_from or own
+        own = models.get(self.model, trust_remote_code=self.trust_remote_code).weights
+        return None if self.init_from == "scratch" else self.init_from or (None if own is None else str(own))
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""

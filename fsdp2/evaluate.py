@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -22,7 +23,9 @@ def evaluate(
     world: World,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks. A collective call.
+    """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
+
+    A collective call.
 
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
@@ -31,10 +34,17 @@ def evaluate(
     for batch in evaluation_batches(split, batch_size, world.rank, world.world_size, device):
         outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
         if batch.valid:
-            correct = (spec.logits(outputs).argmax(dim=-1) == batch.targets).sum()
-            count = (batch.targets != IGNORED).sum()
-            sums += torch.stack([spec.loss(outputs, batch.targets).double(), correct, count])
+            loss, correct = spec.scored(outputs, batch.targets)
+            sums += torch.stack([loss.double(), correct, (batch.targets != IGNORED).sum()])
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()
-    return {"loss": total / count, "accuracy": correct / count, "count": int(count)}
+    result = {"loss": total / count, "accuracy": correct / count, "count": int(count)}
+    if spec.kind == "language":
+        result["perplexity"] = float(numpy.exp(numpy.float64(result["loss"])))
+    return result
+
+
+def perplexity_in_words(result: Mapping[str, Any]) -> str:
+    """For a line that says the loss; empty where there is none."""
+    return f", perplexity {result['perplexity']:.2f}" if "perplexity" in result else ""

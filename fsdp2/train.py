@@ -32,8 +32,8 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
-from fsdp2.run.adapters import keep_apart
 from fsdp2.run.checkpoints import Checkpoints, resume
+from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World
@@ -45,11 +45,11 @@ from fsdp2.run.start import (
     StartWeights,
     blocks_of,
     load_data,
-    require_documents_apart,
     state_of_run,
     training_batches,
     write_start,
 )
+from fsdp2.run.trial import try_out
 
 
 def main(
@@ -90,7 +90,7 @@ def main(
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
-        require_documents_apart(config, engine, dataset, device)
+        try_out(config, engine, dataset, device)
         first_step = progress.step
         checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights)
 
@@ -216,7 +216,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     else:
         engine = BASELINES[config.strategy].build(config, Start(**arguments))
     engine.call, engine.started = spec.call, weights.facts
-    keep_apart(config, engine)
+    add_parts(config, engine)
     return engine
 
 

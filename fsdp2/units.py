@@ -1,8 +1,9 @@
-"""Bytes as a person writes and reads them."""
+"""Bytes and places as a person writes and reads them."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 
 def size(count: float) -> str:
@@ -29,3 +30,11 @@ def byte_count(value: object) -> int:
     if not 1 <= count <= MOST_BYTES:
         raise ValueError("must be a number of bytes such as 500MB or 2GiB, and at most 1000000TB")
     return int(count)
+
+
+def short(path: Path | str) -> str:
+    """A path relative to where the user stands, if it lies below; a URL as it is."""
+    if "://" in str(path):
+        return str(path)
+    path = Path(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fsdp2.checkpoint.files import Files, size_of
-from fsdp2.report.console import short
-from fsdp2.units import size
+from fsdp2.units import short, size
 
 
 def artifacts(files: Files) -> list[str]:

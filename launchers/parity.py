@@ -17,8 +17,8 @@ from pathlib import Path
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.report import records
-from fsdp2.report.console import short
 from fsdp2.run import runtime
+from fsdp2.units import short
 from launchers.ray_options import parse
 
 COLUMN = 22

@@ -25,9 +25,9 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.settings_file import parse_json
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
-from fsdp2.report.console import short
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.runtime import World
+from fsdp2.units import short
 from launchers import ray_train
 from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch
 from launchers.ray_search import Choice, Space, example_config, parse_search

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import infer
 from fsdp2.options.errors import ConfigError
+from fsdp2.run import trained
 from tests.harness import Ranks, flip_a_bit, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -120,19 +121,19 @@ def _shards_only(run: Path) -> float:
     from fsdp2.run.rundir import RunDir, read_config
 
     found = {}
-    real = infer.parallelize
+    real = trained.parallelize
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         engine = found["engine"] = real(*args, **kwargs)
         return engine
 
-    infer.parallelize = spy
+    trained.parallelize = spy
     try:
         config = read_config(RunDir(run))
         checkpoint = RunDir(run).store.checkpoint(RunDir(run).store.committed()[-1])
-        infer.load_sharded(config, config.spec, checkpoint, runtime.world(), torch.device("cpu"))
+        trained.load_sharded(config, trained.from_checkpoint(config, checkpoint), runtime.world(), torch.device("cpu"))
     finally:
-        infer.parallelize = real
+        trained.parallelize = real
     parameters = list(found["engine"].model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     assert len(sharded) == len(parameters)

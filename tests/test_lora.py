@@ -183,7 +183,7 @@ def test_what_makes_no_sense_is_refused(base: Path, values: dict[str, Any], part
 
 
 def test_a_target_that_matches_nothing_is_named(base: Path, tmp_path: Path) -> None:
-    message = "--lora-targets: *.query: no linear layer has such a name; their names are like model.layers.0"
+    message = "--model llama: --lora-targets *.query: no linear layer has such a name; they are like model."
     with pytest.raises(ConfigError, match=re.escape(message)):
         main_in_ranks(adapt(base, tmp_path / "run", "--lora-targets=*.query"))
     assert not (tmp_path / "run").exists()

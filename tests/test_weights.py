@@ -132,9 +132,37 @@ def _whole(name: str) -> Tensor:
 
 def test_a_rank_reads_what_it_keeps(ranks: Ranks, forms: tuple[State, list[str]]) -> None:
     state, places = forms
-    results = ranks.run(_read, places[3], ranks=3)
-    assert [read for read, _ in results] == [kept for _, kept in results]
-    assert sum(kept for _, kept in results) == sum(tensor.numel() for tensor in state.values())
+    for place in places:
+        results = ranks.run(_read, place, ranks=3)
+        assert [read for read, _ in results] == [kept for _, kept in results], place
+        assert sum(kept for _, kept in results) == sum(tensor.numel() for tensor in state.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux how much memory there is")
+def test_what_was_read_is_memory_of_the_process_no_longer(tmp_path: Path) -> None:
+    """As mapped pages of a file would be, until it is closed."""
+    state = {f"{number}": torch.full((1 << 20,), number, dtype=torch.float32) for number in range(32)}
+    full, one = tmp_path / "full.pt", tmp_path / "one.safetensors"
+    torch.save(state, full)
+    save_file(state, one)
+    del state
+    export(str(full), str(tmp_path / "dcp"), "dcp")
+    half = (slice(1 << 19, 1 << 20),)
+    for place in (full, one, tmp_path / "dcp"):
+        with opened(str(place)) as source:
+            for name in sorted(source.tensors)[:2]:
+                source.read_part(name, half)
+            before = _resident()
+            for name in source.tensors:
+                part = source.read_part(name, half)
+                assert torch.equal(part, torch.full((1 << 19,), float(name)))
+            grown = _resident() - before
+        assert grown < 32 << 20, f"{place.name}: {grown} bytes, of 64 MiB that were read"
+
+
+def _resident() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
 
 
 def _tied(folder: Path) -> list[Any]:

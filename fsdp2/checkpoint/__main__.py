@@ -80,6 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporting.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
     exporting.add_argument("out", metavar="OUT", help="a new file for pt, a new folder for the others")
     exporting.add_argument("--format", required=True, choices=tuple(NEXT))
+    exporting.add_argument("--ema", action="store_true", help="the average of the weights that a run with --ema kept")
     exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating point tensors to this")
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="of one safetensors file; 4GB if not given"
@@ -149,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_size=limit,
             like=like,
             adapters=adapters_of(arguments.place, arguments.format),
+            average=arguments.ema,
         )
         print(f"wrote {line}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
         return 0

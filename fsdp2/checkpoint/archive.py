@@ -53,12 +53,22 @@ def load_archive(path: Path, *, objects: bool = False) -> Any:
 
     Raises Refused, with a reason that reads on from the name of the file, or OSError.
     """
+    return parse_archive(memoryview(mapped(path)), objects=objects)
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """The bytes of a file, read when they are used. Raises Refused if it is empty, or OSError."""
     with LocalFiles(path.parent).open(path.name) as file:
         if not os.fstat(file.fileno()).st_size:
             raise Refused("is empty")
         # Private and not read-only, as torch wants it; nobody writes to it.
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return parse_archive(memoryview(memory), objects=objects)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def forget(memory: mmap.mmap) -> None:
+    """Let go of the pages of a mapped file, which count as memory of the process. They are read again when used."""
+    if hasattr(mmap, "MADV_DONTNEED"):  # on Linux; elsewhere the kernel takes them when it needs them
+        memory.madvise(mmap.MADV_DONTNEED)
 
 
 def parse_archive(content: memoryview, *, objects: bool = False) -> Any:

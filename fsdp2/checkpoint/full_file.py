@@ -32,9 +32,9 @@ def read_full(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def plain_names(model: nn.Module) -> dict[str, Tensor]:
+def plain_names(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """`model.state_dict()` without DDP's prefix; sharded tensors stay sharded, and nothing is sent."""
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=keep_vars)
     consume_prefix_in_state_dict_if_present(state, "module.")
     return state
 

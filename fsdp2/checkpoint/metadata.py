@@ -42,7 +42,7 @@ _ALLOWED = {
 
 
 _KNOWN: dict[str, Make] = {
-    "torch.Size": lambda numbers: _sizes(numbers, "size"),
+    "torch.Size": lambda numbers: sizes(numbers, "size"),
     "collections.OrderedDict": new_dict,
 }
 
@@ -98,7 +98,7 @@ def _is_value(entry: Any) -> bool:
     return isinstance(entry, Unread) and entry.named == f"{_TORCH}BytesStorageMetadata" and entry.arguments == ()
 
 
-def _sizes(value: Any, what: str) -> torch.Size:
+def sizes(value: Any, what: str) -> torch.Size:
     if isinstance(value, torch.Size):
         return value  # made and checked below
     numbers = _a((tuple, list), value, what)
@@ -113,7 +113,7 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
     if _is_value(entry):
         return BytesStorageMetadata()
     fields = _fields(entry, "TensorStorageMetadata")
-    size = _sizes(fields["size"], "size")
+    size = sizes(fields["size"], "size")
     properties = fields["properties"]
     state = properties.state if isinstance(properties, Unread) else None
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
@@ -123,7 +123,7 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
     chunks = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_sizes(box["offsets"], "chunk's place"), _sizes(box["sizes"], "size")))
+        chunks.append(ChunkStorageMetadata(sizes(box["offsets"], "chunk's place"), sizes(box["sizes"], "size")))
     return TensorStorageMetadata(TensorProperties(dtype=state[0]), size, chunks)
 
 
@@ -132,7 +132,7 @@ def _index(index: Any) -> MetadataIndex:
     offset, number = fields.get("offset"), fields.get("index")
     return MetadataIndex(
         _a(str, fields["fqn"], "name"),
-        None if offset is None else _sizes(offset, "chunk's place"),
+        None if offset is None else sizes(offset, "chunk's place"),
         None if number is None else _a(int, number, "number"),
     )
 

@@ -109,7 +109,7 @@ class SafeReader(dcp.FileSystemReader):
     def _read_item(self, item: ReadItem, planner: LoadPlanner, stream: IO[bytes], size: int) -> None:
         name, place = item.storage_index.fqn, self._place(item)
         try:
-            content = _slice(stream, size, place.offset, place.length)
+            content = read_slice(stream, size, place.offset, place.length)
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(content))
                 return
@@ -139,7 +139,7 @@ class SafeReader(dcp.FileSystemReader):
         return None
 
 
-def _slice(stream: IO[bytes], size: int, offset: int, length: int) -> memoryview:
+def read_slice(stream: IO[bytes], size: int, offset: int, length: int) -> memoryview:
     """Bytes of a file of that size, in memory of their own. Raises Refused if the file is shorter."""
     if offset + length > size:
         raise Refused(f"is said to end at {offset + length}, and the file has {size} bytes")

@@ -26,10 +26,9 @@ from fsdp2.options.errors import ConfigError, flag_of, require, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location, whole
-from fsdp2.report.console import short
 from fsdp2.run import runtime
 from fsdp2.run.rundir import environment
-from fsdp2.units import byte_count
+from fsdp2.units import byte_count, short
 
 # What a comparison decides itself.
 OURS = ("strategy", "run_dir", "resume", "resume_partial", "max_steps", "epochs", "memory_snapshot", "save_model")

@@ -31,7 +31,9 @@ from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, identity_of, ope
 META = "meta.json"
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 SPLITS = ("train", "test")
+KINDS = (numpy.uint8, numpy.uint16, numpy.uint32)  # of tokens in a file
 AT_A_TIME = 1000  # documents that are tokenised together
+SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
@@ -102,7 +104,7 @@ def load(place: str, seq_len: int, vocab_size: int, tokenizer: Bytes | FromFile,
     if not (folder / META).is_file():
         folder = cached(place, tokenizer, field)
     meta = read_meta(folder)
-    if meta["tokenizer"] != tokenizer.identity:
+    if meta.get("tokenizer") != tokenizer.identity:
         raise UnusableText(f"{folder}: was made with another tokenizer; give that with --tokenizer")
     splits = [_open(folder, name, meta, seq_len, apart=apart) for name in SPLITS]
     for name, split in zip(SPLITS, splits, strict=True):
@@ -114,11 +116,25 @@ def load(place: str, seq_len: int, vocab_size: int, tokenizer: Bytes | FromFile,
     return Dataset(train=splits[0], test=splits[1], classes=tokenizer.names)
 
 
-def check_text(place: str, tokenizer: str, vocab_size: int) -> None:
-    """Raises UnusableText for what can be told before text is read."""
-    if not (Path(place) / META).is_file():
-        find(place)
-    _require_fit(open_tokenizer(tokenizer), vocab_size)
+def check_text(
+    place: str, seq_len: int, vocab_size: int, tokenizer: str, field: str, *, apart: bool, read: bool = True
+) -> None:
+    """Raises UnusableText for what can be told soon, and before any rank waits for another.
+
+    Args:
+        read: look at the text too: all of it if it is little, else at the first document of each file of such.
+    """
+    opened = open_tokenizer(tokenizer)
+    _require_fit(opened, vocab_size)
+    files = [] if (Path(place) / META).is_file() else find(place)
+    if not read:
+        return
+    if sum(file.stat().st_size for file in files) <= SOON:
+        load(place, seq_len, vocab_size, opened, field, apart=apart)  # the run maps what this leaves
+        return
+    for file in files:
+        if file.suffix in (".jsonl", ".parquet"):
+            next(documents_of(file, field), None)
 
 
 def _require_fit(tokenizer: Bytes | FromFile, vocab_size: int) -> None:
@@ -129,9 +145,16 @@ def _require_fit(tokenizer: Bytes | FromFile, vocab_size: int) -> None:
 
 
 def _open(folder: Path, name: str, meta: dict[str, Any], seq_len: int, *, apart: bool) -> Documents:
-    # An empty file can't be mapped.
-    tokens = numpy.memmap(folder / f"{name}.bin", mode="r", dtype=meta["dtype"]) if meta["tokens"][name] else EMPTY
-    return Documents(tokens, numpy.load(folder / f"{name}-ends.npy"), seq_len, apart=apart)
+    try:
+        dtype = next(kind for kind in KINDS if numpy.dtype(kind).name == meta["dtype"])
+        # An empty file can't be mapped.
+        tokens = numpy.memmap(folder / f"{name}.bin", mode="r", dtype=dtype) if meta["tokens"][name] else EMPTY
+        ends = numpy.load(folder / f"{name}-ends.npy")
+        if ends.dtype != numpy.int64 or ends.ndim != 1 or (ends[-1] if len(ends) else 0) != len(tokens):
+            raise ValueError(f"its documents don't end where its {name} split does")
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
+    return Documents(tokens, ends, seq_len, apart=apart)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -139,8 +162,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads((folder / META).read_bytes())
         wrong = [name for name, size in meta["files"].items() if (folder / name).stat().st_size != size]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnusableText(f"{folder}: is no prepared text ({error}); prepare it again") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
     if wrong:
         raise UnusableText(f"{folder}: {', '.join(wrong)} has another size than it was written with; prepare it again")
     return meta
@@ -163,7 +186,8 @@ def find(place: str) -> list[Path]:
     found: list[Path] = []
     for one in place.split(","):
         path = Path(one).expanduser()
-        inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else []
+        below = path.rglob("*") if path.is_dir() else ()
+        inside = sorted(file for file in below if file.suffix in SUFFIXES and file.is_file())
         files = inside or [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
         if not files:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(SUFFIXES)})")
@@ -182,27 +206,42 @@ def documents_of(file: Path, field: str) -> Iterator[str]:
                     if line.strip():
                         yield _text_in(json.loads(line), field, f"{file}, line {number}")
         elif file.suffix == ".parquet":
-            try:
-                import pyarrow.parquet as parquet
-            except ImportError:
-                raise UnusableText("pyarrow isn't installed; pip install 'fsdp2-reference[parquet]'") from None
-            rows = parquet.ParquetFile(file)
-            if field not in rows.schema_arrow.names:
-                raise UnusableText(f"{file}: has no column {field}; it has {', '.join(rows.schema_arrow.names[:5])}")
-            for group in rows.iter_batches(columns=[field]):
-                for text in group.column(0).to_pylist():
-                    yield _text_in({field: text}, field, str(file))
+            yield from _rows(file, field)
         else:
             yield file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except UnusableText:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise UnusableText(f"{file}: can't be read as text ({' '.join(str(error).split())[:120]})") from None
+
+
+def _rows(file: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UnusableText("pyarrow isn't installed; pip install 'fsdp2-reference[parquet]'") from None
+    try:
+        rows = parquet.ParquetFile(file)
+        if field not in rows.schema_arrow.names:
+            raise UnusableText(f"{file}: has no column {field}; it has {', '.join(rows.schema_arrow.names[:5])}")
+        for group in rows.iter_batches(columns=[field]):
+            for text in group.column(0).to_pylist():
+                yield _text_in({field: text}, field, str(file))
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from None
 
 
 def _text_in(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = f"; it has {', '.join(list(map(str, row))[:5])}" if isinstance(row, dict) else ""
         raise UnusableText(f"{where}: has no text in its field {field}{has}; see --text-field")
-    return str(row[field])
+    text: str = row[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableText(f"{where}: has half of a character in its field {field}, which no text has") from None
+    return text
 
 
 def is_test(document: numpy.ndarray) -> bool:
@@ -230,9 +269,7 @@ def prepare(files: Sequence[Path], folder: Path, tokenizer: Bytes | FromFile, fi
 
 
 def _write(files: Sequence[Path], folder: Path, tokenizer: Bytes | FromFile, field: str) -> dict[str, Any]:
-    dtype = next(
-        kind for kind in (numpy.uint8, numpy.uint16, numpy.uint32) if tokenizer.size <= numpy.iinfo(kind).max + 1
-    )
+    dtype = next(kind for kind in KINDS if tokenizer.size <= numpy.iinfo(kind).max + 1)
     ends: dict[str, list[int]] = {name: [] for name in SPLITS}
     count = dict.fromkeys(SPLITS, 0)
     texts = (text for file in files for text in documents_of(file, field))

@@ -25,12 +25,20 @@ class Tokenizer(Protocol):
     Attributes:
         size: one more than its largest token.
         identity: says which tokenizer it is; two that differ have two.
+        end: the token that ends a document, if it has one.
     """
 
     size: int
     identity: str
+    end: int | None
 
-    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]: ...
+    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
+        """The tokens of each text, with the one that ends a document unless `end` is false."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens; U+FFFD for what is no whole character."""
+        ...
 
     @property
     def names(self) -> Sequence[str]:
@@ -41,10 +49,13 @@ class Tokenizer(Protocol):
 class Bytes:
     """A token is a byte of UTF-8. There is none for the end of a document: what follows is of another one."""
 
-    size, identity = 256, "bytes"
+    size, identity, end = 256, "bytes", None
 
-    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
         return (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
     @property
     def names(self) -> Sequence[str]:
@@ -65,13 +76,16 @@ class FromFile:
         except Exception as error:  # its errors are of no class of their own
             raise UnusableText(f"{file}: is no tokenizer ({' '.join(str(error).split())[:120]})") from None
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self._end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
-        self.identity = identity_of(content + repr(self._end).encode())
+        self.end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
+        self.identity = identity_of(content + repr(self.end).encode())
 
-    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
-        end = [] if self._end is None else [self._end]
+    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
+        ending = [self.end] if end and self.end is not None else []
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
-            yield numpy.array([*encoding.ids, *end], dtype=numpy.uint32)
+            yield numpy.array([*encoding.ids, *ending], dtype=numpy.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     @property
     def names(self) -> Sequence[str]:
@@ -82,9 +96,14 @@ def _end_token(settings: Path) -> str:
     """The end-of-text token's text; empty if the tokenizer's settings name none."""
     try:
         token: Any = json.loads(settings.read_bytes()).get("eos_token") or ""
-    except (OSError, ValueError, AttributeError):
+    except FileNotFoundError:
         return ""  # a tokenizer.json alone has no settings
-    return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UnusableText(f"{settings}: can't be used ({' '.join(str(error).split())[:120]})") from None
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise UnusableText(f"{settings}: its eos_token is no text")
+    return text
 
 
 def open_tokenizer(name: str) -> Bytes | FromFile:

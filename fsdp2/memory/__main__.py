@@ -15,9 +15,8 @@ from fsdp2.memory.timeline import Timeline, file_name
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.values import checked, location
-from fsdp2.report.console import short
 from fsdp2.run import runtime
-from fsdp2.units import size
+from fsdp2.units import short, size
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
+from fsdp2.models.chunked import chunked
 from fsdp2.models.lora import Lora, adapted
 from fsdp2.models.spec import ModelSpec
 
@@ -17,11 +18,15 @@ __all__ = ["NAMES", "Lora", "ModelSpec", "get"]
 
 
 @cache
-def get(name: str, *, trust_remote_code: bool = False, lora: Lora | None = None) -> ModelSpec:
-    """The specification of a model, with adapters if asked for; imports only that model's file.
+def get(
+    name: str, *, trust_remote_code: bool = False, lora: Lora | None = None, chunk_tokens: int | None = None
+) -> ModelSpec:
+    """The specification of a model, with adapters or a loss in chunks if asked for; imports only that model's file.
 
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """
+    if chunk_tokens is not None:
+        return chunked(get(name, trust_remote_code=trust_remote_code, lora=lora), chunk_tokens)
     if lora is not None:
         return adapted(get(name, trust_remote_code=trust_remote_code), lora)
     library, colon, rest = name.partition(":")

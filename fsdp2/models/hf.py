@@ -5,6 +5,7 @@ The folder's config.json says which class it is. Nothing here is particular to o
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,16 +55,26 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         task, model_class = _task(transformers, config)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # whatever a library raises for a stranger's numbers
         hint = "; --trust-remote-code runs the model's own Python files" if "trust_remote_code" in str(error) else ""
         raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
-    config.use_cache = False  # keys and values are kept for generating, and in training for nothing
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{place}: its weights are quantised: packed integers and scales, no rows to cut shards of; give "
+            "the model in bf16 or fp32"
+        )
+    _without_cache(config)
     accepted = set(inspect.signature(model_class.forward).parameters)
 
     def make(vocab_size: int | None = None) -> nn.Module:
         # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
         auto = getattr(transformers, TASKS[task][0])
-        return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except Exception as error:  # it looks at few of the numbers before
+            raise ValueError(
+                f"transformers can't make the model of {folder / 'config.json'} ({_line(error)})"
+            ) from error
 
     def call(model: nn.Module, batch: Batch) -> Any:
         if task == "image":
@@ -71,16 +82,20 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
-    def load(*, partial: bool = False) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    def load(*, partial: bool = False, read: bool = True) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
         auto, words = getattr(transformers, TASKS[task][0]), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        if not read:
+            if importlib.util.find_spec("accelerate") is None:
+                raise ValueError("accelerate isn't installed; pip install 'fsdp2-reference[hf]'")
+            settings["device_map"] = "meta"
         verbosity = words.get_verbosity()
         words.set_verbosity_error()  # its report of them is a table, and what it says is said here
         try:
             model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
         finally:
             words.set_verbosity(verbosity)
@@ -111,8 +126,9 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         special_token=_special_token(transformers, task, config, folder),
         weights=folder,
         load=load,
+        head=lambda model: model.get_output_embeddings() if language else None,
+        files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
         methods=("generate",) if _generates(model_class) else (),
-        files=lambda size: {path.name: path.read_bytes() for pattern in KEPT for path in sorted(folder.glob(pattern))},
     )
 
 
@@ -129,6 +145,17 @@ def resized(images: Tensor, config: Any) -> Tensor:
         images = images.expand(-1, channels, -1, -1)
     wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)
     return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
+
+
+def _without_cache(config: Any) -> None:
+    """Keep no keys and values, which are for generating: in training recomputation would add to them.
+
+    A model of several parts has a configuration for each.
+    """
+    config.use_cache = False
+    for name in getattr(config, "sub_configs", None) or {}:
+        if getattr(config, name, None) is not None:
+            _without_cache(getattr(config, name))
 
 
 def _task(transformers: Any, config: Any) -> tuple[str, Any]:
@@ -205,6 +232,11 @@ def _folder(place: str) -> Path:
         ) from None
 
 
+def _kept(folder: Path) -> list[Path]:
+    return [path for pattern in KEPT for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
 def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = repr(error) if isinstance(error, KeyError) else text  # its text is the key alone
     return text if len(text) <= 160 else f"{text[:160]}…"

@@ -197,6 +197,11 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def head(model: Any) -> nn.Module:
+    assert isinstance(model, Llama)
+    return model.lm_head
+
+
 def files(size: str) -> Mapping[str, bytes]:
     """config.json, by which transformers makes the same model."""
     numbers = SIZES[size]
@@ -222,4 +227,4 @@ def files(size: str) -> Mapping[str, bytes]:
     return {"config.json": (json.dumps(config, indent=1) + "\n").encode()}
 
 
-SPEC = ModelSpec("llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files)
+SPEC = ModelSpec("llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head)

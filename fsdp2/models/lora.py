@@ -53,11 +53,11 @@ class Lora:
             inside = {id(module) for block in blocks for module in block.modules()}
             patterns = tuple(name for name in linear if id(model.get_submodule(name)) in inside)
         if not patterns:
-            raise ValueError("no block of the model has a linear layer; name those that are to have adapters")
+            raise ValueError("--lora: no block of the model has a linear layer; name those that are to have adapters")
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in linear):
                 near = ", ".join(linear[:3]) or "none"
-                raise ValueError(f"{pattern}: no linear layer has such a name; their names are like {near}")
+                raise ValueError(f"--lora-targets {pattern}: no linear layer has such a name; they are like {near}")
         return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     def adapt(self, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Lora:
         names = self.targets_in(model, blocks)
         transposed = {_is_transposed(model.get_submodule(name)) for name in names}
         if len(transposed) > 1:
-            raise ValueError("some of the layers are nn.Linear and some Conv1D; name those of one kind")
+            raise ValueError("--lora-targets: some of the layers are nn.Linear and some Conv1D; name those of one kind")
         # The last part of a name says it for each block, as people write it, where no other module has such a name.
         parts = sorted({name.rpartition(".")[2] for name in names})
         same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in parts}

@@ -68,12 +68,16 @@ class ModelSpec:
         weights: the folder whose weights a run starts from unless it says otherwise.
         load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict and name -> why, of what has no weights of theirs. Raises ValueError
-            if there is such, unless it is called with `partial=True`.
+            if there is such, unless it is called with `partial=True`. With `read=False` it only looks at the files,
+            and the tensors are on `meta`.
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.
         methods: of the module, those beside `forward` that compute with its parameters from outside, such as
             `generate`; none that `forward` calls.
+        head: the layer whose output are the logits; None for a model that doesn't tell.
+        scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
+        whole: of a model whose loss is made in chunks, the specification that makes whole logits.
     """
 
     name: str
@@ -93,6 +97,15 @@ class ModelSpec:
     files: Callable[[str], Mapping[str, bytes]] = no_files
     lora: Lora | None = None
     methods: Sequence[str] = ()
+    head: Callable[[Any], nn.Module | None] | None = None
+    scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
+    whole: ModelSpec | None = None
+
+    def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of losses and the number of targets that are the likeliest class, both 0-d."""
+        if self.scores is not None:
+            return self.scores(outputs, targets)
+        return self.loss(outputs, targets), (self.logits(outputs).argmax(dim=-1) == targets).sum()
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -62,6 +62,11 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
     return list(model.layers)
 
 
+def head(model: nn.Module) -> nn.Module:
+    assert isinstance(model, Transformer)
+    return model.output
+
+
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
@@ -71,4 +76,4 @@ def call(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch.inputs["input_ids"] if isinstance(batch.inputs, dict) else batch.inputs)
 
 
-SPEC = ModelSpec("transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss, call)
+SPEC = ModelSpec("transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss, call, head=head)

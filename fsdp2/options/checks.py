@@ -22,6 +22,7 @@ def check_together(config: Options) -> None:
         _check_precision,
         _check_resume,
         _check_lora,
+        _check_weights,
         _check_observing,
     )
     for check in checks:
@@ -141,6 +142,21 @@ def _check_lora(config: Options) -> None:
     ):
         if given:
             raise ConfigError(f"{flag} with --lora: {why}; drop it")
+
+
+def _check_weights(config: Options) -> None:
+    if config.ema is not None and config.strategy not in ("fsdp2", "ddp", "none"):
+        raise ConfigError(
+            f"--ema with --strategy {config.strategy}: it keeps weights of several tensors as one between steps; use "
+            "fsdp2, ddp or none"
+        )
+    if config.ema is not None and config.resume_partial:
+        raise ConfigError(
+            "--ema with --resume-partial: the average would begin with weights that aren't used; use --init-from with "
+            "--init-partial"
+        )
+    if config.chunked_loss is not None and config.spec.kind != "language":
+        raise ConfigError(f"--chunked-loss with --model {config.model}: the logits of an image are one row; drop it")
 
 
 def _check_observing(config: Options) -> None:

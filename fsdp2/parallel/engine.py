@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.inspect import local
 
 
@@ -33,12 +34,14 @@ class Engine:
         call: (model, batch) -> outputs. Whoever makes an engine sets it for a model that takes more than one tensor.
         started: what of other weights the model has started from, as facts for the run's first event.
         parts: what else of it a checkpoint holds, by name.
+        ema: the average of its weights, if one is kept.
         elsewhere: whether a weight of this name is in no checkpoint, since it stays as it was where it came from.
     """
 
     strategy = "none"
     started: Mapping[str, Any] = {}
     parts: Mapping[str, Any] = {}
+    ema: Ema | None = None
     elsewhere: Callable[[str], bool] = staticmethod(lambda name: False)
     call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
@@ -143,7 +146,10 @@ class Engine:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return update and self.scaler.get_scale() >= before
+        updated = update and self.scaler.get_scale() >= before
+        if updated and self.ema is not None:
+            self.ema.update()
+        return updated
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

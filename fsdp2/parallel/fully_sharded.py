@@ -8,9 +8,9 @@ its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.experts import Unchosen, exchange_zeros
 from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
+from fsdp2.parallel.precision import with_statistics
 
 
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
@@ -49,9 +50,10 @@ def shard(
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and gets what is
-    left, and what several groups use. Inside of a group, modules of another dtype come before it: they are gathered by
-    themselves. With `reshard_after_forward=None` groups are freed after their forward, but
-    neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
+    left, and what several groups use. Inside of a group, modules of another dtype come before it, and batch norms where
+    the compute dtype isn't fp32: they are gathered by themselves. With `reshard_after_forward=None` groups are freed
+    after their forward, but neither the root nor the last group: backward needs their parameters first, so they would
+    be gathered again at once.
     """
     policies = {"mp_policy": precision or MixedPrecisionPolicy(), "offload_policy": offload or OffloadPolicy()}
     settings = {"mesh": mesh, **policies}
@@ -60,15 +62,25 @@ def shard(
     for group in groups:
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
+        _shard_norms(group, policy, settings)
         for part in [*of_other_dtypes(group, shared), group]:
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     taken = {parameter for group in groups for module in group for parameter in module.parameters()} - shared
+    _shard_norms([model], reshard_after_forward, settings)
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     exchange_zeros(model)
     return heads
+
+
+def _shard_norms(modules: Sequence[nn.Module], reshard: bool | int | None, settings: Mapping[str, Any]) -> None:
+    """Give the batch norms among modules a group that computes in fp32, whatever dtype their inputs have."""
+    norms = [norm for norm in with_statistics(modules) if not isinstance(norm, FSDPModule)]
+    if norms and settings["mp_policy"].param_dtype not in (None, torch.float32):
+        as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(norms, reshard_after_forward=reshard, **{**settings, "mp_policy": as_they_are})
 
 
 def gather_for(model: nn.Module, methods: Sequence[str]) -> None:

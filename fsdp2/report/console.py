@@ -6,23 +6,14 @@ import math
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from fsdp2.report.metrics import nonfinite
-from fsdp2.units import size
+from fsdp2.units import short, size
 
 SECONDS_BETWEEN_LINES = 5.0
-
-
-def short(path: Path | str) -> str:
-    """A path relative to where the user stands, if it lies below; a URL as it is."""
-    if "://" in str(path):
-        return str(path)
-    path = Path(path)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def speed(data: dict[str, Any]) -> str:
@@ -127,7 +118,8 @@ class Console:
         self._printed = time.monotonic()
         self.line(
             f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
-            f"test accuracy {data['accuracy']:.2%}"
+            + (f"perplexity {data['perplexity']:.2f}  " if "perplexity" in data else "")
+            + f"test accuracy {data['accuracy']:.2%}"
         )
         if not math.isfinite(data["loss"]):
             self.line(

@@ -11,8 +11,7 @@ from fsdp2.models import ModelSpec
 from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
-from fsdp2.report.console import short
-from fsdp2.units import size
+from fsdp2.units import short, size
 
 
 def lines(

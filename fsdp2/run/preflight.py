@@ -46,6 +46,7 @@ from fsdp2.run.runtime import World
 from fsdp2.run.start import blocks_of, tokenizer_of
 
 OLDEST_TORCH = (2, 11)
+SCRATCH = "--init-from scratch for none"
 
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
@@ -58,6 +59,7 @@ KEPT = {
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
     "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
     **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
+    "ema": "the average would begin in the middle, or end there",
     **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
 }
 
@@ -69,11 +71,11 @@ def preflight(config: Config, world: World) -> Job:
     """
     check_versions(config)
     check_world(config, world)
-    check_data(config)
+    check_data(config, read=world.rank == 0)
     try:
         model = config.spec.on_meta(config.model_size)
     except ValueError as error:
-        raise ConfigError(f"{'--lora-targets' if config.lora else f'--model {config.model}'}: {error}") from None
+        raise ConfigError(f"--model {config.model}: {error}") from None
     try:
         blocks = blocks_of(config)(model)
     except ValueError as error:
@@ -167,16 +169,21 @@ def check_world(config: Config, world: World) -> None:
         )
 
 
-def check_data(config: Config) -> None:
+def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.TEXT):
+        place = config.dataset.removeprefix(data.TEXT)
         try:
             check_text(
-                config.dataset.removeprefix(data.TEXT),
-                tokenizer_of(config),
+                place,
+                config.seq_len,
                 config.spec.vocab_size(config.model_size) or 0,
+                tokenizer_of(config),
+                config.text_field,
+                apart=config.documents == "apart",
+                read=read,
             )
         except UnusableText as error:
-            raise ConfigError(f"--dataset {config.dataset}: {error}") from None
+            raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
     if config.data_root is None:
         return
     missing = data.missing_files(config.dataset, config.data_root)
@@ -302,7 +309,7 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     """What vouches for the weights to start from. Raises ConfigError if they are damaged or of another model."""
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-    fix = "give weights of this model, or --init-from scratch for none"
+    fix = f"give weights of this model, or {SCRATCH}"
     own = spec.load is not None and config.init_from is None
     try:
         with opened(place) as source:
@@ -316,8 +323,12 @@ def check_init_from(config: Config, model: nn.Module) -> str:
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:
-        if not own:
+        if spec.load is None or not own:
             raise ConfigError(f"{flag}: {error}; {fix}") from None
+        try:
+            spec.load(partial=config.init_partial, read=False)
+        except ValueError as difference:
+            raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
         return f"{flag}: its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None

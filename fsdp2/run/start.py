@@ -20,7 +20,7 @@ from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, Schedu
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data import Dataset
-from fsdp2.data.loader import Batch, Batches
+from fsdp2.data.loader import Batches
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import ModelSpec, lora
 from fsdp2.models.blocks import named_blocks
@@ -31,7 +31,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.finite import require_finite
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, write_config
-from fsdp2.run.runtime import World, first_on_node, gather
+from fsdp2.run.runtime import World, first_on_node
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
@@ -173,31 +173,6 @@ def tokenizer_of(config: Config) -> str:
     own = config.spec.weights
     has_own = own is not None and (own / "tokenizer.json").is_file()
     return config.tokenizer or (str(own) if has_own else "bytes")
-
-
-@torch.no_grad()
-def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
-    """Raise ConfigError on every rank if the model lets a document see another in its row. A collective call.
-
-    Whether a stranger's model heeds `position_ids` or `document_ids` isn't told by its signature, so it is tried: the
-    first of two documents is changed, and the second's logits have to stay as they are.
-    """
-    inputs, _ = dataset.test.__getitems__([0])
-    if not isinstance(inputs, dict) or "document_ids" not in inputs:
-        return
-    tokens = torch.arange(16, device=device).unsqueeze(0) % 8
-    row = torch.arange(8, device=device).repeat(2).unsqueeze(0)
-    named = {"input_ids": tokens, "position_ids": row, "document_ids": row.new_tensor([[0] * 8 + [1] * 8])}
-    changed = {**named, "input_ids": torch.cat([tokens[:, :8].flip(1), tokens[:, 8:]], dim=1)}
-    with engine.evaluating():
-        first, second = (
-            config.spec.logits(engine.forward(Batch(one, tokens, True, 1, 16, True)))[:, 8:] for one in (named, changed)
-        )
-    if not all(gather(bool(torch.equal(first, second)))):
-        raise ConfigError(
-            f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
-            "sequence; use --documents together to train it so"
-        )
 
 
 def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:

@@ -42,6 +42,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Normed(Block):
+    """Without a buffer of its own, whose fp32 would go on into what computes in another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x))
+
+
+def normed() -> nn.Module:
+    model = Net()
+    model.blocks = nn.ModuleList([Normed() for _ in range(2)])
+    return model
+
+
 def net() -> nn.Module:
     return Net()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import models
+from fsdp2 import infer, models
 from fsdp2.config import Config, parse
 from fsdp2.models.blocks import find_blocks, named_blocks
 from fsdp2.options.errors import ConfigError
@@ -129,6 +129,13 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) ->
     assert models.get(model).task == "masked"
 
 
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    _change(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    line = refused(flags(model, tmp_path / "run", *WORDS))
+    assert "its weights are quantised: packed integers and scales, no rows" in line
+
+
 def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> None:
     model = save("vit", tmp_path / "model", num_labels=2)
     assert "it tells 2 classes apart and digits has 10" in refused(flags(model, tmp_path / "run"))
@@ -195,6 +202,19 @@ def test_a_function_of_ones_own_trains_as_in_one_process(ranks: Ranks, tmp_path:
     expected = losses(ranks.run(main_in_ranks, alone, ranks=1)[0])
     assert losses(ranks.run(main_in_ranks, flags(f"tests.others.own:{name}", tmp_path / "two", *more))[0]) == expected
     assert len(set(expected)) == 3
+
+
+def _accuracy(run: Path) -> float:
+    return float(infer.main(run)["accuracy"])
+
+
+def test_batch_norms_compute_in_fp32_where_the_rest_does_not(ranks: Ranks, tmp_path: Path) -> None:
+    line = flags("tests.others.own:normed", tmp_path / "run", "--max-steps=20", "--mixed-precision", "--inspect")
+    expected = ranks.run(main_in_ranks, line)[0]
+    again = flags("tests.others.own:normed", tmp_path / "again", "--max-steps=20", "--mixed-precision")
+    assert losses(ranks.run(main_in_ranks, [*again, "--activation-checkpointing"])[0]) == losses(expected)
+    # Buffers and batch norms in fp32 and the rest in bf16: what a single process predicts is what the run measured.
+    assert ranks.run(_accuracy, tmp_path / "run", ranks=1) == [of_kind(expected, "eval")[-1]["accuracy"]]
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto"])

@@ -83,10 +83,15 @@ class DcpTensors:
             whole = MetadataIndex(name)
             self._read(name, [_item(LoadItemType.BYTE_IO, whole, whole, torch.Size((0,)))], planner)
             return planner.value
+        return self.read_part(name, tuple(slice(0, size) for size in self.tensors[name].shape))
+
+    def read_part(self, name: str, ranges: tuple[slice, ...]) -> Tensor:
+        """A range of each dimension of a tensor, on the CPU; of the files, the chunks that it lies in are read."""
         entry = cast(TensorStorageMetadata, self._entries[name])
         self._require_whole(name, entry)
-        target = self._allocate(name, entry.chunks, entry.size)
-        box = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
+        starts, sizes = (torch.Size(one) for one in ([r.start for r in ranges], [r.stop - r.start for r in ranges]))
+        target = self._allocate(name, entry.chunks, sizes)
+        box = ChunkStorageMetadata(starts, sizes)
         self._read(name, create_read_items_for_chunk_list(name, entry, [box]), _Receiver(target))
         return target
 

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.convert.hf_folder import write_hf
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
-from fsdp2.checkpoint.convert.source import weights
+from fsdp2.checkpoint.convert.source import averaged, weights
 from fsdp2.checkpoint.disk import chain, explained
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
@@ -36,6 +36,7 @@ def export(
     max_shard_size: int = MAX_SHARD_SIZE,
     like: tuple[Any, Mapping[str, bytes]] | None = None,
     adapters: Adapters | None = None,
+    average: bool = False,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
@@ -46,6 +47,7 @@ def export(
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
         max_shard_size: bytes of tensors in one safetensors file.
         like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it.
+        average: the average of the weights in their place.
         adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
@@ -55,6 +57,8 @@ def export(
     with ExitStack() as stack:
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
+        if average:
+            source = averaged(source)
         if adapters is not None and to != "peft":
             source = merged(source, stack.enter_context(opened(adapters.base)), adapters)
         names = weights(source)

@@ -56,6 +56,11 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
                 f"{len(others)} tensors are {source.tensors[names[others[0]]].dtype}, and training here keeps fp32: to "
                 "resume from them, import what `export --dtype fp32` makes of them"
             )
+        if (groups := len({path[3] for path in paths if path[:3] == ("app", "optim", "param_groups")})) > 1:
+            lines.append(
+                f"its optimizer has {groups} groups of parameters, and the run that resumes needs the same: "
+                "--weight-decay makes two, of weights and of norms and biases"
+            )
         lines += [f"left out: {problem}"] if problem else []
         taken = set(originals.values())
         rest = Counter(part_of(path) for name, path in source.paths.items() if name not in taken)

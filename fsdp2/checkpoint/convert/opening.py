@@ -90,6 +90,8 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
             return replace(open_safetensors(place, folder, {names[0]: None}, stack), folder=folder)
     if kind in ("auto", "pt") and (files := bin_files(place, folder)):
         return _together(place, [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files])
+    if kind in ("auto", "dcp") and (names := dcp_folders(folder)):
+        return _together(place, [_open_dcp(f"{place}/{name}", folder.at(name), stack) for name in names])
     missing = {
         "auto": f"no {METADATA}, no committed checkpoint, no .safetensors and no {BIN}",
         "dcp": f"no {METADATA} and no committed checkpoint",
@@ -112,13 +114,33 @@ def bin_files(place: str, folder: Files) -> list[str]:
     return files
 
 
+def dcp_folders(folder: Files) -> list[str]:
+    """Those in a folder that are DCP directories of other programs.
+
+    accelerate, and transformers' Trainer with it, leaves `pytorch_model_fsdp_0` and `optimizer_0`.
+    """
+    found = (name for name in folder.folders("") if is_there(folder, f"{name}/{METADATA}"))
+    return [name for name in found if not is_there(folder, f"{name}/{MARKER}")]
+
+
 def _together(place: str, sources: list[Source]) -> Source:
-    """Files that hold a model together. Raises Refused for a name in two of them."""
-    owner = {name: source for source in sources for name in source.tensors}
-    if len(owner) < sum(len(source.tensors) for source in sources):
-        raise Refused(f"{place}: a tensor is in two of its files")
-    tensors = {name: source.tensors[name] for name, source in owner.items()}
-    return Source(place, tensors, [], {name: (name,) for name in tensors}, lambda name: owner[name].read(name))
+    """What holds a model, or a model and its optimizer, together. Raises Refused for what two of them hold."""
+    owner: dict[str, Source] = {}
+    tops: dict[str, Source] = {}  # of nested state dicts
+    for source in sources:
+        for name, path in source.paths.items():
+            for held, key in ((owner, name), (tops, str(path[0]))):
+                if (other := held.setdefault(key, source)) is not source:
+                    both = " and in ".join(one.place.rsplit("/", 1)[-1] for one in (other, source))
+                    raise Refused(f"{place}: {key} is in {both}; give one of them")
+    return Source(
+        place,
+        {name: source.tensors[name] for name, source in owner.items() if name in source.tensors},
+        [name for source in sources for name in source.values],
+        {name: source.paths[name] for name, source in owner.items()},
+        lambda name: owner[name].read(name),
+        part=lambda name, ranges: owner[name].read_part(name, ranges),
+    )
 
 
 def _folder_and_file(place: str) -> tuple[Files, str | None]:
@@ -146,7 +168,9 @@ def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
         raise Refused(f"{place}: has no {METADATA}, which says what is in a checkpoint's files{hint}") from None
     stack.callback(found.close)
     in_files = sorted(found.files_of_values())
-    return Source(place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files)
+    return Source(
+        place, found.tensors, found.values, found.paths, found.read, files, value_files=in_files, part=found.read_part
+    )
 
 
 VERIFIED = "verified"

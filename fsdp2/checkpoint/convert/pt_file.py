@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.archive import load_archive
+from fsdp2.checkpoint.archive import forget, mapped, parse_archive
 from fsdp2.checkpoint.convert.source import Source, dotted
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.metadata import TreePath
@@ -29,7 +29,8 @@ def open_pt(place: str, path: Path, *, objects: bool = False) -> Source:
         objects: whether it may hold objects of unknown classes, which become `Unread`; else they are refused.
     """
     try:
-        tree = load_archive(path, objects=objects)
+        memory = mapped(path)
+        tree = parse_archive(memoryview(memory), objects=objects)
     except Refused as error:
         raise Refused(f"{place}: can't be loaded: it {error}") from None
     if not isinstance(tree, Mapping):
@@ -40,12 +41,18 @@ def open_pt(place: str, path: Path, *, objects: bool = False) -> Source:
     if len(names) < len(leaves):
         raise Refused(f"{place}: has the same name twice, written in two ways")
     tensors = {name: leaves[path] for name, path in names.items() if isinstance(leaves[path], Tensor)}
+
+    def part(name: str, ranges: tuple[slice, ...]) -> Tensor:
+        forget(memory)  # what was read before
+        return tensors[name][ranges]
+
     return Source(
         place,
         {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()},
         [name for name in names if name not in tensors],
         names,
         lambda name: leaves[names[name]],
+        part=part,
     )
 
 

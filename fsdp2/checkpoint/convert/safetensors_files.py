@@ -2,25 +2,29 @@
 
     8 bytes: length of the header; the header, JSON: {name: {"dtype", "shape", "data_offsets"}}; the tensors
 
-Its package reads files, since it knows what to refuse in a stranger's. Writing is done here: the package wants
-all tensors of a file in memory.
+Its package looks at a file first, since it knows what to refuse in a stranger's. The bytes are read and written here:
+the package maps a file, whose pages count as memory of the process until it is closed, and to write it wants all
+tensors of a file in memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.convert.source import Source, local_copy
 from fsdp2.checkpoint.files import Files, LocalFiles, inside
+from fsdp2.checkpoint.metadata import sizes
 from fsdp2.checkpoint.refusal import Refused, one_line
+from fsdp2.checkpoint.safe_reader import read_slice
 from fsdp2.checkpoint.spool import raw_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -69,36 +73,65 @@ def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | N
         ) from None
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     tensors: dict[str, Tensor] = {}
-    shards: dict[str, Any] = {}
+    places: dict[str, tuple[BinaryIO, int, int]] = {}  # the file that a tensor is in, its size, where it begins there
     for file, expected in files.items():
         if folder.size(file) is None:
             raise Refused(f"{place}: {file} is missing, which {INDEX} names")
+        path = local_copy(folder, file, stack)
         try:
-            shard = stack.enter_context(safe_open(str(local_copy(folder, file, stack)), framework="pt", device="cpu"))
+            with safe_open(str(path), framework="pt", device="cpu"):
+                pass
         except SafetensorError as error:
             raise Refused(f"{place}: {file} is no whole safetensors file ({one_line(error)})") from None
-        names = list(shard.keys())
-        if expected is not None and (wrong := sorted(expected ^ set(names))):
+        stream = stack.enter_context(LocalFiles(path.parent).open(path.name))
+        try:
+            size, start, entries = read_header(stream)
+        except ValueError as error:
+            raise Refused(f"{place}: {file} is no whole safetensors file ({error})") from None
+        if expected is not None and (wrong := sorted(expected ^ entries.keys())):
             raise Refused(f"{place}: {file} and {INDEX} disagree about {', '.join(wrong[:3])}")
-        for name in names:
-            entry = shard.get_slice(name)
-            if entry.get_dtype() not in dtypes:
-                raise Refused(f"{place}: {name} is {entry.get_dtype()}, a type that isn't known here")
-            tensors[name] = torch.empty(entry.get_shape(), dtype=dtypes[entry.get_dtype()], device="meta")
-            shards[name] = shard
+        for name, entry in entries.items():
+            if entry["dtype"] not in dtypes:
+                raise Refused(f"{place}: {name} is {entry['dtype']}, a type that isn't known here")
+            tensors[name] = torch.empty(sizes(entry["shape"], "shape"), dtype=dtypes[entry["dtype"]], device="meta")
+            places[name] = stream, size, start + entry["data_offsets"][0]
 
     def part(name: str, ranges: tuple[slice, ...]) -> Tensor:
-        # The package slices neither a tensor without dimensions, nor to nothing.
-        if not ranges:
-            return read(name)
-        if any(one.start == one.stop for one in ranges):
-            return torch.empty([one.stop - one.start for one in ranges], dtype=tensors[name].dtype)
-        return shards[name].get_slice(name)[ranges]
+        shape, dtype = tensors[name].shape, tensors[name].dtype
+        # Rows lie one after the other: what is read for nothing is what a range of another dimension leaves out.
+        rows, *others = ranges or (slice(0, 1),)
+        row = shape[1:].numel() * dtype.itemsize
+        stream, size, start = places[name]
+        wanted = torch.Size([rows.stop - rows.start, *shape[1:]]) if ranges else shape
+        if not wanted.numel():
+            return torch.empty(wanted, dtype=dtype)[(slice(None), *others)]
+        content = read_slice(stream, size, start + rows.start * row, wanted.numel() * dtype.itemsize)
+        found = torch.frombuffer(content, dtype=dtype).view(wanted)
+        return found[(slice(None), *others)] if others else found
 
     def read(name: str) -> Tensor:
-        return shards[name].get_tensor(name)
+        return part(name, tuple(slice(0, size) for size in tensors[name].shape))
 
     return Source(place, tensors, [], {name: (name,) for name in tensors}, read, part=part)
+
+
+def read_header(stream: BinaryIO) -> tuple[int, int, dict[str, dict[str, Any]]]:
+    """Of a file that the package has looked at: its size, where its tensors begin, and what the header says of each.
+
+    Raises Refused for a name that stands in it twice, of which the package takes the last.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise Refused("its header has the same name twice")
+        return found
+
+    size = stream.seek(0, os.SEEK_END)
+    length = int.from_bytes(read_slice(stream, size, 0, 8), "little")
+    entries = json.loads(bytes(read_slice(stream, size, 8, length)), object_pairs_hook=unique)
+    entries.pop("__metadata__", None)
+    return size, 8 + length, entries
 
 
 def write_safetensors(

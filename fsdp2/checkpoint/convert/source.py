@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Source:
     part: Callable[[str, tuple[slice, ...]], Tensor] | None = None
 
     def read_part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """A range of each dimension of a tensor. Of safetensors and mapped files, no more than that is read."""
+        """A range of each dimension of a tensor, in memory that is free again when the next one is read."""
         if self.part is not None:
             return self.part(name, place)
         whole: Tensor = self.read(name)
@@ -84,6 +84,20 @@ def weights(source: Source) -> dict[str, str]:
     if not found:
         raise Refused(f"{source.place}: holds no weights of a model")
     return found
+
+
+def averaged(source: Source) -> Source:
+    """The same source with the average of each weight that has one in its place. Raises Refused if none has."""
+    averages = {path[2:]: name for name, path in source.paths.items() if path[:2] == ("app", "ema")}
+    if not averages:
+        raise Refused(f"{source.place}: holds no average of the weights, which runs with --ema keep; drop --ema")
+    prefix = weights_prefix(source)
+    instead = {
+        name: averages[path[len(prefix) :]]
+        for name, path in source.paths.items()
+        if path[: len(prefix)] == prefix and path[len(prefix) :] in averages
+    }
+    return replace(source, read=lambda name: source.read(instead.get(name, name)), part=None)
 
 
 def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:

@@ -1,4 +1,4 @@
-"""Runs of adapters: what their checkpoints hold, and that they go on beside the same weights."""
+"""What a checkpoint holds of a model beside its weights, or in place of them: averages, adapters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.config import Config
 from fsdp2.models import lora
+from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.engine import Engine
 
 
@@ -21,11 +22,14 @@ def elsewhere(config: Config) -> Callable[[str], bool]:
     return lambda name: config.lora is not None and not lora.is_adapter(name)
 
 
-def keep_apart(config: Config, engine: Engine) -> None:
-    """With `--lora`, let the checkpoints of an engine hold the adapters alone, and say which weights they go beside.
+def add_parts(config: Config, engine: Engine) -> None:
+    """Add what `--ema` and `--lora` keep to an engine and its checkpoints. A collective call, once it has its weights.
 
-    A collective call, after the weights are there.
+    With `--lora` a checkpoint holds the adapters alone, and says which weights they go beside.
     """
+    if config.ema is not None:
+        engine.ema = Ema(plain_names(engine.model, keep_vars=True), config.ema)
+        engine.parts = {**engine.parts, "ema": engine.ema}
     if config.lora is not None:
         engine.elsewhere = elsewhere(config)
         frozen = [tensor for name, tensor in plain_names(engine.model).items() if engine.elsewhere(name)]

@@ -1,0 +1,73 @@
+"""Predictions of samples, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2.data.splits import IGNORED, Dataset
+
+
+def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
+    """Predicted and true class of each sample; for language, of the last token of each that is to be predicted."""
+    if targets.dim() > 1:
+        rows, last = torch.arange(len(targets)), last_target(targets)
+        logits, targets = logits[rows, last], targets[rows, last]
+    return [
+        {
+            "sample": i,
+            "predicted": dataset.classes[int(predicted)],
+            "actual": dataset.classes[int(actual)],
+            "correct": bool(predicted == actual),
+        }
+        for i, (predicted, actual) in enumerate(zip(logits.argmax(dim=-1), targets, strict=True))
+    ]
+
+
+def last_target(targets: Tensor) -> Tensor:
+    """(N, T) -> (N,): where in each sample the last target stands that isn't `IGNORED`."""
+    places = torch.arange(targets.shape[1], device=targets.device)
+    return torch.where(targets == IGNORED, 0, places).argmax(dim=1)
+
+
+def shown(inputs: Any, targets: Tensor) -> list[Tensor]:
+    """What a reader sees of each sample: an image, or the tokens up to the last target."""
+    if isinstance(inputs, dict):
+        inputs = inputs.get("decoder_input_ids", inputs["input_ids"])
+    if targets.dim() == 1:
+        return list(inputs)
+    return [one[: last + 1] for one, last in zip(inputs, last_target(targets).tolist(), strict=True)]
+
+
+def context_of(tokens: Tensor, dataset: Dataset) -> str:
+    """The end of a sample of tokens, as text."""
+    return "".join(dataset.classes[int(token)] for token in tokens[-24:])
+
+
+def draw(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: Dataset, path: Path) -> None:
+    """A picture of the samples with predicted and true class."""
+    import matplotlib  # here: it takes a second that `import fsdp2.infer` should not
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    images = inputs[0].dim() == 3
+    figure, axes = pyplot.subplots(2, 5, figsize=(11, 5.2)) if images else pyplot.subplots(10, 1, figsize=(9, 5.5))
+    for axis, sample, one in zip(axes.flat, samples, inputs, strict=False):
+        colour = "tab:green" if sample["correct"] else "tab:red"
+        mark = "✓" if sample["correct"] else "✗"
+        axis.set_axis_off()
+        if images:
+            axis.imshow(one[0].float().cpu(), cmap="gray")
+            axis.set_title(f"{mark} {sample['predicted']}\n(is {sample['actual']})", color=colour, fontsize=11)
+        else:
+            # No dollar signs as text: matplotlib would typeset what is between them.
+            text = f"{mark} …{context_of(one, dataset)}  →  {sample['predicted']}   (is {sample['actual']})"
+            axis.text(0, 0.5, text.replace("$", r"\$"), color=colour, family="monospace", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,228 @@
+"""What a run has trained, loaded: the full model in one process, or its newest checkpoint sharded over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.full_file import plain_names, verdict, vouched_step
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.restore import read_weights
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.weights import OtherWeights, load_weights
+from fsdp2.config import Config
+from fsdp2.data.loader import Batch
+from fsdp2.models.initial import place_of
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import files_at
+from fsdp2.options.strategies import STRATEGIES
+from fsdp2.parallel.baselines.autocast import autocast
+from fsdp2.parallel.meta import shared_names
+from fsdp2.parallelize import parallelize
+from fsdp2.run import runtime
+from fsdp2.run.finite import require_finite
+from fsdp2.run.parts import elsewhere
+from fsdp2.run.preflight import checkpoint_at
+from fsdp2.run.rundir import RunDir, read_config
+from fsdp2.run.runtime import World
+from fsdp2.run.start import InitialValues, StartWeights, blocks_of
+from fsdp2.units import short
+
+# What says which model it is, and how it computes.
+OF_THE_MODEL = (
+    *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets", "init_from"),
+    "mixed_precision",
+)
+# Strategies whose checkpoints are read into a sharded model.
+SHARDED = [name for name, rules in STRATEGIES.items() if rules.reads_as_fsdp2]
+
+
+@dataclass
+class Opened:
+    """A run whose model is loaded.
+
+    Attributes:
+        forward: a batch -> its outputs. A collective call where the model is sharded.
+        weights: in words, where they come from and what vouches for them.
+    """
+
+    run: RunDir
+    config: Config
+    forward: Callable[[Batch], Any]
+    world: World
+    device: torch.device
+    weights: str
+
+
+Load = Callable[[nn.Module], None]
+"""Fills a model, sharded or not. Raises ConfigError."""
+
+
+def from_file(config: Config, file: Path) -> Load:
+    """What fills a model from a full model."""
+
+    def load(model: nn.Module) -> None:
+        tied = shared_names(config.spec.on_meta(config.model_size))
+        try:
+            load_weights(str(file), plain_names(model), place_of, tied, partial=False)
+        except OtherWeights as error:
+            raise ConfigError(
+                f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
+        require_finite(plain_names(model), short(file))
+
+    return load
+
+
+def from_checkpoint(config: Config, checkpoint: Files) -> Load:
+    """What fills a sharded model from a sharded checkpoint of any number of ranks."""
+
+    def load(model: nn.Module) -> None:
+        start = StartWeights(config, restoring=True)
+        if start.wanted:
+            start(model)
+        try:
+            read_weights(model, checkpoint, elsewhere(config))
+        except (DamagedCheckpoint, ValueError) as error:
+            raise ConfigError(
+                f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
+            ) from None
+        require_finite(plain_names(model), f"--sharded: {short(str(checkpoint))}")
+
+    return load
+
+
+def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Batch], Any]:
+    """The model in this process alone, as it was built; a function from a batch to its outputs."""
+    spec = config.spec
+    model: nn.Module = spec.build(config.model_size)
+    load(model)
+    model.to(device).eval()
+
+    def forward(batch: Batch) -> Any:
+        with autocast(device.type, config.mixed_precision):
+            return spec.call(model, batch)
+
+    return forward
+
+
+def load_sharded(config: Config, load: Load, world: World, device: torch.device) -> Callable[[Batch], Any]:
+    """The model sharded over these ranks, in the precision that the run evaluated in."""
+
+    def everything(name: str) -> bool:
+        return True
+
+    if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
+        config = Config(**{name: getattr(config, name) for name in OF_THE_MODEL})
+    spec = config.spec
+    engine = parallelize(
+        config,
+        build=lambda: spec.on_meta(config.model_size),
+        blocks_of=blocks_of(config),
+        set_weights=InitialValues(config, brought=everything),
+        load_weights=load,
+        device=device,
+        world_size=world.world_size,
+        training=False,
+        brought=everything,
+        methods=spec.methods,
+    )
+    engine.call = spec.call
+    engine.model.eval()
+    return engine.forward
+
+
+def vouched(config: Config, run: RunDir) -> str:
+    """In words, what vouches for the full model of a run.
+
+    Raises ConfigError if it is damaged, or isn't known to be of the run's last state.
+    """
+    weights = run.full_weights or run.full_model
+    file, newest = short(weights), max(run.store.committed(), default=None)
+    try:
+        step = vouched_step(LocalFiles(run.full_model.parent), None if weights.is_dir() else weights.name)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
+    if newest is not None and (step is None or step < newest):
+        state = "no marker beside it says of which step it is" if step is None else f"is of step {step}"
+        raise ConfigError(
+            f"{file}: {state}, and the newest checkpoint is of step {newest}: the run has gone on since, or was killed "
+            f"while it wrote the file; {other_ways(config)}"
+        )
+    return verdict(step)
+
+
+def other_ways(config: Config) -> str:
+    """What to do about a full model that can't be used."""
+    sharded = ", or use --sharded for its newest checkpoint" if config.strategy in SHARDED else ""
+    return f"give the training's command again, which writes it at its end{sharded}"
+
+
+@contextmanager
+def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False) -> Iterator[Opened]:
+    """A run with its model loaded, in a process group. `place` is its folder or URL.
+
+    The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be
+    used.
+    """
+    world = runtime.world()
+    files_at(str(place), "RUN")  # refuses what is no URL that can be used
+    run = RunDir(place)
+    config = read_config(run)
+    # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
+    config = dataclasses.replace(
+        config,
+        data_root=data_root or config.data_root,
+        cpu_offload=False,
+        replicas=1,
+        reshard_after_forward=None,
+        chunked_loss=None,
+    )
+    sharded = sharded or config.lora is not None  # adapters alone are in no full model
+    if not sharded and world.world_size > 1:
+        raise ConfigError(
+            "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
+        )
+    if sharded and config.strategy not in SHARDED:
+        raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
+    if sharded:
+        checkpoint = open_files(checkpoint_at(run.place))
+        weights = f"{short(str(checkpoint))}, verified"
+    else:
+        checkpoint = None
+        try:
+            run.fetch_full_model()
+        except (DamagedCheckpoint, OSError) as error:
+            raise ConfigError(
+                f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it"
+            ) from None
+        if run.full_weights is None:
+            raise ConfigError(
+                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
+                "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
+            )
+        weights = f"{short(run.full_weights)}, {vouched(config, run)}"
+    device = runtime.pick_device(config.device, world)
+    with runtime.process_group(world, device):
+        runtime.set_threads(config.threads, world)
+        if checkpoint is not None:
+            forward = load_sharded(config, from_checkpoint(config, checkpoint), world, device)
+        else:
+            assert run.full_weights is not None
+            load = from_file(config, run.full_weights)
+            # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
+            casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
+            forward = load_sharded(config, load, world, device) if casts else load_plain(config, load, device)
+        if world.rank == 0:
+            print(f"weights: {weights}")
+        yield Opened(run, config, forward, world, device, weights)

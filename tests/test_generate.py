@@ -1,0 +1,70 @@
+"""A language model goes on with a text: the same tokens in one process, sharded, and in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2 import infer
+from fsdp2.checkpoint.__main__ import main as checkpoint_command
+from fsdp2.options.errors import ConfigError
+from tests.harness import Ranks, main_in_ranks, of_kind, small
+
+PROMPT = "öäü\nö"
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama after a few steps on text, and the file with it."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "text.txt").write_text("öäü\n" * 3000)
+    flags = ["--model=llama", "--model-size=debug", f"--dataset=text:{folder / 'text.txt'}", "--seq-len=32"]
+    flags += ["--batch-size=8", "--max-steps=30", "--lr=0.01", "--threads=1", "--device=cpu"]
+    events = ranks.run(main_in_ranks, [*flags, f"--run-dir={folder / 'run'}"])[0]
+    evaluation = of_kind(events, "eval")[-1]
+    assert evaluation["perplexity"] == pytest.approx(torch.tensor(evaluation["loss"]).exp().item(), rel=1e-6)
+    return folder / "run"
+
+
+def _go_on(run: Path, temperature: float, sharded: bool) -> str:
+    result = infer.go_on(run, PROMPT, new_tokens=40, temperature=temperature, seed=3, sharded=sharded)
+    return str(result["text"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_text_however_many_ranks_hold_the_model(ranks: Ranks, run: Path, temperature: float) -> None:
+    (alone,) = ranks.run(_go_on, run, temperature, False, ranks=1)
+    assert len(alone) > 10
+    assert ranks.run(_go_on, run, temperature, True, ranks=2) == [alone, alone]
+
+
+def test_the_tokens_are_those_that_transformers_generates(run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "hf"
+    assert checkpoint_command(["export", str(run), str(out), "--format", "hf"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.tensor([list(PROMPT.encode())])
+    # No more than the sequence that it was trained on: from there on the window here moves on, and theirs grows.
+    theirs = model.generate(tokens, max_new_tokens=32 - tokens.shape[1], do_sample=False, pad_token_id=0)[0]
+    ours = infer.go_on(run, PROMPT, new_tokens=32 - tokens.shape[1], temperature=0.0, seed=1)["text"]
+    assert bytes(theirs[tokens.shape[1] :].tolist()).decode(errors="replace") == ours
+
+
+def test_a_character_is_printed_when_it_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = infer.go_on(run, PROMPT, new_tokens=60, temperature=0.0, seed=1)["text"]
+    assert "ö" in text
+    printed = capsys.readouterr().out
+    assert PROMPT + text.rstrip("\ufffd") in printed
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ConfigError, match='--prompt "": is empty'):
+        infer.parse(["runs/x", "--prompt="])
+
+
+def test_a_model_that_predicts_something_else_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(main_in_ranks, small(tmp_path / "run", "--max-steps=1"), ranks=1)
+    with pytest.raises(ConfigError, match="--prompt: vit wasn't trained to go on with a text; drop --prompt"):
+        infer.go_on(tmp_path / "run", "a", new_tokens=1, temperature=0.0, seed=1)
