@@ -55,6 +55,6 @@ if __name__ == "__main__":
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     out, folder = Path(sys.argv[1]), [*sys.argv, f"{sys.argv[1]}/tiny"][2]
     if len(sys.argv) == 2:
-        full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder))
+        full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(folder))
     print(train(out, folder, device))
     dist.destroy_process_group()
