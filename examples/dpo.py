@@ -26,7 +26,7 @@ PAIRS = [  # question, the answer that was chosen, the one that was rejected
 BETA, LENGTH = 0.1, 48
 
 
-def rows(answer: int):  # (pairs, LENGTH) bytes as tokens, and the same as targets: IGNORED where no answer stands
+def rows(answer: int):  # (pairs, LENGTH) bytes as tokens, and as targets: -100 where no answer stands
     tokens, targets = torch.zeros(len(PAIRS), LENGTH, dtype=torch.long), torch.full((len(PAIRS), LENGTH), -100)
     for row, pair in enumerate(PAIRS):
         start, text = len(pair[0]), (pair[0] + pair[answer]).encode()
@@ -39,10 +39,8 @@ def sharded(folder: str, device: torch.device, *, trained: bool):
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.requires_grad_(trained)  # before sharding: what is frozen has no gradient to exchange
-    units, ranks = (
-        groups.shard_groups(model, blocks.find_blocks(model)),
-        mesh.make_mesh(device.type, dist.get_world_size()),
-    )
+    units = groups.shard_groups(model, blocks.find_blocks(model))
+    ranks = mesh.make_mesh(device.type, dist.get_world_size())
     # Without a backward nothing would free what torch keeps gathered for it after a forward.
     fully_sharded.shard(model, units, mesh=ranks, reshard_after_forward=None if trained else True)
     meta.allocate(model, device)
