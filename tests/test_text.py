@@ -256,14 +256,8 @@ def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) ->
     text.prepare(text.find(str(corpus)), folder, Bytes(), "text")
     good = json.loads((folder / "meta.json").read_text())
     text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
-    for change in (
-        {"dtype": "object"},
-        {"dtype": "uint16"},
-        {"files": 5},
-        {"tokens": {}},
-        {"files": {}, "tokens": None},
-    ):
-        (folder / "meta.json").write_text(json.dumps({**good, **change}))
+    for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):
+        (folder / "meta.json").write_text(json.dumps({**good, name: value}))
         with pytest.raises(UnusableText, match="is no prepared text"):
             text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
 
