@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,8 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
         ("torn.jsonl", b'{"text": "a"}\n{"tex', "can't be read as text"),
         ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
         ("short.txt", b"abc", "which fill no sequence of 8"),
+        ("half.jsonl", b'{"text": "a\\ud800"}\n', "line 1: has half of a character in its field text"),
+        ("junk.parquet", b"PAR1junkPAR1", "can't be read as text"),
     ],
 )
 def test_text_that_cannot_be_used_is_named(corpus: Path, name: str, content: bytes, part: str) -> None:
@@ -209,6 +212,56 @@ def test_text_that_cannot_be_used_is_named(corpus: Path, name: str, content: byt
     file.write_bytes(content)
     with pytest.raises(UnusableText, match=part):
         text.load(str(file), 8, 256, Text(Bytes()), apart=True)
+    line = ["--model=llama", f"--dataset=text:{file}", "--seq-len=8"]
+    with pytest.raises(ConfigError, match=part):
+        check_data(parse(line))  # before any process group
+    check_data(parse(line), read=False)
+
+
+def test_of_much_text_the_first_document_is_looked_at_before(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "SOON", 10)
+    file = corpus.parent / "other.jsonl"
+    file.write_text('{"body": "a"}\n')
+    with pytest.raises(ConfigError, match="has no text in its field text"):
+        check_data(parse(["--model=llama", f"--dataset=text:{file}"]))
+    check_data(parse(["--model=llama", f"--dataset=text:{file}", "--text-field=body", "--seq-len=512"]))
+
+
+def test_what_is_no_file_in_a_folder_of_text_hangs_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(UnusableText, match="there is no file of text"):
+        text.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ('{"eos_token": {"a": 1}}', "its eos_token is no text"),
+        ('{"eos_token": 5}', "its eos_token is no text"),
+        ("[]", "can't be used"),
+        ("{", "can't be used"),
+    ],
+)
+def test_settings_of_a_tokenizer_that_make_no_sense(tmp_path: Path, content: str, part: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(file))
+    assert open_tokenizer(str(tmp_path)).size == 2
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UnusableText, match=part):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+    text.prepare(text.find(str(corpus)), folder, Text(Bytes()))
+    good = json.loads((folder / "meta.json").read_text())
+    text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
+    for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):
+        (folder / "meta.json").write_text(json.dumps({**good, name: value}))
+        with pytest.raises(UnusableText, match="is no prepared text"):
+            text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(corpus: Path) -> None:

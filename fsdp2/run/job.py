@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ class Job:
         self.restore: str | None = None  # where the checkpoint is
         self.partial = False  # of it the weights that fit, and nothing else
         self.note: str | None = None
+        self.model = ""  # what the model on this rank is made of
         self.last_call: Callable[[], None] = lambda: None  # before the run directory is given back
         self._newest_kept: int | None = None
         self._run: RunDir | None = None
@@ -145,14 +147,21 @@ class Job:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.
 
         Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
-        checkpoint would be missing there.
+        checkpoint would be missing there. So it does if one has made another model: they would wait for ever.
         """
         self.place, self.restore, self.note, token = broadcast((self.place, self.restore, self.note, self._token))
         is_remote = "://" in self.place  # then each node has a local folder of its own
         sees = is_remote or WriterLock.is_seen(Path(self.place), token, say=_say_once_a_node)
         if not is_remote:
             self._token = token
-        blind = [host for host in gather(None if sees else socket.gethostname()) if host is not None]
+        mine = hashlib.sha256(self.model.encode()).hexdigest()
+        hosts, models = zip(*gather((None if sees else socket.gethostname(), mine)), strict=True)
+        if other := [rank for rank, model in enumerate(models) if model != models[0]]:
+            raise ConfigError(
+                f"--model: rank {other[0]} has made another one than rank 0, of other names, shapes or dtypes; a model "
+                "has to follow from the flags alone"
+            )
+        blind = [host for host in hosts if host is not None]
         if blind:
             raise ConfigError(
                 f"--run-dir {self.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what rank "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fsdp2.config import Config
 from fsdp2.data.text import check, encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import lora
+from fsdp2.models.positions import too_long
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
@@ -85,6 +87,10 @@ def preflight(config: Config, world: World) -> Job:
         if not callable(getattr(model, name, None)):
             lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
             raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
+    if config.spec.kind == "language" and (why := too_long(config.spec, model, blocks, config.seq_len)):
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
+        )
     if config.strategy == "fsdp2":
         try:
             check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
@@ -99,6 +105,8 @@ def preflight(config: Config, world: World) -> Job:
         check_url(place, world)
     job = Job(place)
     job.partial = config.resume_partial
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    job.model = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
     if config.nvme_offload is not None:
         job.take_swap_files(config.nvme_offload, world.rank)
     if world.rank != 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -210,6 +212,51 @@ def number() -> int:
 
 def fails() -> nn.Module:
     raise ValueError("not\ntoday")
+
+
+def leaves() -> nn.Module:
+    sys.exit(3)
+
+
+made: list[int] = []
+
+
+def grows() -> nn.Module:
+    made.append(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8 + len(made)), nn.Linear(8 + len(made), 10))
+
+
+def of_this_rank() -> nn.Module:
+    width = 8 + (dist.get_rank() if dist.is_initialized() else 0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.Linear(width, 10))
+
+
+def of_no_kind() -> ModelSpec:
+    return dataclasses.replace(words(), kind="audio")
+
+
+def without_token() -> ModelSpec:
+    return dataclasses.replace(words(), task="masked")
+
+
+def without_sizes() -> ModelSpec:
+    return dataclasses.replace(words(), sizes={})
+
+
+def of_other_numbers() -> ModelSpec:
+    return dataclasses.replace(words(), sizes={"small": {"words": 256}})
+
+
+def half_a_table() -> ModelSpec:
+    return dataclasses.replace(words(), initial_values={"*.bias": zeros})
+
+
+def blocks_of_another() -> ModelSpec:
+    return dataclasses.replace(words(), blocks=lambda model: [nn.Linear(2, 2)])
+
+
+def blocks_twice() -> ModelSpec:
+    return dataclasses.replace(words(), blocks=lambda model: [model.layers, model.layers[0]])
 
 
 constant = 3

@@ -61,7 +61,7 @@ def _trained_by_accelerate(model: str, folder: str) -> list[float]:
     _steps(net, optimizer, spec, _batches(dataset), 2)
     PartialState(cpu=True)  # for its logger
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")  # which it sets, for transformers
+        patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")  # which it sets, for transformers
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     of_this_rank = SimpleNamespace(num_processes=2, process_index=dist.get_rank(), is_fsdp2=True)
     fsdp_utils.save_fsdp_model(plugin, of_this_rank, net, folder)

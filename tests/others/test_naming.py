@@ -18,6 +18,8 @@ from fsdp2.config import Config, parse
 from fsdp2.models.blocks import find_blocks, named_blocks
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.groups import shard_groups
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.others import own
@@ -35,7 +37,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(line: list[str]) -> str:
     """The one line of a refusal, before there is a process group or a run directory."""
     with pytest.raises(ConfigError) as caught:
-        main(parse(line))
+        preflight(parse(line), World(0, 1, 0, 1))
     assert not dist.is_initialized()
     place = next(flag for flag in line if flag.startswith("--run-dir=")).removeprefix("--run-dir=")
     assert not Path(place).exists()
@@ -117,6 +119,53 @@ def test_code_that_comes_with_a_model_is_run_only_where_a_flag_says_so(
     assert mark.exists()
 
 
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"num_hidden_layers": "two"}, "Field 'num_hidden_layers' expected int, got str"),
+        ({"num_attention_heads": 3}, "is not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"hidden_act": "nosuch"}, "KeyError('nosuch')"),
+        ({"dtype": "nosuch"}, "has no attribute 'nosuch'"),
+        ({"id2label": 5}, "has no attribute 'items'"),
+        ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
+        ({"num_hidden_layers": 0}, "has no list of blocks"),
+        ({"num_hidden_layers": 3}, "tensors differ: model.layers.2."),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_one_line(tmp_path: Path, values: dict[str, Any], part: str) -> None:
+    model = save("llama", tmp_path / "model")
+    _change(tmp_path / "model", **values)
+    said = refused(flags(model, tmp_path / "run", *WORDS))
+    assert part in said
+    assert said.startswith(f"--model {model}: ")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_sequence_longer_than_a_table_of_positions_is_refused(tmp_path: Path, name: str) -> None:
+    model, run = save(name, tmp_path / name), tmp_path / "run"
+    assert losses_of([*flags(model, run, *WORDS), "--seq-len=32", "--strategy=none"])
+    said = refused(flags(model, tmp_path / "long", *WORDS, "--seq-len=33"))
+    assert said.startswith(f"--seq-len 33: is more than --model {model} has positions for (")
+
+
+def test_positions_that_are_computed_have_no_end(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "llama", max_position_embeddings=16)
+    assert losses_of([*flags(model, tmp_path / "run", *WORDS), "--seq-len=40", "--strategy=none"])
+
+
+def _of_this_rank(run: str) -> str:
+    """How a run ends whose function makes another model on each rank."""
+    with pytest.raises(ConfigError) as caught:
+        main(parse(flags("tests.others.own:of_this_rank", run)))
+    return str(caught.value)
+
+
+def test_ranks_that_make_different_models_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(_of_this_rank, str(tmp_path / "run"), ranks=3):
+        assert said.startswith("--model: rank 1 has made another one than rank 0")
+
+
 def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = save("bert", folder)
@@ -151,6 +200,15 @@ def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> No
         ("tests.others.own:fails", "it raised ValueError (not today)"),
         ("tests.others.own:flat", "Flat has no list of blocks"),
         ("tests.others.own:without_method", "its ModelSpec lists the method generate, which Words doesn't have"),
+        ("tests.others.own:leaves", "it raised SystemExit (3)"),
+        ("tests.others.own:grows", "it made another model the second time"),
+        ("tests.others.own:of_no_kind", "its ModelSpec is of kind 'audio', task 'causal'"),
+        ("tests.others.own:without_token", "its ModelSpec has no special_token, which the task masked needs"),
+        ("tests.others.own:without_sizes", "its ModelSpec has no sizes"),
+        ("tests.others.own:of_other_numbers", "its make raised TypeError"),
+        ("tests.others.own:half_a_table", "scale has no entry in the model's table of initial values"),
+        ("tests.others.own:blocks_of_another", "its blocks are not all modules of the model"),
+        ("tests.others.own:blocks_twice", "its blocks hold a module twice"),
         ("tests.others.own:scalar", "FSDP2 can't shard it: scale has no dimension to split"),
         ("tests.others.own:mixed_in_one_module", "extra is one of its own; put those of each dtype into a module"),
         ("timm:no_such_model", "no_such_model: timm has no such model"),
