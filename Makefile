@@ -63,7 +63,7 @@ train-llama: $(VENV)/.installed  ## a Llama of 9.7M parameters on the standard l
 	$(TRAIN) --model llama --model-size 10m --dataset source-text --seq-len 256 --batch-size 8 --max-steps 250 \
 	  --optimizer adamw --lr 1e-3 --betas 0.9,0.95 --weight-decay 0.1 --schedule cosine --warmup-steps 25 \
 	  --lr-floor 0.1 --clip-grad-norm --run-dir runs/llama-10m $(ARGS)
-	$(BIN)/python -m fsdp2.infer runs/llama-10m --prompt "def " --new-tokens 200
+	$(BIN)/python -m fsdp2.infer runs/llama-10m --prompt "class " --new-tokens 200
 
 .PHONY: finetune-lora
 finetune-lora: $(VENV)/.installed  ## adapters beside what `make train-llama` left, on this repository's documents

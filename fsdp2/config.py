@@ -61,16 +61,20 @@ class Config:
     model_size: str = option(None, "a name from the model's table; unset = the first", text)
     dataset: str = option(
         None,
-        "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet)",
-        dataset_name(data.NAMES, data.TEXT),
+        "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet, a folder, "
+        "a URL, or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl)",
+        dataset_name(data.NAMES, data.OWN),
         metavar="NAME",
     )
     tokenizer: str | None = option(
-        None, "of text:, a folder or file with tokenizer.json, or bytes; unset = the model's own, else bytes", location
+        None,
+        "of text: and chat:, a folder or file with tokenizer.json (and chat template), or bytes; unset = the model's "
+        "own, else bytes",
+        location,
     )
     text_field: str = option("text", "of text:, the field of .jsonl and .parquet that holds the text", text)
     documents: str = option(
-        "apart", "of text:, whether documents in one sequence see each other", one_of("apart", "together")
+        "apart", "of text: and chat:, whether those in one sequence see each other", one_of("apart", "together")
     )
     data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
     seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp2.config import Config
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.freeze import freeze
-from fsdp2.parallel.fully_sharded import FSDP2Engine, offload_policy, shard
+from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.meta import allocate, check_initialised, nothing
@@ -34,6 +34,7 @@ def parallelize(
     world_size: int,
     training: bool = True,
     brought: Callable[[str], bool] = nothing,
+    methods: Sequence[str] = (),
 ) -> FSDP2Engine:
     """Build, shard and initialise a model as `config` says.
 
@@ -45,6 +46,7 @@ def parallelize(
         training: False leaves out the optimizer.
         brought: whether a checkpoint that the caller will load, or `load_weights`, sets what has this name in the state
             dict. `set_weights` sets the rest, such as non-persistent buffers.
+        methods: the model's own beside `forward` that need its parameters; as of `gather_for`.
 
     Raises RuntimeError if a parameter or buffer is left on `meta` or unset.
     """
@@ -78,6 +80,9 @@ def parallelize(
         offload=offload_policy(config.cpu_offload, device.type),
         reshard_after_forward=config.reshard_after_forward,
     )
+
+    # FSDP2 gathers parameters for `forward` alone; a model may have other ways in, such as `generate`.
+    gather_for(model, methods)
 
     # The schedule refers to sharded groups, so they have to exist.
     forward, backward = config.prefetches

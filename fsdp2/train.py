@@ -212,7 +212,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     }
     # The only place that asks for the strategy: each engine is driven in the same way.
     if config.strategy == "fsdp2":
-        engine: Engine = parallelize(config, **arguments)
+        engine: Engine = parallelize(config, methods=spec.methods, **arguments)
     else:
         engine = BASELINES[config.strategy].build(config, Start(**arguments))
     engine.call, engine.started = spec.call, weights.facts

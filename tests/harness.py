@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2.checkpoint.saver import Saver
+from fsdp2.checkpoint.saver import save_now
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
 from fsdp2.parallel.engine import Engine
@@ -246,12 +246,7 @@ class _Tree:
 def save(store: Store, state: Any, step: int, *, info: Mapping[str, Any] | None = None, keep: int = 1) -> None:
     """One save of an AppState, or of a tree of tensors, that is over when this returns. Raises SaveFailed."""
     app = state if isinstance(state, AppState) else cast(AppState, _Tree(state))
-    saver = Saver(store, app, torch.device("cpu"), keep=keep)
-    ended = saver.save(step, info or {})
-    saver.close()
-    assert ended is not None
-    if ended.error is not None:
-        raise ended.error
+    save_now(store, app, step, keep=keep, info=info)
 
 
 def losses(events: list[tuple[str, dict[str, Any]]]) -> list[float]:

@@ -131,7 +131,7 @@ def _shards_only(run: Path) -> float:
     try:
         config = read_config(RunDir(run))
         checkpoint = RunDir(run).store.checkpoint(RunDir(run).store.committed()[-1])
-        trained.load_sharded(config, config.spec, checkpoint, runtime.world(), torch.device("cpu"))
+        trained.load_sharded(config, trained.from_checkpoint(config, checkpoint), runtime.world(), torch.device("cpu"))
     finally:
         trained.parallelize = real
     parameters = list(found["engine"].model.parameters())

@@ -14,8 +14,12 @@ import torch.nn.functional as F
 
 from fsdp2.config import parse
 from fsdp2.data import text
+from fsdp2.data.places import find
+from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
+from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
+from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
@@ -35,7 +39,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_windows_keep_documents_apart() -> None:
     tokens, ends = numpy.arange(20, dtype=numpy.uint8), numpy.array([3, 4, 12, 20])
-    split = text.Documents(tokens, ends, 6, apart=True)
+    split = Documents(tokens, ends, 6, apart=True)
     inputs, targets = split.__getitems__([0, 1, 2])
     assert inputs["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
@@ -47,16 +51,16 @@ def test_windows_keep_documents_apart() -> None:
     ]
     for rows in ([0], [1], [2], [2, 0, 1]):
         assert split.target_count(rows) == int((split.__getitems__(rows)[1] != IGNORED).sum())
-    together = text.Documents(tokens, ends, 6, apart=False)
+    together = Documents(tokens, ends, 6, apart=False)
     inputs, targets = together.__getitems__([1])
     assert (inputs.tolist(), targets.tolist()) == ([[6, 7, 8, 9, 10, 11]], [[7, 8, 9, 10, 11, 12]])
 
 
 def test_every_document_is_in_one_split_whole(corpus: Path) -> None:
-    dataset = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
+    dataset = text.load(str(corpus), 8, 256, Text(Bytes()), apart=True)
     found: list[str] = []
     for split in (dataset.train, dataset.test):
-        assert isinstance(split, text.Documents)
+        assert isinstance(split, Documents)
         pieces = numpy.split(numpy.asarray(split.tokens), split.ends)
         found += [bytes(piece).decode() for piece in pieces if len(piece)]
     assert sorted(found) == sorted(documents(300))
@@ -64,15 +68,15 @@ def test_every_document_is_in_one_split_whole(corpus: Path) -> None:
 
 
 def test_what_was_tokenised_once_is_mapped_afterwards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
-    monkeypatch.setattr(text, "documents_of", None)  # reading would be an error
-    again = text.load(str(corpus), 8, 256, Bytes(), "text", apart=True)
+    first = text.load(str(corpus), 8, 256, Text(Bytes()), apart=True)
+    monkeypatch.setattr(text, "prepare", None)  # reading would be an error
+    again = text.load(str(corpus), 8, 256, Text(Bytes()), apart=True)
     assert torch.equal(first.train[0][1], again.train[0][1])
-    folder = text.cached(str(corpus), Bytes(), "text")
-    assert len(text.load(str(folder), 8, 256, Bytes(), "text", apart=True).train) == len(first.train)
+    folder = text.cached(str(corpus), Text(Bytes()))
+    assert len(text.load(str(folder), 8, 256, Text(Bytes()), apart=True).train) == len(first.train)
     (folder / "train.bin").write_bytes(b"torn")
     with pytest.raises(UnusableText, match=r"train.bin has another size"):
-        text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
+        text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".parquet"])
@@ -82,11 +86,11 @@ def test_other_kinds_of_files_are_read(corpus: Path, tmp_path: Path, suffix: str
         parquet = pytest.importorskip("pyarrow.parquet")
         pyarrow = pytest.importorskip("pyarrow")
         parquet.write_table(pyarrow.table({"body": documents(300)}), file)
-        dataset = text.load(str(file), 8, 256, Bytes(), "body", apart=True)
+        dataset = text.load(str(file), 8, 256, Text(Bytes(), "body"), apart=True)
         assert len(dataset.train.ends) + len(dataset.test.ends) == 300  # type: ignore[attr-defined]
     else:
         file.write_text("a" * 1000)
-        dataset = text.load(str(tmp_path / "*.txt"), 8, 256, Bytes(), "text", apart=True)
+        dataset = text.load(str(tmp_path / "*.txt"), 8, 256, Text(Bytes()), apart=True)
         assert len(dataset.test.tokens) == 100  # type: ignore[attr-defined]  # the end of the only document
 
 
@@ -123,7 +127,7 @@ def _by_hand(corpus: str) -> list[float]:
     model = config.spec.build("debug")
     reset_parameters(model, config.spec.initial_values, config.seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-    split = text.load(corpus, 8, 256, Bytes(), "text", apart=True).train
+    split = text.load(corpus, 8, 256, Text(Bytes()), apart=True).train
     order, found = epoch_order(len(split), config.seed, 0), []
     for step in range(4):
         inputs, targets = split.__getitems__(order[6 * step : 6 * step + 6].numpy())
@@ -154,7 +158,7 @@ def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[fl
 
 
 def _targets_of_test(corpus: str) -> int:
-    split = text.load(corpus, 8, 256, Bytes(), "text", apart=True).test
+    split = text.load(corpus, 8, 256, Text(Bytes()), apart=True).test
     return split.target_count(range(len(split)))  # type: ignore[attr-defined]
 
 
@@ -209,7 +213,7 @@ def test_text_that_cannot_be_used_is_named(corpus: Path, name: str, content: byt
     file = corpus.parent / name
     file.write_bytes(content)
     with pytest.raises(UnusableText, match=part):
-        text.load(str(file), 8, 256, Bytes(), "text", apart=True)
+        text.load(str(file), 8, 256, Text(Bytes()), apart=True)
     line = ["--model=llama", f"--dataset=text:{file}", "--seq-len=8"]
     with pytest.raises(ConfigError, match=part):
         check_data(parse(line))  # before any process group
@@ -229,7 +233,7 @@ def test_what_is_no_file_in_a_folder_of_text_hangs_nothing(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UnusableText, match="there is no file of text"):
-        text.find(str(tmp_path))
+        find(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -253,15 +257,15 @@ def test_settings_of_a_tokenizer_that_make_no_sense(tmp_path: Path, content: str
 
 def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "prepared"
-    text.prepare(text.find(str(corpus)), folder, Bytes(), "text")
+    prepare(find(str(corpus)), folder, Text(Bytes()))
     good = json.loads((folder / "meta.json").read_text())
-    text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
+    text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
     for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):
         (folder / "meta.json").write_text(json.dumps({**good, name: value}))
         with pytest.raises(UnusableText, match="is no prepared text"):
-            text.load(str(folder), 8, 256, Bytes(), "text", apart=True)
+            text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(corpus: Path) -> None:
     with pytest.raises(UnusableText, match="has 256 tokens, and the model's vocabulary 64"):
-        text.load(str(corpus), 8, 64, Bytes(), "text", apart=True)
+        text.load(str(corpus), 8, 64, Text(Bytes()), apart=True)

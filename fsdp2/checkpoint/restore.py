@@ -18,7 +18,16 @@ from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
-from fsdp2.checkpoint.store import HASH, MARKER, METADATA, DamagedCheckpoint, read_marker, require_metadata, verify
+from fsdp2.checkpoint.store import (
+    HASH,
+    MARKER,
+    METADATA,
+    DamagedCheckpoint,
+    Store,
+    read_marker,
+    require_metadata,
+    verify,
+)
 
 
 def open_together(checkpoint: Files, *, hashes: bool = True) -> tuple[dict[str, Any], SafeReader]:
@@ -84,13 +93,27 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
         _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
         _require_step(checkpoint, progress if has_optimizer and known else None, marker)
         return False
-    ours = [f"app.rng.{rank}.{name}" for rank, state in app.parts["rng"].state_dict().items() for name in state]
-    restorable = marker["world_size"] == dist.get_world_size() and all(name in saved for name in ours)
+    generators = app.parts["rng"].state_dict() if "rng" in app.parts else {}
+    ours = [f"app.rng.{rank}.{name}" for rank, state in generators.items() for name in state]
+    same_ranks = marker["world_size"] == dist.get_world_size()
+    restorable = bool(ours) and same_ranks and all(name in saved for name in ours)
     if not restorable:
         app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
-    _load(app, reader, ignore=("app.rng.",))
+    _load(app, reader, ignore=("app.rng.",), keep=_NEWER)
     _require_step(checkpoint, progress, marker)
     return restorable
+
+
+def restore_newest(store: Store, app: AppState) -> int:
+    """Load the newest committed checkpoint of a store in place; its step, or 0 if there is none. A collective call.
+
+    Raises as `restore` does.
+    """
+    newest = [max(store.committed(), default=0) if dist.get_rank() == 0 else 0]
+    dist.broadcast_object_list(newest, src=0)  # rank 0's answer: others may see a shared folder later
+    if newest[0]:
+        restore(store.checkpoint(newest[0]), app)
+    return newest[0]
 
 
 def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -> None:
@@ -134,6 +157,8 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
     return len(fitting), left_out
 
 
+# What checkpoints of earlier versions lack.
+_NEWER = re.compile(r"app\.batches\.content$")
 _SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -197,6 +198,25 @@ class Saver:
         if self._staging is not None:
             self._staging.close()
             dist.destroy_process_group(self._group)
+
+
+def save_now(store: Store, app: AppState, step: int, *, keep: int, info: Mapping[str, Any] | None = None) -> None:
+    """One save of the state on all ranks, which is a checkpoint when this returns. A collective call.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
+        info: what the marker says beside step, world size and files.
+
+    Raises SaveFailed on every rank if it isn't.
+    """
+    saver = Saver(store, app, torch.device("cpu"), keep=keep)  # only a save in the background needs the device
+    ended = saver.save(step, info or {})
+    saver.close()
+    assert ended is not None
+    if ended.error is not None:
+        raise ended.error
+    for text in saver.not_removed():
+        warnings.warn(text, stacklevel=2)
 
 
 _planners = itertools.count()

@@ -70,7 +70,12 @@ def _fitting(source: Source, targets: Mapping[str, Tensor], tied: Sequence[Seque
 
 @torch.no_grad()
 def load_weights(
-    place: str, targets: Mapping[str, Tensor], place_of: Place, tied: Sequence[Sequence[str]] = (), *, partial: bool
+    place: str,
+    targets: Mapping[str, Tensor],
+    place_of: Place,
+    tied: Sequence[Sequence[str]] = (),
+    *,
+    partial: bool = False,
 ) -> Fitting:
     """Fill tensors, sharded or plain, from a place. A collective call.
 

@@ -6,6 +6,7 @@ evaluation and inference cannot disagree about it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp2.data.splits import Dataset, DownloadFailed
@@ -20,15 +21,26 @@ KINDS = {
 NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
 CLASSES = 10  # of each dataset of images
-TEXT = "text:"  # before the place of one's own text
+OWN = ("text:", "chat:")  # before the place of one's own text, or conversations
 ON_DISK = ("fashion-mnist", "mnist")
 
-__all__ = ["DEFAULTS", "KINDS", "NAMES", "ON_DISK", "Dataset", "DownloadFailed", "kind_of", "load", "missing_files"]
+__all__ = [
+    "DEFAULTS",
+    "KINDS",
+    "NAMES",
+    "ON_DISK",
+    "OWN",
+    "Dataset",
+    "DownloadFailed",
+    "kind_of",
+    "load",
+    "missing_files",
+]
 
 
 def kind_of(name: str) -> str:
     """What kind of model takes a dataset: `image` or `language`."""
-    return "language" if name.startswith(TEXT) else KINDS[name]
+    return "language" if name.startswith(OWN) else KINDS[name]
 
 
 def missing_files(name: str, root: str) -> list[str]:
@@ -49,6 +61,7 @@ def load(
     tokenizer: str = "bytes",
     text_field: str = "text",
     apart: bool = True,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
     """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
 
@@ -59,6 +72,7 @@ def load(
         special_token: the one that hides others, or that a decoder begins with.
         tokenizer: of one's own text, as `open_tokenizer` takes it.
         text_field: of one's own text in .jsonl or .parquet.
+        say: is called from time to time while one's own text is prepared, with how far that is.
         apart: whether documents of one's own text see nothing of each other; those that a model learns in another way
             than token by token are always together.
 
@@ -79,13 +93,12 @@ def load(
         from fsdp2.data import source_text
 
         windows = source_text.load(seq_len)
-    elif name.startswith(TEXT):
+    elif name.startswith(OWN):
         from fsdp2.data import text
-        from fsdp2.data.tokenizer import open_tokenizer
 
-        place = name.removeprefix(TEXT)
-        apart = apart and task == "causal"
-        windows = text.load(place, seq_len, vocab_size, open_tokenizer(tokenizer), text_field, apart=apart)
+        kind, _, place = name.partition(":")
+        encoder = text.encoder_of(kind, tokenizer, text_field)
+        windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and task == "causal", say=say)
     else:
         from fsdp2.data import random_tokens
 

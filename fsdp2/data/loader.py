@@ -159,17 +159,25 @@ class Batches:
     def next_epoch(self) -> None:
         self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.split)}
+    def state_dict(self) -> dict[str, Any]:
+        place = {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.split)}
+        content = getattr(self.split, "content", None)
+        return place if content is None else {**place, "content": content}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises ValueError if the order of samples would be another one than the checkpoint's."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the order of samples would be another one than the checkpoint's, or their content."""
         for key, now, flag in (("seed", self.seed, "--seed"), ("size", len(self.split), "--dataset")):
             if state[key] != now:
                 raise ValueError(
                     f"{flag}: the checkpoint's data has {key} {state[key]}, this run's {now}; samples would be "
                     f"repeated or left out. Use the same {flag}, or --init-from to start with the weights alone"
                 )
+        if state.get("content") != getattr(self.split, "content", None):
+            raise ValueError(
+                "--dataset: the checkpoint's text is another one than this run's, though of the same name and size; "
+                "samples would be repeated or left out. Give the same files, or --init-from to start with the weights "
+                "alone"
+            )
         epoch, position = state["epoch"], state["position"]
         if not (type(epoch) is type(position) is int and 0 <= epoch < 1 << 63 and 0 <= position <= len(self.split)):
             raise ValueError(f"the checkpoint's place in the data is sample {position} of epoch {epoch}: there is none")

@@ -63,7 +63,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
             f"{place}: its weights are quantised: packed integers and scales, no rows to cut shards of; give "
             "the model in bf16 or fp32"
         )
-    config.use_cache = False  # keys and values are kept for generating, and in training for nothing
+    _without_cache(config)
     accepted = set(inspect.signature(model_class.forward).parameters)
 
     def make(vocab_size: int | None = None) -> nn.Module:
@@ -128,6 +128,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
+        methods=("generate",) if _generates(model_class) else (),
     )
 
 
@@ -144,6 +145,17 @@ def resized(images: Tensor, config: Any) -> Tensor:
         images = images.expand(-1, channels, -1, -1)
     wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)
     return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
+
+
+def _without_cache(config: Any) -> None:
+    """Keep no keys and values, which are for generating: in training recomputation would add to them.
+
+    A model of several parts has a configuration for each.
+    """
+    config.use_cache = False
+    for name in getattr(config, "sub_configs", None) or {}:
+        if getattr(config, name, None) is not None:
+            _without_cache(getattr(config, name))
 
 
 def _task(transformers: Any, config: Any) -> tuple[str, Any]:
@@ -171,6 +183,10 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
     if not classes:
         raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
     return next(iter(classes.items()))
+
+
+def _generates(model_class: Any) -> bool:
+    return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
 
 
 def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> int | None:

@@ -73,6 +73,8 @@ class ModelSpec:
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.
+        methods: of the module, those beside `forward` that compute with its parameters from outside, such as
+            `generate`; none that `forward` calls.
         head: the layer whose output are the logits; None for a model that doesn't tell.
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
@@ -94,6 +96,7 @@ class ModelSpec:
     load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files
     lora: Lora | None = None
+    methods: Sequence[str] = ()
     head: Callable[[Any], nn.Module | None] | None = None
     scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     whole: ModelSpec | None = None

@@ -47,10 +47,16 @@ def _check_data(config: Options) -> None:
             f"--dataset source-text: its tokens are bytes, and that of --model {config.model} has {words}; "
             "use --dataset random-tokens"
         )
-    own = config.dataset.startswith(data.TEXT)
-    for flag, given in (("--tokenizer", config.tokenizer is not None), ("--text-field", config.text_field != "text")):
-        if given and not own:
-            raise ConfigError(f"{flag} with --dataset {config.dataset}: it is of text:PATH; drop it")
+    own, chat = config.dataset.startswith(data.OWN), config.dataset.startswith("chat:")
+    if config.tokenizer is not None and not own:
+        raise ConfigError(f"--tokenizer with --dataset {config.dataset}: it is of text:PATH and chat:PATH; drop it")
+    if config.text_field != "text" and (chat or not own):
+        raise ConfigError(f"--text-field with --dataset {config.dataset}: it is of text:PATH; drop it")
+    if chat and config.spec.task != "causal":
+        raise ConfigError(
+            f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "
+            "this model learns in another way; use text:PATH, or a causal model"
+        )
     if config.documents == "together" and not own:
         raise ConfigError(f"--documents with --dataset {config.dataset}: it has none; drop it")
     if config.data_root is not None and config.dataset not in data.ON_DISK:

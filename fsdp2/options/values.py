@@ -123,16 +123,18 @@ def model_name(names: Sequence[str]) -> Parse:
     return parse
 
 
-def dataset_name(names: Sequence[str], text_prefix: str) -> Parse:
+def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
     """One of ours, or the place of somebody's text; as absolute paths, wherever the run is resumed from."""
 
     def parse(value: Any) -> str:
-        if not isinstance(value, str) or not value.startswith(text_prefix):
+        if not isinstance(value, str) or not value.startswith(prefixes):
             return str(one_of(*names)(value))
-        places = text(value).removeprefix(text_prefix).split(",")
+        kind, _, rest = text(value).partition(":")
+        places = rest.split(",")
         if not all(places):
-            raise ValueError("names no file; give text:PATH")
-        return text_prefix + ",".join(os.path.abspath(os.path.expanduser(place)) for place in places)
+            raise ValueError(f"names no file; give {kind}:PATH")
+        absolute = (one if "://" in one else os.path.abspath(os.path.expanduser(one)) for one in places)
+        return f"{kind}:{','.join(absolute)}"
 
     return parse
 

@@ -8,9 +8,9 @@ its gradients. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,15 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.experts import Unchosen, exchange_zeros
 from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
+from fsdp2.parallel.precision import with_statistics
 
 
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
@@ -40,31 +43,85 @@ def shard(
     groups: Sequence[list[nn.Module]],
     *,
     mesh: DeviceMesh,
-    precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    reshard_after_forward: bool | int | None,
+    precision: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
 ) -> list[FSDPModule]:
     """Shard each group, then the root; the modules that stand for the groups, in forward order.
 
     Bottom up, because a call takes the parameters that no call below it has taken: the root comes last and gets what is
-    left, and what several groups use. Inside of a group, modules of another dtype come before it: they are gathered by
-    themselves. With `reshard_after_forward=None` groups are freed after their forward, but
-    neither the root nor the last group: backward needs their parameters first, so they would be gathered again at once.
+    left, and what several groups use. Inside of a group, modules of another dtype come before it, and batch norms where
+    the compute dtype isn't fp32: they are gathered by themselves. With `reshard_after_forward=None` groups are freed
+    after their forward, but neither the root nor the last group: backward needs their parameters first, so they would
+    be gathered again at once.
     """
-    settings = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    policies = {"mp_policy": precision or MixedPrecisionPolicy(), "offload_policy": offload or OffloadPolicy()}
+    settings = {"mesh": mesh, **policies}
     heads = []
     shared = shared_parameters(groups)
     for group in groups:
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
+        _shard_norms(group, policy, settings)
         for part in [*of_other_dtypes(group, shared), group]:
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
     taken = {parameter for group in groups for module in group for parameter in module.parameters()} - shared
+    _shard_norms([model], reshard_after_forward, settings)
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
+    exchange_zeros(model)
     return heads
+
+
+def _shard_norms(modules: Sequence[nn.Module], reshard: bool | int | None, settings: Mapping[str, Any]) -> None:
+    """Give the batch norms among modules a group that computes in fp32, whatever dtype their inputs have."""
+    norms = [norm for norm in with_statistics(modules) if not isinstance(norm, FSDPModule)]
+    if norms and settings["mp_policy"].param_dtype not in (None, torch.float32):
+        as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(norms, reshard_after_forward=reshard, **{**settings, "mp_policy": as_they_are})
+
+
+def gather_for(model: nn.Module, methods: Sequence[str]) -> None:
+    """Let other methods of a sharded model find its parameters gathered, as `forward` does.
+
+    A group is gathered when its module is called. A method that isn't `forward` finds those of the root sharded, and if
+    it calls a part of the model before the whole, as `generate` of an encoder and decoder does, torch takes that part
+    for the root.
+
+    Args:
+        methods: their names. None that `forward` calls: the root would be freed in the midst of it.
+    """
+    for name in methods:
+        register_fsdp_forward_method(model, name)
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of sharded gradients as one vector: 0-d, the same on every rank. A collective call."""
+    # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
+    # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
+    # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in cast(Iterable[DTensor], gradients):
+        assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
+        dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+        groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
+    squares = []
+    for (mesh, dims), shards in groups.items():  # in the same order on all ranks
+        squares.append(torch.nn.utils.get_total_norm(shards, foreach=True).square())
+        for dim in dims:
+            dist.all_reduce(squares[-1], group=mesh.get_group(dim))
+    return functools.reduce(torch.add, squares).sqrt()
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: float) -> Tensor:
+    """Scale the gradients of sharded parameters down to a norm; the norm before it, 0-d. A collective call."""
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    total = total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, norm, total, foreach=True)
+    return total
 
 
 # When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of
@@ -96,6 +153,7 @@ class FSDP2Engine(Engine):
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
         self.accumulation_sync = accumulation_sync
+        self.unchosen = Unchosen(model)
 
     @property
     def sharding(self) -> str:
@@ -124,21 +182,12 @@ class FSDP2Engine(Engine):
         elif self.accumulation_sync == "replica":
             self.root.set_requires_all_reduce(now)
 
+    def _clip(self, norm: float | None) -> Tensor:
+        self.unchosen.drop()
+        return super()._clip(norm)
+
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:
-        # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
-        # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
-        # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
-        groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
-        for gradient in cast(list[DTensor], gradients):
-            assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
-            dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
-            groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
-        squares = []
-        for (mesh, dims), shards in groups.items():  # in the same order on all ranks
-            squares.append(super()._total_norm(shards).square())
-            for dim in dims:
-                dist.all_reduce(squares[-1], group=mesh.get_group(dim))
-        return functools.reduce(torch.add, squares).sqrt()
+        return total_norm(gradients)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

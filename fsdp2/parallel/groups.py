@@ -11,14 +11,17 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from fsdp2.parallel.experts import is_experts
+
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     """The outermost modules at or below `module` that own parameters themselves.
 
     Not the innermost: nn.MultiheadAttention reads its child's weight without calling the child, whose hooks
-    would therefore never gather it.
+    would therefore never gather it. Nor an expert: a group that only some ranks call makes the ranks gather different
+    things, so the owner of experts is the layer.
     """
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(True for _ in module.parameters(recurse=False)) or any(map(is_experts, module.children())):
         return [module]
     return [layer for child in module.children() for layer in _layers(child)]
 
@@ -34,7 +37,10 @@ def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         if child in blocks:
             continue
         inside = set(child.modules())
-        found += _outside(child, blocks) if any(block in inside for block in blocks) else _layers(child)
+        if any(block in inside for block in blocks):
+            found += _outside(child, blocks)
+        elif not is_experts(child):
+            found += _layers(child)
     return found
 
 
@@ -113,7 +119,7 @@ def large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
     return [layer for layer in alone if _size(layer) >= largest > 0]
 
 
-def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int | str) -> list[list[nn.Module]]:
+def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int | str = 1) -> list[list[nn.Module]]:
     """Groups of modules in forward order; what is in none of them is left to the root.
 
     Args:

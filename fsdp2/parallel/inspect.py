@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp2.parallel.precision import with_statistics
+
 
 def groups_of(model: nn.Module) -> list[FSDPModule]:
     """The modules that `fully_shard` was applied to, the root first."""
@@ -77,7 +79,8 @@ def check_sharded(model: nn.Module, plain_type: type, placements: Sequence[Place
 def check_dtypes(model: nn.Module, compute: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """Name -> dtype of each parameter while sharded and while gathered. A collective call.
 
-    Raises RuntimeError if a sharded one isn't fp32 or a gathered one isn't in the compute dtype.
+    Raises RuntimeError if a sharded one that is trained isn't fp32, or a gathered one isn't in the compute dtype, but
+    for batch norms, which compute in fp32.
     """
     sharded = {name: parameter.dtype for name, parameter in model.named_parameters()}
     groups = groups_of(model)
@@ -86,9 +89,11 @@ def check_dtypes(model: nn.Module, compute: torch.dtype | None) -> dict[str, tup
     gathered = {name: parameter.dtype for name, parameter in model.named_parameters()}
     for group in groups:
         group.reshard()
-    wanted = compute or torch.float32
-    for name, dtype in sharded.items():
-        if dtype != torch.float32 or gathered[name] != wanted:
+    norms = {id(parameter) for norm in with_statistics([model]) for parameter in norm.parameters()}
+    for name, parameter in model.named_parameters():
+        dtype = sharded[name]
+        wanted = torch.float32 if compute is None or id(parameter) in norms else compute
+        if (dtype != torch.float32 and parameter.requires_grad) or gathered[name] != wanted:
             raise RuntimeError(f"{name} is {dtype} sharded and {gathered[name]} gathered, not float32 and {wanted}")
     return {name: (dtype, gathered[name]) for name, dtype in sharded.items()}
 

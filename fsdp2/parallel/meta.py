@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp2.parallel.inspect import local
 
 
-def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool) -> None:
+def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
     """Give a model on meta its memory; with offload, parameters on the CPU and buffers where they are used.
 
     What was on meta is NaN wherever its dtype has it, so that what nobody sets is recognised. Buffers that have their

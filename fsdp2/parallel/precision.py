@@ -7,10 +7,11 @@ parameters that the optimizer updates stay fp32.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,6 +24,16 @@ def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:
     where each rank's gradients alone would not.
     """
     return MixedPrecisionPolicy(param_dtype=None if compute is None else DTYPES[compute], reduce_dtype=DTYPES[reduce])
+
+
+def with_statistics(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Batch norms at or below some: they average over steps in fp32, and take weights of no other dtype."""
+    found = (module for outer in modules for module in outer.modules())
+    return [
+        module
+        for module in dict.fromkeys(found)
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)) and module.affine
+    ]
 
 
 def gradient_scaler(device_type: str, compute: str | None) -> torch.amp.GradScaler:

@@ -31,7 +31,7 @@ from fsdp2.checkpoint.store import (
 )
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
-from fsdp2.data.text import check_text
+from fsdp2.data.text import check, encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import lora
 from fsdp2.models.positions import too_long
@@ -87,6 +87,10 @@ def preflight(config: Config, world: World) -> Job:
         raise ConfigError(
             f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
         )
+    for name in config.spec.methods:
+        if not callable(getattr(model, name, None)):
+            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
+            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
     if config.strategy == "fsdp2":
         try:
             check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
@@ -174,18 +178,12 @@ def check_world(config: Config, world: World) -> None:
 
 
 def check_data(config: Config, *, read: bool = True) -> None:
-    if config.dataset.startswith(data.TEXT):
-        place = config.dataset.removeprefix(data.TEXT)
+    if config.dataset.startswith(data.OWN):
+        kind, _, place = config.dataset.partition(":")
         try:
-            check_text(
-                place,
-                config.seq_len,
-                config.spec.vocab_size(config.model_size) or 0,
-                tokenizer_of(config),
-                config.text_field,
-                apart=config.documents == "apart",
-                read=read,
-            )
+            encoder = encoder_of(kind, tokenizer_of(config), config.text_field)
+            words = config.spec.vocab_size(config.model_size) or 0
+            check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
         except UnusableText as error:
             raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
     if config.data_root is None:

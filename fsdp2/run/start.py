@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.finite import require_finite
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, write_config
-from fsdp2.run.runtime import World, first_on_node
+from fsdp2.run.runtime import World, first_on_node, gather
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
@@ -151,7 +153,7 @@ def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
     """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
     with first_on_node(world):
         try:
-            return data.load(
+            dataset = data.load(
                 config.dataset,
                 root=config.data_root,
                 seq_len=config.seq_len,
@@ -161,11 +163,24 @@ def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
                 tokenizer=tokenizer_of(config),
                 text_field=config.text_field,
                 apart=config.documents == "apart",
+                say=_say,
             )
         except data.DownloadFailed as error:
             raise ConfigError(str(error)) from None
         except UnusableText as error:
             raise ConfigError(f"--dataset: {error}") from None
+    contents = gather(getattr(dataset.train, "content", None))
+    if len(set(contents)) > 1:
+        other = next(rank for rank, content in enumerate(contents) if content != contents[0])
+        raise ConfigError(
+            f"--dataset {config.dataset}: rank {other} has another text than rank 0, so samples would be repeated or "
+            "left out; give files that are the same on all nodes"
+        )
+    return dataset
+
+
+def _say(text: str) -> None:
+    print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
 
 
 def tokenizer_of(config: Config) -> str:

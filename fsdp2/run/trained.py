@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
-from fsdp2.models import ModelSpec
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import files_at
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.parallel.baselines.autocast import autocast
 from fsdp2.parallel.meta import shared_names
-from fsdp2.parallel.precision import DTYPES, with_inputs_in
 from fsdp2.parallelize import parallelize
 from fsdp2.run import runtime
 from fsdp2.run.finite import require_finite
@@ -64,33 +62,84 @@ class Opened:
     weights: str
 
 
-def load_plain(config: Config, spec: ModelSpec, file: Path, device: torch.device) -> Callable[[Batch], Any]:
-    """The full model in this process; a function from a batch to its outputs.
+Load = Callable[[nn.Module], None]
+"""Fills a model, sharded or not. Raises ConfigError."""
 
-    It computes in the precision that the run evaluated in, so that the accuracy is the run's: FSDP casts the
-    parameters, DDP and a single process use autocast.
-    """
+
+def from_file(config: Config, file: Path) -> Load:
+    """What fills a model from a full model."""
+
+    def load(model: nn.Module) -> None:
+        tied = shared_names(config.spec.on_meta(config.model_size))
+        try:
+            load_weights(str(file), plain_names(model), place_of, tied, partial=False)
+        except OtherWeights as error:
+            raise ConfigError(
+                f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
+        require_finite(plain_names(model), short(file))
+
+    return load
+
+
+def from_checkpoint(config: Config, checkpoint: Files) -> Load:
+    """What fills a sharded model from a sharded checkpoint of any number of ranks."""
+
+    def load(model: nn.Module) -> None:
+        start = StartWeights(config, restoring=True)
+        if start.wanted:
+            start(model)
+        try:
+            read_weights(model, checkpoint, elsewhere(config))
+        except (DamagedCheckpoint, ValueError) as error:
+            raise ConfigError(
+                f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
+            ) from None
+        require_finite(plain_names(model), f"--sharded: {short(str(checkpoint))}")
+
+    return load
+
+
+def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Batch], Any]:
+    """The model in this process alone, as it was built; a function from a batch to its outputs."""
+    spec = config.spec
     model: nn.Module = spec.build(config.model_size)
-    try:
-        load_weights(str(file), model.state_dict(), place_of, shared_names(model), partial=False)
-    except OtherWeights as error:
-        raise ConfigError(
-            f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
-    require_finite(plain_names(model), short(file))
+    load(model)
     model.to(device).eval()
-    casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
-    dtype = DTYPES[config.mixed_precision] if config.mixed_precision and casts else torch.float32
-    model.to(dtype)
-    context = nullcontext() if casts else autocast(device.type, config.mixed_precision)
 
     def forward(batch: Batch) -> Any:
-        with context:
-            return spec.call(model, with_inputs_in(batch, dtype))
+        with autocast(device.type, config.mixed_precision):
+            return spec.call(model, batch)
 
     return forward
+
+
+def load_sharded(config: Config, load: Load, world: World, device: torch.device) -> Callable[[Batch], Any]:
+    """The model sharded over these ranks, in the precision that the run evaluated in."""
+
+    def everything(name: str) -> bool:
+        return True
+
+    if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
+        config = Config(**{name: getattr(config, name) for name in OF_THE_MODEL})
+    spec = config.spec
+    engine = parallelize(
+        config,
+        build=lambda: spec.on_meta(config.model_size),
+        blocks_of=blocks_of(config),
+        set_weights=InitialValues(config, brought=everything),
+        load_weights=load,
+        device=device,
+        world_size=world.world_size,
+        training=False,
+        brought=everything,
+        methods=spec.methods,
+    )
+    engine.call = spec.call
+    engine.model.eval()
+    return engine.forward
 
 
 def vouched(config: Config, run: RunDir) -> str:
@@ -117,44 +166,6 @@ def other_ways(config: Config) -> str:
     """What to do about a full model that can't be used."""
     sharded = ", or use --sharded for its newest checkpoint" if config.strategy in SHARDED else ""
     return f"give the training's command again, which writes it at its end{sharded}"
-
-
-def load_sharded(
-    config: Config, spec: ModelSpec, checkpoint: Files, world: World, device: torch.device
-) -> Callable[[Batch], Any]:
-    """The model sharded over these ranks, filled from a sharded checkpoint of any number of ranks."""
-
-    def load_weights(model: nn.Module) -> None:
-        start = StartWeights(config, restoring=True)
-        if start.wanted:
-            start(model)
-        try:
-            read_weights(model, checkpoint, elsewhere(config))
-        except (DamagedCheckpoint, ValueError) as error:
-            raise ConfigError(
-                f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
-            ) from None
-        require_finite(plain_names(model), f"--sharded: {short(str(checkpoint))}")
-
-    def everything(name: str) -> bool:
-        return True
-
-    if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
-        config = Config(**{name: getattr(config, name) for name in OF_THE_MODEL})
-    engine = parallelize(
-        config,
-        build=lambda: spec.on_meta(config.model_size),
-        blocks_of=blocks_of(config),
-        set_weights=InitialValues(config, brought=everything),
-        load_weights=load_weights,
-        device=device,
-        world_size=world.world_size,
-        training=False,
-        brought=everything,
-    )
-    engine.call = spec.call
-    engine.model.eval()
-    return engine.forward
 
 
 @contextmanager
@@ -205,10 +216,13 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)
         if checkpoint is not None:
-            forward = load_sharded(config, config.spec, checkpoint, world, device)
+            forward = load_sharded(config, from_checkpoint(config, checkpoint), world, device)
         else:
             assert run.full_weights is not None
-            forward = load_plain(config, config.spec, run.full_weights, device)
+            load = from_file(config, run.full_weights)
+            # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
+            casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
+            forward = load_sharded(config, load, world, device) if casts else load_plain(config, load, device)
         if world.rank == 0:
             print(f"weights: {weights}")
         yield Opened(run, config, forward, world, device, weights)

@@ -89,10 +89,10 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
 def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
     """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step."""
     tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
-    kind = vars(model)["config"].model_type
+    kind = vars(model)["config"].model_type if spec is None else spec.kind
     task, token = tasks.get(kind, ("causal", None)) if spec is None else (spec.task, spec.special_token)
     dataset = data.load(
-        "random-tokens" if kind != "vit" else "digits",
+        "digits" if kind in ("vit", "image") else "random-tokens",
         root=None,
         seq_len=16,
         vocab_size=256 if spec is None else spec.vocab_size("own"),
@@ -115,8 +115,12 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
     for microbatches in batches:
         parts = []
         for batch in microbatches:
-            named = {"input_ids" if kind != "vit" else "pixel_values": batch.inputs}
-            logits = model(**(batch.inputs if isinstance(batch.inputs, dict) else named)).logits
+            if kind == "image":  # resized, which is all that happens to them
+                assert spec is not None
+                logits = spec.logits(spec.call(model, batch))
+            else:
+                named = {"input_ids" if kind != "vit" else "pixel_values": batch.inputs}
+                logits = model(**(batch.inputs if isinstance(batch.inputs, dict) else named)).logits
             part = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
             (part / batch.target_count).backward()
             parts.append(part.detach())

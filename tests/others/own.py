@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp2.models import ModelSpec
 from fsdp2.models.blocks import find_blocks
-from fsdp2.models.initial import normal, zeros
+from fsdp2.models.initial import normal, ones, zeros
 
 WIDTH = 32
 
@@ -42,6 +42,19 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Normed(Block):
+    """Without a buffer of its own, whose fp32 would go on into what computes in another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x))
+
+
+def normed() -> nn.Module:
+    model = Net()
+    model.blocks = nn.ModuleList([Normed() for _ in range(2)])
+    return model
 
 
 def net() -> nn.Module:
@@ -110,12 +123,20 @@ class Words(nn.Module):
         self.embedding = nn.Embedding(vocab_size, WIDTH)
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+        self.scale = nn.Parameter(torch.empty(WIDTH))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * (1 + self.scale)
         for layer in self.layers:
             x = x + layer(x).relu()
-        return self.head(x)
+        return x
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """(N, T) -> (N,): another way in than forward."""
+        return (self.features(tokens) * (1 + self.scale)).sum((1, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
 
 
 def words() -> ModelSpec:
@@ -123,7 +144,66 @@ def words() -> ModelSpec:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
 
     table = {"*.bias": zeros, "*": normal(0.02)}
-    return ModelSpec("words", "language", {"small": {"vocab_size": 256}}, Words, find_blocks, table, loss)
+    sizes = {"small": {"vocab_size": 256}}
+    return ModelSpec("words", "language", sizes, Words, find_blocks, table, loss, methods=("scores",))
+
+
+def without_method() -> ModelSpec:
+    return dataclasses.replace(words(), methods=("generate",))
+
+
+class Sparse(nn.Module):
+    """A token passes through one expert, by its number: a batch decides which are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = tokens % 3 == number
+            if chosen.any():
+                out[chosen] = expert(x[chosen]) * scores[chosen][:, number : number + 1]
+        return x + out, {"scores": scores}
+
+
+class SparseBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.sparse = Sparse()
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out, more = self.sparse(self.norm(x), tokens)
+        return x + out, more
+
+
+class SparseWords(nn.Module):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, WIDTH)
+        self.layers = nn.ModuleList([SparseBlock() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, balance = self.embedding(tokens), torch.zeros(())
+        for layer in self.layers:
+            x, more = layer(x, tokens)
+            balance = balance + more["scores"].square().mean()
+        return self.head(x) + balance
+
+
+def sparse() -> ModelSpec:
+    """A mixture of experts, each a module of its own."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    table = {"*.bias": zeros, "*norm.weight": ones, "*": normal(0.02)}
+    return ModelSpec("sparse", "language", {"small": {"vocab_size": 30}}, SparseWords, find_blocks, table, loss)
 
 
 def number() -> int:

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp2 import models
 from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.parallel.groups import shard_groups
 from tests.harness import Ranks, losses, main_in_ranks
-from tests.others.common import flags, plain_losses
+from tests.others.common import SEED, flags, plain_losses
 from tests.others.tiny import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,62 @@ AUTO = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
 }
+KINDS = (*AUTO, "timm")
+# The smallest model of each of fifty of timm's modules.
+TIMM = [
+    "coat_tiny",
+    "convit_tiny",
+    "cpubone_nano",
+    "crossvit_tiny_240",
+    "cs3darknet_focus_s",
+    "cspnext_tiny",
+    "deit_tiny_patch16_224",
+    "densenet121",
+    "dla46x_c",
+    "edgenext_xx_small",
+    "efficientformerv2_s0",
+    "efficientvim_m1",
+    "efficientvit_b0",
+    "efficientvit_m0",
+    "ese_vovnet19b_slim_dw",
+    "eva02_tiny_patch14_224",
+    "fasternet_t0",
+    "fastvit_t8",
+    "ghostnet_050",
+    "gmlp_ti16_224",
+    "halonet_h1",
+    "hardcorenas_b",
+    "hgnetv2_b0",
+    "iformer_t",
+    "inception_next_atto",
+    "lcnet_035",
+    "lcnetv2_small",
+    "levit_128s",
+    "mnasnet_small",
+    "mobilevit_xxs",
+    "pit_ti_224",
+    "pvt_v2_b0",
+    "regnetx_002",
+    "repghostnet_050",
+    "repvit_m1",
+    "resnet10t",
+    "rexnet_100",
+    "shvit_s1",
+    "starnet_s050",
+    "swiftformer_xs",
+    "test_byobnet",
+    "test_coatnet",
+    "test_convnext",
+    "test_mambaout",
+    "test_nfnet",
+    "test_vit",
+    "test_vit_relpos",
+    "tiny_vit_5m_224",
+    "vit_tiny_r_s16_p8_224",
+    "xcit_nano_12_p8_224",
+]
 STEPS, LARGEST = 5, 30_000_000
 
 # In a process without this package: from_pretrained of what was exported, beside what the plain loop has trained.
@@ -45,8 +101,13 @@ transformers.logging.set_verbosity_error()
 for line in sys.stdin:
     one = json.loads(line)
     try:
-        auto = getattr(transformers, one["auto"])
-        model, info = auto.from_pretrained(one["exported"], dtype=torch.float32, output_loading_info=True)
+        if "timm" in one:
+            import timm, safetensors.torch
+            model, info = timm.create_model(one["timm"], in_chans=1, num_classes=10), {}
+            model.load_state_dict(safetensors.torch.load_file(one["exported"] + "/model.safetensors"))
+        else:
+            auto = getattr(transformers, one["auto"])
+            model, info = auto.from_pretrained(one["exported"], dtype=torch.float32, output_loading_info=True)
         theirs, ours = torch.load(one["trained"]), model.state_dict()
         gaps = [float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs if theirs[n].numel()]
         wrong = [str(name) for names in info.values() for name in names]
@@ -80,34 +141,53 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(lines[-1].split())[:160]
 
 
-def prove(row: Row, ranks: Ranks, folder: Path) -> None:
-    """Fill a row. Raises whatever goes wrong."""
+def of_transformers(row: Row, folder: Path) -> tuple[str, nn.Module]:
+    """How `--model` calls a tiny model of an architecture, and that model in plain transformers."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    row.plain = False
     auto = getattr(transformers, AUTO[row.kind][0])
     config = tiny(CONFIG_MAPPING[row.name])
     config.use_cache = False
     if row.kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # else an encoder's tokens see those that they are to predict
+    if row.kind == "image":
+        config.num_labels = 10
     with torch.device("meta"):
         row.parameters = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if row.parameters > LARGEST:
         raise ValueError(f"its smallest configuration here has {row.parameters:,} parameters")
     torch.manual_seed(0)
     auto.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
-    plain = auto.from_pretrained(folder / "model", dtype=torch.float32)
-    spec = models.get(f"hf:{folder / 'model'}")
+    return f"hf:{folder / 'model'}", auto.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def of_timm(row: Row) -> tuple[str, nn.Module]:
+    """The same of a model of timm, with the initial values that a run's seed gives it."""
+    import timm
+
+    torch.manual_seed(SEED)
+    plain: nn.Module = timm.create_model(row.name, in_chans=1, num_classes=10)
+    row.parameters = sum(parameter.numel() for parameter in plain.parameters())
+    return f"timm:{row.name}", plain
+
+
+def prove(row: Row, ranks: Ranks, folder: Path) -> dict[str, str]:
+    """Fill a row but for `exported`, for which it returns what a fresh process needs. Raises whatever goes wrong."""
+    row.plain = False
+    name, plain = of_timm(row) if row.kind == "timm" else of_transformers(row, folder)
+    spec = models.get(name)
     expected = plain_losses(plain, STEPS, spec)
     torch.save({name: tensor.clone() for name, tensor in plain.state_dict().items()}, folder / "trained.pt")
     if not all(map(math.isfinite, expected)):
-        raise ValueError("its losses are no numbers in plain transformers")
+        raise ValueError("its losses are no numbers in the plain loop")
     row.plain = True
+    data = [] if spec.kind == "image" else ["--dataset=random-tokens"]
 
-    def run(name: str, *more: str) -> list[float]:
-        line = flags(spec.name, folder / name, "--dataset=random-tokens", f"--max-steps={STEPS}", *more)
-        return losses(ranks.run(main_in_ranks, line, timeout=60)[0])
+    def run(place: str, *more: str) -> list[float]:
+        few = ["--test-batch-size=45"] if spec.kind == "image" else []
+        line = flags(spec.name, folder / place, *data, *few, f"--max-steps={STEPS}", *more)
+        return losses(ranks.run(main_in_ranks, line, timeout=150)[0])
 
     ours = spec.on_meta("own")
     row.groups = len(shard_groups(ours, spec.blocks(ours), 1)) + 1
@@ -118,8 +198,11 @@ def prove(row: Row, ranks: Ranks, folder: Path) -> None:
     row.checkpointed = run("recomputed", "--activation-checkpointing", "--no-save-model") == found
     rounded = run("bf16", "--mixed-precision", "--no-save-model")
     row.bf16 = all(abs(a - b) < 0.1 * abs(b) for a, b in zip(rounded, expected, strict=True))
-    if checkpoint_command(["export", str(folder / "whole"), str(folder / "exported"), "--format", "hf"]) != 0:
+    form = "safetensors" if row.kind == "timm" else "hf"
+    if checkpoint_command(["export", str(folder / "whole"), str(folder / "exported"), "--format", form]) != 0:
         raise RuntimeError("export failed")
+    how = {"timm": row.name} if row.kind == "timm" else {"auto": AUTO[row.kind][0]}
+    return {"exported": str(folder / "exported"), "trained": str(folder / "trained.pt"), **how}
 
 
 def passed(row: Row) -> bool:
@@ -132,7 +215,7 @@ def page(rows: list[Row], seconds: float) -> str:
     import transformers
 
     lines = [
-        "# Models of transformers, one by one",
+        "# Models of transformers and timm, one by one",
         "",
         f"`make models` has written this page in {seconds / 60:.0f} minutes: transformers {transformers.__version__},",
         f"torch {torch.__version__}, two gloo ranks, tiny configurations. For none of these was anything written here.",
@@ -146,7 +229,7 @@ def page(rows: list[Row], seconds: float) -> str:
         "  package, and the one that the plain loop has trained; `=` is none.",
         "",
     ]
-    for kind in AUTO:
+    for kind in KINDS:
         mine = [row for row in rows if row.kind == kind]
         trains = [row for row in mine if row.plain]
         good = [row for row in trains if passed(row)]
@@ -177,7 +260,8 @@ def _gap(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(AUTO))
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rows", type=Path, help="a file with the rows that are done, to go on with")
     parser.add_argument("--only", default="")
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "models.md")
@@ -200,19 +284,20 @@ def main() -> None:
         todo = [
             (kind, name)
             for kind in arguments.kinds.split(",")
-            for name in sorted(getattr(modeling_auto, AUTO[kind][1]))
+            for name in (TIMM if kind == "timm" else sorted(getattr(modeling_auto, AUTO[kind][1])))
         ]
+        if arguments.rows is not None and arguments.rows.exists():
+            rows = [Row(**json.loads(line)) for line in arguments.rows.read_text().splitlines()]
+        done = {(row.kind, row.name) for row in rows}
         for kind, name in todo:
-            if arguments.only and name not in arguments.only.split(","):
+            if (kind, name) in done or (arguments.only and name not in arguments.only.split(",")):
                 continue
             if time.monotonic() - began > 60 * arguments.minutes:
                 break
             row, folder = Row(name, kind), Path(place) / f"{kind}-{name}"
             folder.mkdir()
             try:
-                prove(row, ranks, folder)
-                request = {"exported": str(folder / "exported"), "trained": str(folder / "trained.pt")}
-                print(json.dumps({**request, "auto": AUTO[kind][0]}), file=fresh.stdin, flush=True)
+                print(json.dumps(prove(row, ranks, folder)), file=fresh.stdin, flush=True)
                 answer: dict[str, Any] = json.loads(fresh.stdout.readline())
                 if answer.get("error") or answer["wrong"]:
                     raise RuntimeError(answer.get("error") or f"from_pretrained misses {answer['wrong'][:3]}")
@@ -226,6 +311,9 @@ def main() -> None:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
             rows.append(row)
             print(json.dumps(asdict(row)), flush=True)
+            if arguments.rows is not None:
+                with open(arguments.rows, "a") as file:
+                    print(json.dumps(asdict(row)), file=file)
         ranks.close()
         fresh.kill()
     arguments.out.write_text(page(rows, time.monotonic() - began) + "\n")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import models
+from fsdp2 import infer, models
 from fsdp2.config import Config, parse
 from fsdp2.models.blocks import find_blocks, named_blocks
 from fsdp2.options.errors import ConfigError
@@ -205,9 +205,10 @@ def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> No
         ("tests.others.own:without_token", "its ModelSpec has no special_token, which the task masked needs"),
         ("tests.others.own:without_sizes", "its ModelSpec has no sizes"),
         ("tests.others.own:of_other_numbers", "its make raised TypeError"),
-        ("tests.others.own:half_a_table", "embedding.weight has no entry in the model's table of initial values"),
+        ("tests.others.own:half_a_table", "has no entry in the model's table of initial values"),
         ("tests.others.own:blocks_of_another", "its blocks are not all modules of the model"),
         ("tests.others.own:blocks_twice", "its blocks hold a module twice"),
+        ("tests.others.own:without_method", "its ModelSpec lists the method generate, which Words doesn't have"),
         ("tests.others.own:scalar", "FSDP2 can't shard it: scale has no dimension to split"),
         ("tests.others.own:mixed_in_one_module", "extra is one of its own; put those of each dtype into a module"),
         ("timm:no_such_model", "no_such_model: timm has no such model"),
@@ -259,6 +260,19 @@ def test_a_function_of_ones_own_trains_as_in_one_process(ranks: Ranks, tmp_path:
     expected = losses(ranks.run(main_in_ranks, alone, ranks=1)[0])
     assert losses(ranks.run(main_in_ranks, flags(f"tests.others.own:{name}", tmp_path / "two", *more))[0]) == expected
     assert len(set(expected)) == 3
+
+
+def _accuracy(run: Path) -> float:
+    return float(infer.main(run)["accuracy"])
+
+
+def test_batch_norms_compute_in_fp32_where_the_rest_does_not(ranks: Ranks, tmp_path: Path) -> None:
+    line = flags("tests.others.own:normed", tmp_path / "run", "--max-steps=20", "--mixed-precision", "--inspect")
+    expected = ranks.run(main_in_ranks, line)[0]
+    again = flags("tests.others.own:normed", tmp_path / "again", "--max-steps=20", "--mixed-precision")
+    assert losses(ranks.run(main_in_ranks, [*again, "--activation-checkpointing"])[0]) == losses(expected)
+    # Buffers and batch norms in fp32 and the rest in bf16: what a single process predicts is what the run measured.
+    assert ranks.run(_accuracy, tmp_path / "run", ranks=1) == [of_kind(expected, "eval")[-1]["accuracy"]]
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto"])

@@ -1,0 +1,60 @@
+"""FSDP2 in a loop of one's own:  torchrun --nproc_per_node 2 examples/own_loop.py OUT [MODEL]
+
+MODEL is a folder of Hugging Face's, or else a tiny Llama. Run again, on any number of ranks, it goes on."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
+from fsdp2.checkpoint.convert.export import export
+from fsdp2.models import blocks, initial
+from fsdp2.models.meta import parameters_on_meta
+from fsdp2.parallel import fully_sharded, groups, mesh, meta
+
+TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROWS, TEXT = 8, torch.tensor(list(Path(__file__).read_bytes())).unfold(0, 32, 1)  # of a step; all windows of 32 bytes
+
+
+def build(folder):  # parameters without memory; buffers, such as rotary tables, with the values that their code gives
+    with parameters_on_meta():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+
+
+def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: float = 1.0) -> list[float]:
+    model, world, losses = build(folder), dist.get_world_size(), []
+    units = groups.shard_groups(model, blocks.find_blocks(model))
+    fully_sharded.shard(model, units, mesh=mesh.make_mesh(device.type, world))
+    meta.allocate(model, device)  # memory for this rank's shards alone, NaN until they get a value
+    weights.load_weights(folder, model.state_dict(), initial.place_of, meta.shared_names(model))  # this rank's rows
+    meta.check_initialised(model)  # raises if anything still holds that NaN
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})
+    for step in range(restore.restore_newest(place, app), steps):
+        order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
+        tokens = TEXT[order[:ROWS].tensor_split(world)[dist.get_rank()]].to(device)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(tokens) / ROWS
+        (loss * world).backward()  # FSDP averages over ranks what is to be a sum
+        fully_sharded.clip(model.parameters(), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total := loss.detach())
+        losses.append(total.item())
+        if (step + 1) % 3 == 0:
+            saver.save_now(place, app, step + 1, keep=2)
+    if losses:
+        full_model.while_rank_0(lambda: export(str(out), f"{out}/model-{steps}", "hf", like=(build(folder), {})))
+    return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    out, folder = Path(sys.argv[1]), [*sys.argv, f"{sys.argv[1]}/tiny"][2]
+    if len(sys.argv) == 2:
+        full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(folder))
+    print(train(out, folder, device))
+    dist.destroy_process_group()

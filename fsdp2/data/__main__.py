@@ -1,0 +1,99 @@
+"""Make tokens of text before a run:  python -m fsdp2.data prepare PATH… --tokenizer DIR --out FOLDER
+
+One process, without a GPU. Killed at any moment, the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp2.data.meter import Say
+from fsdp2.data.places import find
+from fsdp2.data.preparing import SAY_SECONDS, prepare
+from fsdp2.data.text import encoder_of
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser
+from fsdp2.options.values import checked, location, text
+
+BAR_SECONDS = 0.5
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line. Raises ConfigError."""
+    parser = Parser(prog="python -m fsdp2.data", description="Data before a run.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="prepare")
+    words = "make tokens of text, for --dataset text:FOLDER"
+    preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
+    preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder, a pattern or a URL")
+    preparing.add_argument("--tokenizer", required=True, metavar="DIR", help="with tokenizer.json; or bytes")
+    preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
+    preparing.add_argument(
+        "--text-field", default="text", metavar="NAME", help="of .jsonl and .parquet, with the text (default: text)"
+    )
+    preparing.add_argument("--chat", action="store_true", help="the files are conversations, for --dataset chat:FOLDER")
+    arguments = parser.parse_args(argv)
+    for place in arguments.places:
+        checked("PATH", place, location)
+    for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
+        checked(flag, value, location)
+    checked("--text-field", arguments.text_field, text)
+    if arguments.chat and arguments.text_field != "text":
+        raise ConfigError("--text-field with --chat: conversations are in the field messages; drop it")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What was prepared: counts by split, as the folder's meta.json has them. Raises ConfigError."""
+    arguments = parse(argv)
+    kind = "chat" if arguments.chat else "text"
+    out, say = Path(arguments.out).absolute(), _bar if sys.stderr.isatty() else _line
+    try:
+        encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field)
+        files = find(",".join(arguments.places), encoder.suffixes)
+        meta = prepare(files, out, encoder, say=say, say_seconds=BAR_SECONDS if say is _bar else SAY_SECONDS)
+    except UnusableText as error:
+        raise ConfigError(str(error)) from None
+    documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
+    _end(say)
+    print(f"prepared {documents:,} {'conversations' if arguments.chat else 'documents'}, {tokens:,} tokens: {out}")
+    print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} --tokenizer {arguments.tokenizer}")
+    return meta
+
+
+def _line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _bar(text: str) -> None:
+    print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _end(say: Say) -> None:
+    if say is _bar:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 2 for what is refused; 130 after Ctrl-C."""
+    try:
+        main(argv)
+    except ConfigError as error:
+        print(f"fsdp2.data: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfsdp2.data: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,191 @@
+"""Conversations as tokens, by the model's own chat template, and which of them the model has to write: its answers.
+
+Which text of a rendered conversation is an answer, the template says by `{% generation %}`. Where it doesn't, the
+conversation is rendered up to each answer, as a model is asked for it, and up to its end: what lies between is the
+answer. Both have to be the beginning of the whole conversation, in text and in tokens. A template of which that isn't
+true would train the model on other prompts than it gets, and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from fsdp2.data.reading import Row
+from fsdp2.data.tokenizer import FromFile, UnusableText, identity_of
+
+# What of a tokenizer's folder makes a conversation into tokens.
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
+TODAY = datetime(2024, 7, 26)
+
+Span = tuple[int, int]
+
+
+class Chat:
+    """Makes tokens of conversations, `{"messages": [{"role": …, "content": …}, …]}` and `"tools"`, an `Encoder`.
+
+    Args:
+        folder: of a tokenizer with a chat template.
+
+    Raises UnusableText.
+    """
+
+    kind: str = "chat"
+    field: str | None = None
+    suffixes: tuple[str, ...] = (".jsonl",)
+
+    def __init__(self, folder: str) -> None:
+        place = Path(folder).parent if Path(folder).name == "tokenizer.json" else Path(folder)
+        if not (place / "tokenizer.json").is_file():
+            raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
+        self._folder, self._text = place, FromFile(place / "tokenizer.json")
+        files = sorted({file for pattern in FILES for file in place.glob(pattern) if file.is_file()})
+        if not _has_template(place):
+            raise UnusableText(
+                f"{place}: its tokenizer has no chat template; put one beside it as chat_template.jinja, or give the "
+                "folder of a chat model with --tokenizer"
+            )
+        for module in ("transformers", "jinja2"):
+            if find_spec(module) is None:
+                raise UnusableText(f"{module} isn't installed; pip install 'fsdp2-reference[hf]'")
+        self.size = self._text.size
+        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in files))
+        self._loaded: Any = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._text.names
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
+        for row in rows:
+            messages, tools = _conversation(row)
+            text, spans = self._rendered(messages, tools, row.where)
+            yield self._tokens(text, spans, row.where)
+
+    def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The tokens of a text, and 1 for those of the spans."""
+        ends = sorted({place for span in spans for place in span})
+        parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)], end=False)]
+        whole, learn = parts[0], numpy.zeros(len(parts[0]), dtype=numpy.uint8)
+        for end, part in zip(ends, parts[1:], strict=True):
+            if whole[: len(part)] != part:
+                raise UnusableText(
+                    f"{where}: one token is of an answer and of what stands beside it, in "
+                    f"{text[max(0, end - 12) : end + 12]!r}; the chat template has to divide them by a special token"
+                )
+        count = dict(zip(ends, map(len, parts[1:]), strict=True))
+        for begin, end in spans:
+            learn[count[begin] : count[end]] = 1
+        if not learn[1:].any():
+            raise UnusableText(f"{where}: has no answer of an assistant to learn; leave it out of the file")
+        return numpy.array(whole, dtype=numpy.uint32), learn
+
+    def _rendered(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """A conversation as text, and where its answers stand in it."""
+        tokenizer = self._tokenizer()
+        try:
+            template = _with_one_date(tokenizer.get_chat_template(tools=tools))
+            if GENERATION.search(template):
+                return _by_template(tokenizer, template, messages, tools)
+            return self._by_prefixes(template, messages, tools, where)
+        except UnusableText:
+            raise
+        except Exception as error:  # of the template, which is a program of its own
+            reason = " ".join(str(error).split())[:160]
+            raise UnusableText(f"{where}: the chat template refuses it ({type(error).__name__}: {reason})") from None
+
+    def _by_prefixes(self, template: str, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        def render(some: list[Any], *, prompt: bool) -> str:
+            settings = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
+            return str(self._tokenizer().apply_chat_template(some, tokenize=False, **settings))
+
+        text, spans = render(messages, prompt=False), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if number == 0:
+                raise UnusableText(
+                    f"{where}: begins with an answer; only a template with {{% generation %}} takes that"
+                )
+            before = render(messages[:number], prompt=True)
+            after = render(messages[: number + 1], prompt=False)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UnusableText(
+                    f"{where}: the chat template shows message {number + 1}, or those before it, in another way when "
+                    "more follows, so that the prompt of an answer can't be told; mark answers in the template by "
+                    "{% generation %} … {% endgeneration %}"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _tokenizer(self) -> Any:
+        """Transformers' form of it, which has the template. It is loaded where it is first used: that takes seconds."""
+        if self._loaded is None:
+            from transformers import PreTrainedTokenizerFast
+
+            try:
+                # Of this class it is the tokenizer.json as it is, whatever class the folder names.
+                self._loaded = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+            except Exception as error:  # its errors are of no class of their own
+                reason = " ".join(str(error).split())[:160]
+                raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason})") from None
+        return self._loaded
+
+
+def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
+    """What a template marks by `{% generation %}`.
+
+    `apply_chat_template` gives a mask of tokens, which is wrong where the tokenizer's offsets leave out a space, or a
+    character is of several tokens. This is the function by which it renders, and it gives the places in the text.
+    """
+    from transformers.utils import chat_template_utils
+
+    render: Any = chat_template_utils.render_jinja_template  # its annotation is that of one of its two results
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    (text,), (spans,) = render(
+        conversations=[known],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return str(text), [(int(begin), int(end)) for begin, end in spans if end > begin]
+
+
+def _with_one_date(template: str) -> str:
+    if "strftime_now" not in template:
+        return template
+    shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in "aAbBdjmyYHIMSp")
+    # The + keeps a line end that follows.
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro +%}}{template}"
+
+
+def _has_template(folder: Path) -> bool:
+    if any(folder.glob("*chat_template*")):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _conversation(row: Row) -> tuple[list[Any], Any]:
+    """The messages of a line, and its tools if it has some."""
+    line = row.content
+    messages = line.get("messages") if isinstance(line, dict) else None
+    if not isinstance(messages, list) or not messages:
+        has = f"; it has {', '.join(list(map(str, line))[:5])}" if isinstance(line, dict) else ""
+        raise UnusableText(f'{row.where}: has no "messages": [{{"role": …, "content": …}}, …]{has}')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UnusableText(f"{row.where}: its message {number} has no role")
+    return messages, line.get("tools") or None

@@ -1,0 +1,184 @@
+"""Where text lies: files on a disk, or at a URL through fsspec.
+
+FSDP2_REMOTE_ATTEMPTS  how often a read at a URL is tried, with growing pauses; 6
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import urlsplit
+
+from fsdp2.data.tokenizer import UnusableText
+
+T = TypeVar("T")
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+BLOCK = 8 << 20  # bytes that a URL is asked for at a time
+FIRST_PAUSE_SECONDS = 0.5
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+# By which the stores of fsspec tell a content from a later one. All else may change from one answer to the next.
+VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "blob_id", "VersionId", "generation", "mtime")
+DATES = ("LastModified", "Last-Modified", "last_modified", "updated", "created")
+# What no second attempt changes: by the name of the error, and by the status of an answer.
+FINAL = {"FileNotFoundError", "PermissionError", "IsADirectoryError", "NoCredentialsError", "PartialCredentialsError"}
+ASK_AGAIN = (408, 429)
+
+
+class Unreachable(UnusableText):
+    """A URL whose server doesn't answer as it should, however often it is asked."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it was when it was found.
+
+    Attributes:
+        name: an absolute path, or a URL.
+        size: in bytes.
+        state: another one when the content is another one, as far as its place tells.
+    """
+
+    name: str
+    size: int
+    state: str
+
+    @property
+    def suffix(self) -> str:
+        return suffix_of(self.name)
+
+    def open(self) -> BinaryIO:
+        """The file from its beginning. Raises UnusableText if it has changed since it was found."""
+        self.require_unchanged()
+        if not is_url(self.name):
+            return open(self.name, "rb")
+        files, path = _client(self.name)
+        stream = files.open(path, "rb", block_size=BLOCK, cache_type="readahead")
+        return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
+
+    def require_unchanged(self) -> None:
+        now = _at_url(self.name)[0] if is_url(self.name) else _on_disk(Path(self.name))
+        if now != self:
+            raise UnusableText(f"{self.name}: has changed while it was read; start again when it stays as it is")
+
+
+def is_url(place: str) -> bool:
+    return "://" in place
+
+
+def suffix_of(name: str) -> str:
+    return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix
+
+
+def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
+    """The files of a place, in order: paths, patterns, folders or URLs with commas between them.
+
+    Raises UnusableText if there are none, or of a kind that isn't read.
+    """
+    found: list[File] = []
+    for one in place.split(","):
+        files = _at_url(one, suffixes) if is_url(one) else _below(Path(one).expanduser(), suffixes)
+        if not files:
+            raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
+        found += files
+    if strange := next((file.name for file in found if file.suffix not in suffixes), None):
+        raise UnusableText(f"{strange}: is of no kind that is read: {', '.join(suffixes)}")
+    return found
+
+
+def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
+    below = path.rglob("*") if path.is_dir() else ()
+    inside = sorted(file for file in below if file.suffix in suffixes and file.is_file())  # a pipe never ends
+    named = (Path(name) for name in sorted(glob.glob(str(path), recursive=True)))
+    return [_on_disk(file.absolute()) for file in inside or [file for file in named if file.is_file()]]
+
+
+def _on_disk(path: Path) -> File:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise UnusableText(f"{path}: can't be read ({error.strerror})") from None
+    return File(str(path), facts.st_size, str(facts.st_mtime_ns))
+
+
+def _client(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. Raises UnusableText, naming the extra to install."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        fix = f"pip install 'fsdp2-reference[{extra}]'" if extra else " ".join(str(error).split())
+        raise UnusableText(f"{scheme}:// needs a package that isn't installed; {fix}") from None
+    except ValueError as error:
+        raise UnusableText(f"{url}: is no URL that fsspec reads ({' '.join(str(error).split())[:120]})") from None
+
+
+def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
+    """The file of a URL, or those that a pattern or a folder there has. Raises UnusableText."""
+    files, path = _client(url)
+
+    def look() -> Mapping[str, Mapping[str, Any]]:
+        if "*" in path:
+            return cast(Mapping[str, Mapping[str, Any]], files.glob(path, detail=True))
+        info = files.info(path)
+        if info["type"] != "directory":
+            return {path: info}
+        below = files.find(path, detail=True)
+        return {name: info for name, info in below.items() if suffix_of(name) in suffixes}
+
+    found = [
+        (name if is_url(name) else files.unstrip_protocol(name), info)
+        for name, info in sorted(patiently(url, look).items())
+        if info["type"] == "file"
+    ]
+    if unknown := next((name for name, info in found if info.get("size") is None), None):
+        raise UnusableText(f"{unknown}: its server doesn't say how large it is, so a part of it could be taken for all")
+    return [File(name, int(info["size"]), _state(info)) for name, info in found]
+
+
+def _state(info: Mapping[str, Any]) -> str:
+    """What tells a file's content from a later one; its date counts where nothing better is known."""
+    known = [f"{key}={info[key]}" for key in VERSIONS if info.get(key)]
+    return " ".join(known or [f"{key}={info[key]}" for key in DATES if info.get(key)])
+
+
+def _attempts() -> int:
+    text = os.environ.get("FSDP2_REMOTE_ATTEMPTS") or "6"
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise UnusableText(f"the environment variable FSDP2_REMOTE_ATTEMPTS={text} must be a number above 0")
+    return int(text)
+
+
+def pause(url: str, error: Exception, attempt: int) -> None:
+    """Wait before the next attempt. Raises Unreachable after the last, and where no other would change the answer."""
+    status = getattr(error, "status", 0)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in ASK_AGAIN
+    final = refused or type(error).__name__ in FINAL
+    if not final and attempt < _attempts():
+        time.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        return
+    times = "failed" if final else f"failed {attempt} times, last"
+    reason = " ".join(str(error).split())[:160]
+    raise Unreachable(f"{url}: reading {times} with {type(error).__name__}: {reason}") from error
+
+
+def patiently(url: str, operation: Callable[[], T]) -> T:
+    """Ask a server until it answers. Raises Unreachable if it doesn't."""
+    attempt = 0
+    while True:
+        try:
+            return operation()
+        except UnusableText:
+            raise
+        except Exception as error:  # each client raises errors of its own
+            attempt += 1
+            pause(url, error, attempt)

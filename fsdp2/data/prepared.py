@@ -1,0 +1,158 @@
+"""Documents as tokens, on a disk: made once, and mapped into memory, so that 10^9 tokens take no time to open.
+
+train.bin test.bin            the tokens of all documents, one after the other, uint8, uint16 or uint32
+train-ends.bin …              int64: where each document ends
+train-learn.bin …             of conversations, uint8: 1 where a token is to be predicted
+train-targets.bin …           of conversations, int64: how many are, up to the end of each
+meta.json                     written last: counts, dtype, what it was made of and with, and sizes of the files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+
+from fsdp2.data.places import File
+from fsdp2.data.reading import Row
+from fsdp2.data.tokenizer import UnusableText, identity_of
+from fsdp2.data.windows import Conversations, Documents
+
+FORMAT = 2
+META = "meta.json"
+SPLITS = ("train", "test")
+EMPTY = numpy.empty(0, dtype=numpy.uint8)
+
+
+class Encoder(Protocol):
+    """What makes tokens of documents.
+
+    Attributes:
+        kind: `text`, or `chat`, which says of each token whether it is to be predicted.
+        size: one more than its largest token.
+        identity: says which one it is; two that differ have two.
+        field: of a line or row, the one that holds the text; None = all of it.
+        suffixes: of the files that it reads.
+        names: how each token is shown.
+    """
+
+    kind: str
+    size: int
+    identity: str
+    field: str | None
+    suffixes: tuple[str, ...]
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
+        """The tokens of each row, (tokens,), none for one that is empty; and of `chat` a mask of them, uint8."""
+        ...
+
+
+def dtype_of(encoder: Encoder) -> Any:
+    """The smallest that holds each of its tokens."""
+    kinds = (numpy.uint8, numpy.uint16, numpy.uint32)
+    return next(kind for kind in kinds if encoder.size <= numpy.iinfo(kind).max + 1)
+
+
+def source_of(files: Sequence[File], encoder: Encoder) -> str:
+    """Says which files in which state are made into tokens, and how."""
+    return identity_of(repr((FORMAT, list(files), encoder.kind, encoder.identity, encoder.field)).encode())
+
+
+def is_prepared(place: str | Path) -> bool:
+    return (Path(place) / META).is_file()
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Raises UnusableText if a folder isn't as `prepare` left it."""
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+        other = meta.get("format") != FORMAT
+        wrong = [name for name, size in meta["files"].items() if (folder / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
+    if other or wrong:
+        why = "is of another version" if other else f"{', '.join(wrong)} has another size than it was written with"
+        raise UnusableText(f"{folder}: {why}; prepare it again")
+    return meta
+
+
+def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> None:
+    """Raises UnusableText, naming what differs, if a folder was made with other settings."""
+    if meta["kind"] != encoder.kind:
+        raise UnusableText(f"{folder}: was prepared as {meta['kind']}; give it as {meta['kind']}:{folder}")
+    if meta["tokenizer"] != encoder.identity:
+        raise UnusableText(f"{folder}: was made with another tokenizer; give that with --tokenizer")
+    if meta["field"] != encoder.field:
+        raise UnusableText(f"{folder}: was made of the field {meta['field']}; add --text-field {meta['field']}")
+
+
+def open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool) -> list[Documents | Conversations]:
+    """Train and test split, mapped. Raises UnusableText.
+
+    Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
+    """
+
+    try:
+        return _open_splits(folder, meta, seq_len, apart=apart)
+    except UnusableText:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
+
+
+def _open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool) -> list[Documents | Conversations]:
+    if meta["dtype"] not in ("uint8", "uint16", "uint32"):
+        raise ValueError(f"its tokens are {meta['dtype']}")
+
+    def column(split: str, name: str, dtype: str) -> numpy.ndarray:
+        file = folder / f"{split}{name}.bin"  # an empty one can't be mapped
+        return numpy.memmap(file, mode="r", dtype=dtype) if file.stat().st_size else EMPTY.astype(dtype)
+
+    def documents(split: str, low: int, high: int, ends: numpy.ndarray) -> Documents:
+        tokens = column(split, "", meta["dtype"])[low:high]
+        if high - low < meta["tokens"][split]:
+            ends = numpy.append(ends[(ends > low) & (ends < high)], high) - low
+        return Documents(tokens, ends, seq_len, apart=apart, content=meta["content"])
+
+    def conversations(split: str, low: int, high: int, ends: numpy.ndarray) -> Conversations:
+        targets = column(split, "-targets", "int64")
+        begin, before = (int(one[low - 1]) if low else 0 for one in (ends, targets))
+        end = int(ends[high - 1]) if high else 0
+        tokens, learn = (column(split, *one)[begin:end] for one in (("", meta["dtype"]), ("-learn", "uint8")))
+        ends, targets = ends[low:high] - begin, targets[low:high] - before
+        return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"])
+
+    ends = {split: numpy.asarray(column(split, "-ends", "int64")) for split in SPLITS}
+    for split, found in ends.items():
+        count = len(column(split, "", meta["dtype"]))
+        if {count, meta["tokens"][split]} != {int(found[-1]) if len(found) else 0}:
+            raise ValueError(f"its documents don't end where its {split} split does")
+    chat = meta["kind"] == "chat"
+    if chat:
+        _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len)
+    part: Callable[[str, int, int, numpy.ndarray], Documents | Conversations] = conversations if chat else documents
+    counts = meta["documents" if chat else "tokens"]
+    if all(counts.values()):
+        return [part(split, 0, counts[split], ends[split]) for split in SPLITS]
+    (split,) = (split for split in SPLITS if counts[split])
+    count = counts[split]
+    if chat and count < 2:
+        raise UnusableText(f"{folder}: holds one conversation; give at least two, as one is for evaluation")
+    cut = count - max(count // 10, int(chat))
+    return [part(split, 0, cut, ends[split]), part(split, cut, count, ends[split])]
+
+
+def _require_short(lengths: Sequence[numpy.ndarray], seq_len: int) -> None:
+    """Raises UnusableText if there is a conversation that fits into no sequence."""
+    found = numpy.concatenate(lengths)
+    if long := int((found > seq_len).sum()):
+        raise UnusableText(
+            f"{long} of {len(found)} conversations are longer than --seq-len {seq_len}, and none is cut; raise it, to "
+            f"{found.max()} for the longest, or leave them out of the file"
+        )

@@ -1,0 +1,172 @@
+"""The documents of files, from any place in them on.
+
+A file at a URL is read block by block from its beginning to its end: no more of it than a few blocks and documents is
+in memory, and nothing of it on a disk. Where a connection fails, it is opened again where the last document ended.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from fsdp2.data.places import BLOCK, File, is_url, pause
+from fsdp2.data.tokenizer import UnusableText
+
+PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
+LONGEST_LINE = 256 << 20
+
+Place = tuple[int, int]
+"""In a file: bytes (rows of .parquet) before it, and lines before it."""
+
+
+class _Ended(OSError):
+    """A stream that ended before its file does."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, or a piece of one that is large.
+
+    Attributes:
+        content: its text; of conversations, all that a line holds.
+        where: the file and the line, for a message.
+        after: the place behind it.
+        share: of the file that ends there, 0–1.
+        size: its bytes.
+        begins, ends: whether a document does.
+    """
+
+    content: Any
+    where: str
+    after: Place
+    share: float
+    size: int
+    begins: bool = True
+    ends: bool = True
+
+
+def rows_of(file: File, field: str | None, start: Place = (0, 0)) -> Iterator[Row]:
+    """The documents of a file from a place on: a line of .jsonl, a row of .parquet, or all of it, in pieces.
+
+    Args:
+        field: of a line or row, the one that holds the text; None = the line as it is.
+
+    Raises UnusableText; Unreachable if a server fails, however often it is asked.
+    """
+    read = {".jsonl": _lines, ".parquet": _table}.get(file.suffix, _pieces)
+    attempt = 0
+    while True:
+        try:
+            for row in read(file, field, start):
+                start, attempt = row.after, 0
+                yield row
+            file.require_unchanged()
+            return
+        except UnusableText:
+            raise
+        except (ValueError, RecursionError) as error:  # of UTF-8, JSON and Arrow
+            raise UnusableText(f"{file.name}: can't be read as text ({' '.join(str(error).split())[:120]})") from None
+        except Exception as error:  # each client raises errors of its own
+            if not is_url(file.name):
+                raise UnusableText(f"{file.name}: can't be read ({' '.join(str(error).split())[:120]})") from None
+            attempt += 1
+            pause(file.name, error, attempt)
+
+
+def _begin_at(stream: BinaryIO, place: int) -> None:
+    if stream.seekable():
+        stream.seek(place)
+        return
+    while place > 0:  # a server that gives no ranges
+        skipped = len(stream.read(min(place, BLOCK)))
+        if not skipped:
+            raise _Ended("it ended before the place where reading went on")
+        place -= skipped
+
+
+def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
+    at, number = start
+    with file.open() as stream:
+        _begin_at(stream, at)
+        while at < file.size:
+            line = stream.readline(LONGEST_LINE + 1)[: file.size - at]
+            where = f"{file.name}, line {number + 1}"
+            if len(line) > LONGEST_LINE:
+                raise UnusableText(f"{where}: is longer than {LONGEST_LINE >> 20} MiB")
+            if not line or (not line.endswith(b"\n") and at + len(line) < file.size):
+                raise _Ended(f"ended after {at + len(line)} of {file.size} bytes")
+            at, number = at + len(line), number + 1
+            if line.strip():
+                content = json.loads(line.decode())
+                text = content if field is None else _text_in(content, field, where)
+                yield Row(text, where, (at, number), at / file.size, len(line))
+
+
+def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UnusableText("pyarrow isn't installed; pip install 'fsdp2-reference[parquet]'") from None
+    assert field is not None, "conversations are lines"
+    with file.open() as stream, parquet.ParquetFile(stream) as table:
+        if field not in table.schema_arrow.names:
+            has = ", ".join(table.schema_arrow.names[:5])
+            raise UnusableText(f"{file.name}: has no column {field}; it has {has}; see --text-field")
+        number, count = 0, table.metadata.num_rows
+        for group in range(table.num_row_groups):
+            if number + table.metadata.row_group(group).num_rows <= start[0]:
+                number += table.metadata.row_group(group).num_rows
+                continue
+            for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    if number > start[0]:
+                        where = f"{file.name}, row {number}"
+                        text = _text_in({field: value}, field, where)
+                        yield Row(text, where, (number, number), number / count, len(text))
+
+
+def _pieces(file: File, field: str | None, start: Place) -> Iterator[Row]:
+    """A file that is one document: pieces of `PIECE` bytes and the rest of a line. Where they end follows from where
+    they begin, so that they are the same wherever reading begins again."""
+    at, kept = start[0], b""
+    with file.open() as stream:
+        _begin_at(stream, at)
+        while at < file.size:
+            wanted = min(PIECE, file.size - at)
+            piece = kept + _exactly(stream, wanted - len(kept), file)
+            if at + len(piece) < file.size:
+                piece += stream.readline(PIECE)[: file.size - at - len(piece)]
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            ends = at + len(piece) == file.size
+            text = decoder.decode(piece, final=ends)
+            kept = decoder.getstate()[0]  # the first bytes of a character, where a line is longer than two pieces
+            if text.endswith("\r") and not ends:
+                text, kept = text[:-1], b"\r" + kept
+            begins, size = at == 0, len(piece) - len(kept)
+            at += size
+            # As Python reads text.
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+            yield Row(text, file.name, (at, int(ends)), at / file.size, size, begins, ends)
+
+
+def _exactly(stream: BinaryIO, count: int, file: File) -> bytes:
+    found = stream.read(count)
+    if len(found) < count:
+        raise _Ended(f"{file.name} ended {count - len(found)} bytes early")
+    return found
+
+
+def _text_in(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        has = f"; it has {', '.join(list(map(str, row))[:5])}" if isinstance(row, dict) else ""
+        raise UnusableText(f"{where}: has no text in its field {field}{has}; see --text-field")
+    text: str = row[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableText(f"{where}: has half of a character in its field {field}, which no text has") from None
+    return text

@@ -1,0 +1,137 @@
+"""A row of tokens as samples: documents cut into windows, or whole conversations packed into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from fsdp2.data.splits import IGNORED, Rows
+
+Item = tuple[Any, Tensor]
+
+
+def _only(inputs: Any, targets: Tensor) -> Item:
+    """The sample of a batch of one."""
+    if isinstance(inputs, dict):
+        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+    return inputs[0], targets[0]
+
+
+class Documents(TorchDataset[Item]):
+    """A row of tokens cut into windows of `seq_len`, in which documents are kept apart.
+
+    Args:
+        tokens: (T,), an integer dtype. Windows don't overlap; what is left over at the end is not used.
+        ends: (documents,) int64, where each document ends.
+        apart: whether documents in a window see nothing of each other; else a window is one text.
+        content: another one for other tokens.
+
+    A list of indices gives a batch, (N, seq_len) each: `input_ids`, `position_ids` that begin at 0 in each document and
+    window, and `document_ids`; and the next tokens as targets, `IGNORED` where that is another document's. With
+    `apart=False` the inputs are the tokens alone.
+    """
+
+    def __init__(
+        self, tokens: numpy.ndarray, ends: numpy.ndarray, seq_len: int, *, apart: bool, content: str | None = None
+    ) -> None:
+        self.tokens, self.ends, self.seq_len, self.apart, self.content = tokens, ends, seq_len, apart, content
+        self.targets_per_sample = seq_len
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def target_count(self, rows: Rows) -> int:
+        """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
+        starts = numpy.asarray(rows, dtype=numpy.int64) * self.seq_len
+        if not self.apart:
+            return len(starts) * self.seq_len
+        last, first = (self.ends.searchsorted(at, side="right") for at in (starts + self.seq_len, starts))
+        return int(len(starts) * self.seq_len - (last - first).sum())
+
+    def __getitem__(self, index: int) -> Item:
+        return _only(*self.__getitems__([index]))
+
+    def __getitems__(self, indices: Rows) -> Item:
+        starts = numpy.asarray(indices, dtype=numpy.int64)[:, None] * self.seq_len
+        places = starts + numpy.arange(self.seq_len + 1)
+        tokens = torch.from_numpy(self.tokens[places].astype(numpy.int64))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if not self.apart:
+            return inputs, targets
+        documents = self.ends.searchsorted(places, side="right")
+        begins = numpy.where(documents > 0, self.ends[documents - 1], 0)
+        positions = places - numpy.maximum(begins, starts)
+        numbers = torch.from_numpy(documents - documents[:, :1])
+        targets = targets.masked_fill(numbers[:, 1:] != numbers[:, :-1], IGNORED)
+        named = {"input_ids": inputs, "position_ids": torch.from_numpy(positions)[:, :-1]}
+        return {**named, "document_ids": numbers[:, :-1]}, targets
+
+
+class Conversations(TorchDataset[Item]):
+    """Conversations packed into windows of `seq_len`, each whole, in their order; the rest of a window is empty.
+
+    Args:
+        tokens: (T,), an integer dtype.
+        learn: (T,), not 0 where a token is to be predicted.
+        ends: (conversations,) int64, where each ends. None is longer than `seq_len`.
+        targets: (conversations,) int64, how many tokens up to there are to be predicted; the first of a conversation
+            never is.
+        apart: whether conversations in a window see nothing of each other.
+        content: another one for other tokens.
+
+    A list of indices gives a batch as `Documents` does, with the targets `IGNORED` where `learn` is 0. The empty rest
+    of a window has tokens 0 and a document of its own.
+    """
+
+    def __init__(
+        self,
+        tokens: numpy.ndarray,
+        learn: numpy.ndarray,
+        ends: numpy.ndarray,
+        targets: numpy.ndarray,
+        seq_len: int,
+        *,
+        apart: bool,
+        content: str | None = None,
+    ) -> None:
+        self.tokens, self.learn, self.seq_len, self.apart, self.content = tokens, learn, seq_len, apart, content
+        self.ends, self.targets = (numpy.concatenate([[0], one]) for one in (ends, targets))
+        self.targets_per_sample = seq_len
+        first, count = [0], len(ends)
+        while first[-1] < count:
+            after = int(self.ends.searchsorted(self.ends[first[-1]] + seq_len, side="right")) - 1
+            assert after > first[-1], "a conversation is longer than the window"
+            first.append(after)
+        self.first = numpy.array(first)  # conversation of each window, and how many there are
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def target_count(self, rows: Rows) -> int:
+        """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
+        numbers = numpy.asarray(rows, dtype=numpy.int64)
+        return int((self.targets[self.first[numbers + 1]] - self.targets[self.first[numbers]]).sum())
+
+    def __getitem__(self, index: int) -> Item:
+        return _only(*self.__getitems__([index]))
+
+    def __getitems__(self, indices: Rows) -> Item:
+        rows = numpy.asarray(indices, dtype=numpy.int64)
+        first, after = self.first[rows], self.first[rows + 1]
+        places = self.ends[first][:, None] + numpy.arange(self.seq_len + 1)
+        filled = places < self.ends[after][:, None]
+        documents = numpy.where(filled, self.ends.searchsorted(places, side="right") - 1, after[:, None])
+        safe = numpy.where(filled, places, 0)
+        tokens = torch.from_numpy(numpy.where(filled, self.tokens[safe], 0).astype(numpy.int64))
+        numbers = torch.from_numpy(documents - first[:, None])
+        learned = torch.from_numpy(filled & (self.learn[safe] != 0))
+        learned[:, 1:] &= numbers[:, 1:] == numbers[:, :-1]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~learned[:, 1:], IGNORED)
+        if not self.apart:
+            return inputs, targets
+        positions = torch.from_numpy(places - self.ends[documents])[:, :-1]
+        return {"input_ids": inputs, "position_ids": positions, "document_ids": numbers[:, :-1]}, targets

@@ -1,0 +1,276 @@
+"""Conversations: the model's own template, loss on answers alone, packed whole and kept apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp2.config import parse
+from fsdp2.data import text
+from fsdp2.data.chat import Chat, _by_template
+from fsdp2.data.reading import Row
+from fsdp2.data.splits import IGNORED
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.windows import Conversations
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import check_data
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
+
+ANSWER = "{{ message.content }}<|end|>\n"
+MARKED = "{% generation %}" + ANSWER + "{% endgeneration %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.role == 'assistant' %}ANSWER{% else %}{{ message.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+PLAIN, GENERATION = TEMPLATE.replace("ANSWER", ANSWER), TEMPLATE.replace("ANSWER", MARKED)
+
+
+def make_tokenizer(folder: Path, template: str | None) -> Path:
+    """A folder with a byte-level tokenizer, whose offsets leave out spaces as Llama's do, and a template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(map(chr, range(245, 256))))  # bytes of no text
+    merges = [("Ġ", "h"), ("b", "c")]
+    names = [*letters, *map("".join, merges)]
+    made = tokenizers.Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>", "<|system|>", "<s>"])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "bos_token": "<s>", **({} if template is None else {"chat_template": template})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def talk(*contents: str) -> dict[str, Any]:
+    """A conversation in which a user and an assistant take turns."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(contents)]}
+
+
+def encoded(chat: Chat, *lines: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    rows = [Row(line, f"file, line {number}", (0, 0), 0.0, 0) for number, line in enumerate(lines, 1)]
+    return [(tokens.tolist(), learn.tolist()) for tokens, learn in chat.encode(rows)]
+
+
+def learned(chat: Chat, line: dict[str, Any]) -> str:
+    """What of a conversation is to be predicted."""
+    ((tokens, learn),) = encoded(chat, line)
+    return chat._text.decode([token for token, mark in zip(tokens, learn, strict=True) if mark])
+
+
+TALKS = [
+    talk("hello", "hi"),
+    talk("a bc", "an answer\n", "and then?", " then é😀"),
+    {"messages": [{"role": "system", "content": "be"}, *talk("kind", "\n\nyes ")["messages"]]},
+]
+
+
+def test_answers_are_learned_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    by_prefixes = Chat(str(make_tokenizer(tmp_path / "plain", PLAIN)))
+    by_marks = Chat(str(make_tokenizer(tmp_path / "marked", GENERATION)))
+    for chat in (by_prefixes, by_marks):
+        assert [learned(chat, one) for one in TALKS] == [
+            "hi<|end|>\n",
+            "an answer\n<|end|>\n then é😀<|end|>\n",
+            "\n\nyes <|end|>\n",
+        ]
+    assert encoded(by_prefixes, *TALKS) == encoded(by_marks, *TALKS)
+    # The tokens are those that transformers gives to whoever asks the model afterwards.
+    for (tokens, _), one in zip(encoded(by_marks, *TALKS), TALKS, strict=True):
+        assert by_marks._tokenizer().apply_chat_template(one["messages"], return_dict=False) == tokens
+
+
+def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: Path) -> None:
+    """`_by_template` calls what isn't promised."""
+    pytest.importorskip("transformers")
+    tokenizer = Chat(str(make_tokenizer(tmp_path / "marked", GENERATION)))._tokenizer()
+    shown, spans = _by_template(tokenizer, GENERATION, talk("a", "b", "c", "d")["messages"], None)
+    assert shown == tokenizer.apply_chat_template(talk("a", "b", "c", "d")["messages"], tokenize=False)
+    assert [shown[begin:end] for begin, end in spans] == ["b<|end|>\n", "d<|end|>\n"]
+
+
+def test_a_template_that_names_the_date_gives_the_same_tokens_tomorrow(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    dated = "{{ strftime_now('%d %b %Y') }}\n" + PLAIN
+    chat = Chat(str(make_tokenizer(tmp_path / "dated", dated)))
+    ((tokens, _),) = encoded(chat, TALKS[0])
+    assert chat._text.decode(tokens) == "26 Jul 2024\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
+
+
+FORGETS = (
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{{ message.content if loop.last else message.content | upper }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NO_BORDER = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "part"),
+    [
+        (FORGETS, talk("a", "b"), "message 2, or those before it, in another way"),
+        (
+            NO_BORDER,
+            talk("a", "hello"),
+            r"one token is of an answer and of what stands beside it.*ssistant: hello",
+        ),
+        (PLAIN, talk("a"), "has no answer of an assistant to learn"),
+        (PLAIN, {"messages": [{"role": "assistant", "content": "a"}]}, "begins with an answer"),
+        (PLAIN, {"text": "a"}, 'line 1: has no "messages".*it has text'),
+        (PLAIN, {"messages": []}, 'has no "messages"'),
+        (PLAIN, {"messages": [{"content": "a"}]}, "its message 1 has no role"),
+        ("{{ raise_exception('no such role') }}", talk("a", "b"), r"refuses it \(TemplateError: no such role"),
+        ("{% for", talk("a", "b"), r"refuses it \(TemplateSyntaxError"),
+    ],
+)
+def test_what_cannot_be_learned_soundly_is_refused(
+    tmp_path: Path, template: str, line: dict[str, Any], part: str
+) -> None:
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path / "tokenizer", template)))
+    with pytest.raises(UnusableText, match=part) as refused:
+        encoded(chat, line)
+    assert "\n" not in str(refused.value)
+
+
+def test_windows_hold_whole_conversations() -> None:
+    tokens = numpy.arange(10, 21, dtype=numpy.uint8)
+    learn = numpy.array([1, 0, 1, 0, 1, 1, 0, 0, 1, 0, 1], dtype=numpy.uint8)
+    ends, targets = numpy.array([3, 6, 9, 11]), numpy.array([1, 3, 4, 5])
+    split = Conversations(tokens, learn, ends, targets, 4, apart=True)
+    inputs, found = split.__getitems__([0, 1, 2, 3])
+    assert inputs["input_ids"].tolist() == [[10, 11, 12, 0], [13, 14, 15, 0], [16, 17, 18, 0], [19, 20, 0, 0]]
+    assert inputs["document_ids"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 0, 1]]
+    no = IGNORED
+    assert found.tolist() == [[no, 12, no, no], [14, 15, no, no], [no, 18, no, no], [20, no, no, no]]
+    two = Conversations(tokens, learn, ends, targets, 6, apart=True)
+    inputs, found = two.__getitems__([1, 0])
+    assert inputs["input_ids"].tolist() == [[16, 17, 18, 19, 20, 0], [10, 11, 12, 13, 14, 15]]
+    assert inputs["document_ids"].tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 1]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 1, 2]]
+    assert found.tolist() == [[no, 18, no, 20, no, no], [no, 12, no, 14, 15, no]]
+    for one in (split, two):
+        for rows in ([0], [1], [1, 0]):
+            assert one.target_count(rows) == int((one.__getitems__(rows)[1] != no).sum())
+    together, other = Conversations(tokens, learn, ends, targets, 6, apart=False).__getitems__([1, 0])
+    assert torch.equal(together, inputs["input_ids"])
+    assert torch.equal(other, found)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Conversations of unequal lengths, and a tokenizer beside them."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tokenizer(tmp_path / "tokenizer", PLAIN)
+    file = tmp_path / "some.jsonl"
+    words = ["ab", "what is it", "go", "yes", "no, never", "it is so"]
+    talks = [talk(*(words[(i * j + j) % 6] * (1 + i % 2) for j in range(1, 3 + 2 * (i % 2)))) for i in range(90)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in talks))
+    return file
+
+
+LLAMA = [
+    *("--model=llama", "--seq-len=96", "--max-steps=4", "--threads=1", "--device=cpu"),
+    *("--test-batch-size=64", "--seed=3"),
+]
+
+
+def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    flags = [*LLAMA, f"--dataset=chat:{corpus}", f"--tokenizer={Path(corpus).parent}/tokenizer"]
+    flags += [f"--batch-size={batch}", "--checkpoint-every=2"]
+    whole = main_in_ranks([*flags, f"--run-dir={folder}/whole"])
+    resumed = [f"--resume={folder}/whole/checkpoints/step-00000002", f"--run-dir={folder}/rest"]
+    return losses(whole), losses(main_in_ranks([*flags, *resumed])), of_kind(whole, "eval")[0]
+
+
+def _by_hand(corpus: str) -> list[float]:
+    """The same training in one process by a plain loop, a conversation at a time: none sees another."""
+    from fsdp2.data.sampler import epoch_order
+    from fsdp2.models.initial import reset_parameters
+
+    config = parse(LLAMA)
+    model = config.spec.build("debug")
+    reset_parameters(model, config.spec.initial_values, config.seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+    split = _splits(corpus, 96)[0]
+    order, found = epoch_order(len(split), config.seed, 0), []
+    for step in range(4):
+        total, count = torch.zeros(()), 0
+        for window in order[6 * step : 6 * step + 6].tolist():
+            for number in range(split.first[window], split.first[window + 1]):
+                place = slice(split.ends[number], split.ends[number + 1])
+                tokens = torch.from_numpy(split.tokens[place].astype(numpy.int64))
+                learn = torch.from_numpy(split.learn[place] != 0)[1:]
+                logits = model(tokens[None, :-1])[0]
+                total = total + F.cross_entropy(logits[learn], tokens[1:][learn], reduction="sum")
+                count += int(learn.sum())
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total / count).item())
+    return found
+
+
+def _splits(corpus: str, seq_len: int) -> list[Any]:
+    chat = Chat(str(Path(corpus).parent / "tokenizer"))
+    dataset = text.load(corpus, seq_len, 256, chat, apart=True)
+    return [dataset.train, dataset.test]
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_answers(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    train, test = _splits(str(corpus), 96)
+    assert len({train.target_count([row]) for row in range(len(train))}) > 3  # ranks with unequal numbers of targets
+    wanted = _by_hand(str(corpus))
+    whole, rest, evaluation = ranks.run(_runs_of, str(corpus), str(tmp_path), 3)[0]
+    assert rest == whole[2:]
+    # Sums are rounded in another order than in one process, and without empty places.
+    assert whole == pytest.approx(wanted, rel=1e-5)
+    assert evaluation["count"] == test.target_count(range(len(test)))
+
+
+def test_a_conversation_is_never_cut(corpus: Path) -> None:
+    with pytest.raises(UnusableText, match=r"of 90 conversations are longer than --seq-len 40.*raise it, to 61"):
+        _splits(str(corpus), 40)
+    train, test = _splits(str(corpus), 61)
+    assert len(train.ends) + len(test.ends) == 92  # with the beginnings
+    corpus.write_text(json.dumps(talk("a", "b")) + "\n")
+    with pytest.raises(UnusableText, match="holds one conversation; give at least two"):
+        _splits(str(corpus), 61)
+    corpus.write_text((json.dumps(talk("a", "b")) + "\n") * 5)  # all of one split
+    assert [len(split.ends) - 1 for split in _splits(str(corpus), 61)] == [4, 1]
+    assert [int(split.targets[-1]) for split in _splits(str(corpus), 61)] == [12, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--dataset=chat:{folder}/nothing* --tokenizer={folder}/tokenizer", "there is no file of text"),
+        ("--dataset=chat:{folder}/other.txt --tokenizer={folder}/tokenizer", r"is of no kind that is read: \.jsonl"),
+        ("--dataset=chat:{corpus}", "bytes: has no tokenizer.json and chat template"),
+        ("--dataset=chat:{corpus} --tokenizer={folder}/bare", "its tokenizer has no chat template"),
+        ("--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body", "it is of text:PATH; drop it"),
+        ("--dataset=chat:", "names no file; give chat:PATH"),
+        ("--dataset=chat:{corpus} --model=vit", "the model takes image data"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str, part: str) -> None:
+    (corpus.parent / "other.txt").write_text("a")
+    make_tokenizer(corpus.parent / "bare", None)
+    with pytest.raises(ConfigError, match=part):
+        check_data(parse(["--model=llama", *flags.format(folder=corpus.parent, corpus=corpus).split()]))

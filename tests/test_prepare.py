@@ -1,0 +1,199 @@
+"""`python -m fsdp2.data prepare`: killed at any moment it goes on, and leaves the bytes of one that wasn't killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from fsdp2.config import parse
+from fsdp2.data import __main__ as command
+from fsdp2.data import preparing, reading, text
+from fsdp2.data.alone import alone
+from fsdp2.data.places import find
+from fsdp2.data.prepared import read_meta
+from fsdp2.data.preparing import prepare
+from fsdp2.data.text import Text
+from fsdp2.data.tokenizer import Bytes, UnusableText
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import check_data
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of each kind of file; with blocks and pieces so small that there are many of each."""
+    monkeypatch.setattr(preparing, "AT_A_TIME", 3)
+    monkeypatch.setattr(reading, "PIECE", 64)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    words = ["".join(chr(97 + (number * 7 + place) % 26) for place in range(3 + number % 11)) for number in range(60)]
+    (folder / "a.txt").write_text("\n".join(words * 2), newline="")
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": word * 3}) + "\n\n" for word in words[:30]))
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"text": words[30:]}), folder / "c.parquet", row_group_size=8)
+    (folder / "d.txt").write_bytes("é\r\n".encode() * 20 + "😀".encode() * 50 + b"\r" * 70)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def in_a_process_that_dies(function: Callable[[], Any], after: int) -> int:
+    """Run a function in a process that kills itself before the `after`-th thing that it does to a file; its status."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    left = after
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    try:
+        for name in ("fsync", "replace", "rename", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        preparing._Output.add = counted(preparing._Output.add)  # type: ignore[method-assign]
+        function()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def test_a_process_killed_at_any_moment_is_gone_on_with(corpus: Path, tmp_path: Path) -> None:
+    files, encoder = find(str(corpus)), Text(Bytes())
+    prepare(files, tmp_path / "whole", encoder)
+    wanted = contents(tmp_path / "whole")
+    assert read_meta(tmp_path / "whole")["documents"] == {"train": 57, "test": 5}
+    deaths = 0
+    for after in (19, 32, 57, 110):
+        out = tmp_path / f"killed-{after}"
+        for _ in range(200):
+            status = in_a_process_that_dies(partial(prepare, files, out, encoder, save_seconds=0), after)
+            if status == 0:
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            deaths += 1
+            assert not out.exists()  # as a whole, or not at all
+            with open(tmp_path / f"{out.name}.unfinished" / "train.bin", "ab") as torn:
+                torn.write(b"torn")  # what of it the system had written out already
+        assert contents(out) == wanted
+        assert not out.with_name(f"{out.name}.unfinished").exists()
+    assert deaths > 20
+
+
+def test_pieces_of_a_file_are_the_file(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a piece, and wherever reading begins again."""
+    for name in ("a.txt", "d.txt"):
+        (file,) = find(str(corpus / name))
+        wanted = (corpus / name).read_text()
+        for size in (8, 9, 10, 11, 64, 10_000):
+            monkeypatch.setattr(reading, "PIECE", size)
+            rows = list(reading.rows_of(file, "text"))
+            assert "".join(row.content for row in rows) == wanted
+            assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
+            assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
+            for number in range(0, len(rows), 5):
+                assert list(reading.rows_of(file, "text", rows[number].after)) == rows[number + 1 :]
+
+
+def test_another_process_is_waited_for(corpus: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "out", threading.Event()
+    found: list[dict[str, Any]] = []
+
+    def second() -> None:
+        found.append(prepare(find(str(corpus)), out, Text(Bytes()), say=lambda text: said.set()))
+
+    with alone(tmp_path / "out.unfinished", lambda: None):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert said.wait(10)
+        assert not found
+    thread.join(10)
+    assert found == [read_meta(out)]
+
+
+def test_it_says_how_far_it_is(corpus: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare(find(str(corpus)), tmp_path / "out", Text(Bytes()), say=said.append, say_seconds=0)
+    form = r"([\d.]+)% of \d\.\d kB, ([\d,]+) tokens, [\d,]+ tokens/s, (\d+ min )?\d+ s left"
+    shares = [float(match[1]) for line in said if (match := re.fullmatch(form, line))]
+    assert len(shares) == len(said) > 20
+    assert shares == sorted(shares)
+    assert (shares[0] < 20, shares[-1]) == (True, 100)
+
+
+def test_the_command_and_the_run_that_takes_what_it_made(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    line = ["prepare", f"{corpus}/a.txt", f"{corpus}/*.jsonl", "--tokenizer=bytes", f"--out={out}"]
+    assert command.cli(line) == 0
+    assert f"--dataset text:{out} --tokenizer bytes" in capsys.readouterr().out
+    before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert command.cli(line) == 0  # it is there, and stays as it is
+    assert before == {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    of_files = text.load(f"{corpus}/a.txt,{corpus}/b.jsonl", 8, 256, Text(Bytes()), apart=True).train
+    of_folder = text.load(str(out), 8, 256, Text(Bytes()), apart=True).train
+    assert numpy.array_equal(of_files.tokens, of_folder.tokens)  # type: ignore[attr-defined]
+    for more, part in (
+        (f"prepare {corpus}/a.txt --tokenizer=bytes --out={out}", "was made of other files, or with other settings"),
+        (f"prepare {corpus}/a.txt --tokenizer={corpus} --out={out}", "has no tokenizer.json"),
+        (f"prepare {corpus}/none* --tokenizer=bytes --out={out}", "there is no file of text"),
+        (f"prepare {corpus} --out={out}", "the following arguments are required: --tokenizer"),
+        (f"prepare {corpus}/a.txt --tokenizer=bytes --out={corpus}", "can't be written (Directory not empty)"),
+        (f"prepare {corpus} --tokenizer=bytes --out={out} --chat", "has no tokenizer.json and chat template"),
+    ):
+        assert command.cli(more.split()) == 2
+        error = capsys.readouterr().err
+        assert part in error
+        assert error.count("\n") == 1
+
+
+def test_a_run_with_other_settings_is_refused(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    file = tmp_path / "body.jsonl"
+    file.write_text('{"body": "abcdefghij"}\n' * 20)
+    prepare(find(str(file)), out, Text(Bytes(), "body"))
+    run = ["--model=llama", f"--dataset=text:{out}", "--seq-len=8", "--text-field=body"]
+    check_data(parse(run))
+    with pytest.raises(ConfigError, match="was made of the field body; add --text-field body"):
+        check_data(parse(run[:-1]))
+    meta = json.loads((out / "meta.json").read_text())
+    for change, part in (
+        ({"tokenizer": "other"}, "was made with another tokenizer; give that with --tokenizer"),
+        ({"kind": "chat"}, f"was prepared as chat; give it as chat:{out}"),
+        ({"format": 1}, "is of another version; prepare it again"),
+    ):
+        (out / "meta.json").write_text(json.dumps({**meta, **change}))
+        with pytest.raises(ConfigError, match=part):
+            check_data(parse(run))
+
+
+def test_what_another_began_is_neither_taken_nor_lost(corpus: Path, tmp_path: Path) -> None:
+    files, out = find(str(corpus)), tmp_path / "out"
+    assert in_a_process_that_dies(lambda: prepare(files, out, Text(Bytes()), save_seconds=0), 60) == signal.SIGKILL
+    left = contents(tmp_path / "out.unfinished")
+    with pytest.raises(UnusableText, match=r"out\.unfinished: was begun with other files or settings; go on"):
+        prepare(files[:1], out, Text(Bytes()))
+    assert contents(tmp_path / "out.unfinished") == left
+    (corpus / "b.jsonl").write_text("{")  # a file that can't be used
+    with pytest.raises(UnusableText, match="has changed while it was read"):
+        prepare(files, out, Text(Bytes()))
+    assert not (tmp_path / "out.unfinished").exists()
