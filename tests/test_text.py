@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from fsdp2.config import parse
 from fsdp2.data import text
+from fsdp2.data.places import find
+from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
@@ -231,7 +233,7 @@ def test_what_is_no_file_in_a_folder_of_text_hangs_nothing(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UnusableText, match="there is no file of text"):
-        text.find(str(tmp_path))
+        find(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_settings_of_a_tokenizer_that_make_no_sense(tmp_path: Path, content: str
 
 def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "prepared"
-    text.prepare(text.find(str(corpus)), folder, Text(Bytes()))
+    prepare(find(str(corpus)), folder, Text(Bytes()))
     good = json.loads((folder / "meta.json").read_text())
     text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
     for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):

@@ -94,7 +94,7 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
 
 def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
     below = path.rglob("*") if path.is_dir() else ()
-    inside = sorted(file for file in below if file.suffix in suffixes and file.is_file())
+    inside = sorted(file for file in below if file.suffix in suffixes and file.is_file())  # a pipe never ends
     named = (Path(name) for name in sorted(glob.glob(str(path), recursive=True)))
     return [_on_disk(file.absolute()) for file in inside or [file for file in named if file.is_file()]]
 

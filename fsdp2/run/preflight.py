@@ -83,14 +83,14 @@ def preflight(config: Config, world: World) -> Job:
     except ValueError as error:
         at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
         raise ConfigError(f"{at}: {error}") from None
-    for name in config.spec.methods:
-        if not callable(getattr(model, name, None)):
-            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
-            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
     if config.spec.kind == "language" and (why := too_long(config.spec, model, blocks, config.seq_len)):
         raise ConfigError(
             f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
         )
+    for name in config.spec.methods:
+        if not callable(getattr(model, name, None)):
+            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
+            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
     if config.strategy == "fsdp2":
         try:
             check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
