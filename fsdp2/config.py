@@ -269,7 +269,7 @@ class Config:
     )
     init_from: str | None = option(
         None,
-        "start from the weights of a full-model.pt; scratch = of none, also where --model has some",
+        "start from the weights of a file, a folder or a run; scratch = of none, also where --model has some",
         location,
     )
     init_partial: bool = option(False, "of --init-from, load only the weights that fit, and say which don't", switch)
