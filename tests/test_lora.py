@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp2 import infer, models
 from fsdp2.checkpoint.__main__ import main as checkpoint_command
@@ -197,6 +197,12 @@ def test_a_layer_with_transposed_weights() -> None:
     assert facts["fan_in_fan_out"] is True
     with pytest.raises(ValueError, match=r"some of the layers are nn\.Linear and some Conv1D"):
         Lora(2, 4.0, ("*",)).adapt(transformers.GPT2LMHeadModel(config), [])
+
+
+def test_averages_that_no_checkpoint_would_hold_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="--lora: the averages of its batch norms change"):
+        Lora(2, 4.0).adapt(model, [model])
 
 
 def test_adapters_start_where_pefts_do() -> None:

@@ -67,6 +67,8 @@ class Lora:
         """
         from peft import LoraConfig, inject_adapter_in_model
 
+        if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
+            raise ValueError("--lora: the averages of its batch norms change, and a checkpoint of adapters has none")
         names = self.targets_in(model, blocks)
         transposed = {_is_transposed(model.get_submodule(name)) for name in names}
         if len(transposed) > 1:
