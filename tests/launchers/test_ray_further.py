@@ -30,7 +30,7 @@ Train = Callable[..., list[tuple[str, dict[str, Any]]]]
     [
         # Every model, and every flag that could make a difference, in as few runs as hold them: each takes a minute.
         "--config=configs/all-savers.toml --model-size=tiny",  # fp16 with a scaler, offload, reshard of the root
-        "--model=transformer --dataset=random-tokens --seq-len=16 --grad-accumulation=2 --mixed-precision=bf16",
+        "--model=transformer --model-size=debug --seq-len=16 --grad-accumulation=2 --mixed-precision=bf16",
         "--model=cnn --clip-grad-norm --explicit-prefetching --dcp-api --async-checkpoint --checkpoint-every=2",
     ],
 )
