@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     if given.load:
-        print(json.dumps(load(given.load, given.through_rank_0)), flush=True)
+        line = json.dumps(load(given.load, given.through_rank_0))
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())  # at once: other ranks print too
         return
     with tempfile.TemporaryDirectory() as folder:
         state = models.get("llama").make(**SIZE).state_dict()

@@ -93,8 +93,9 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
 
 
 def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
-    below = path.rglob("*") if path.is_dir() else ()
-    inside = sorted(file for file in below if file.suffix in suffixes and file.is_file())  # a pipe never ends
+    below = (file for file in path.rglob("*") if file.suffix in suffixes) if path.is_dir() else ()
+    # A pipe would never end; a link to nothing is refused below.
+    inside = sorted(file for file in below if file.is_file() or not file.exists())
     named = (Path(name) for name in sorted(glob.glob(str(path), recursive=True)))
     return [_on_disk(file.absolute()) for file in inside or [file for file in named if file.is_file()]]
 
