@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp2 import data
+from fsdp2 import data, train
+from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
+from fsdp2.parallel.meta import shared_names
+from fsdp2.run import runtime
 
 SEED = 3
 BATCH = 4  # of each of two ranks
@@ -84,6 +89,30 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
         *("--lr=0.01", "--seq-len=16", "--test-batch-size=1000", f"--seed={SEED}"),
         *more,
     ]
+
+
+def started(line: list[str]) -> dict[str, Any]:
+    """The whole model as a run of this command line starts with it, as of `contents`. To be run by `Ranks`."""
+    config = parse(line)
+    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    return {
+        **contents(engine.model),
+        "state": dict(get_model_state_dict(engine.model, options=StateDictOptions(full_state_dict=True))),
+    }
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """State dict, buffers whether it has them or not, and the names of shared parameters, of a plain model."""
+    return {
+        "state": dict(model.state_dict()),
+        "buffers": buffers_of(model),
+        "shared": [names for names in shared_names(model) if len(names) > 1],
+    }
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """By their names in the model, whatever wraps it."""
+    return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
