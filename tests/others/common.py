@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp2 import data, train
+from fsdp2.checkpoint.state import RandomState
 from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
@@ -116,7 +117,10 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
-    """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step."""
+    """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step.
+
+    What a model draws by chance, such as dropout, it draws for a microbatch as the rank would that got it.
+    """
     tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
     kind = vars(model)["config"].model_type if spec is None else spec.kind
     task, token = tasks.get(kind, ("causal", None)) if spec is None else (spec.task, spec.special_token)
@@ -141,9 +145,15 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model.train()
     losses: list[float] = []
+    draws = [RandomState(rank, torch.device("cpu")) for rank in range(2)]
+    drawn = []
+    for rank, one in enumerate(draws):
+        runtime.seed_everything(SEED, rank)
+        drawn.append(one.state_dict())
     for microbatches in batches:
         parts = []
-        for batch in microbatches:
+        for rank, batch in enumerate(microbatches):
+            draws[rank].load_state_dict(drawn[rank])
             if kind == "image":  # resized, which is all that happens to them
                 assert spec is not None
                 logits = spec.logits(spec.call(model, batch))
@@ -153,6 +163,7 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
             part = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
             (part / batch.target_count).backward()
             parts.append(part.detach())
+            drawn[rank] = draws[rank].state_dict()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(torch.stack(parts).double().sum() / batch.target_count))
