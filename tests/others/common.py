@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp2 import data
+from fsdp2 import data, train
+from fsdp2.checkpoint.state import RandomState
+from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
+from fsdp2.parallel.meta import shared_names
+from fsdp2.run import runtime
 
 SEED = 3
 BATCH = 4  # of each of two ranks
@@ -86,8 +92,35 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
     ]
 
 
+def started(line: list[str]) -> dict[str, Any]:
+    """The whole model as a run of this command line starts with it, as of `contents`. To be run by `Ranks`."""
+    config = parse(line)
+    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    return {
+        **contents(engine.model),
+        "state": dict(get_model_state_dict(engine.model, options=StateDictOptions(full_state_dict=True))),
+    }
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """State dict, buffers whether it has them or not, and the names of shared parameters, of a plain model."""
+    return {
+        "state": dict(model.state_dict()),
+        "buffers": buffers_of(model),
+        "shared": [names for names in shared_names(model) if len(names) > 1],
+    }
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """By their names in the model, whatever wraps it."""
+    return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
+
+
 def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
-    """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step."""
+    """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step.
+
+    What a model draws by chance, such as dropout, it draws for a microbatch as the rank would that got it.
+    """
     tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
     kind = vars(model)["config"].model_type if spec is None else spec.kind
     task, token = tasks.get(kind, ("causal", None)) if spec is None else (spec.task, spec.special_token)
@@ -112,9 +145,15 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model.train()
     losses: list[float] = []
+    draws = [RandomState(rank, torch.device("cpu")) for rank in range(2)]
+    drawn = []
+    for rank, one in enumerate(draws):
+        runtime.seed_everything(SEED, rank)
+        drawn.append(one.state_dict())
     for microbatches in batches:
         parts = []
-        for batch in microbatches:
+        for rank, batch in enumerate(microbatches):
+            draws[rank].load_state_dict(drawn[rank])
             if kind == "image":  # resized, which is all that happens to them
                 assert spec is not None
                 logits = spec.logits(spec.call(model, batch))
@@ -124,6 +163,7 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
             part = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
             (part / batch.target_count).backward()
             parts.append(part.detach())
+            drawn[rank] = draws[rank].state_dict()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(torch.stack(parts).double().sum() / batch.target_count))

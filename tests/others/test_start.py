@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.models.meta import parameters_on_meta
-from fsdp2.parallel.meta import shared_names
-from fsdp2.run import runtime
 from tests.harness import Ranks, main_in_ranks, of_kind, same
-from tests.others.common import SEED, WORDS, flags, plain, save
-
-
-def _started(line: list[str]) -> dict[str, Any]:
-    """The whole model as it starts, on each rank: state dict, further buffers, and the names of shared parameters."""
-    config = parse(line)
-    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
-    return {
-        "state": dict(get_model_state_dict(engine.model, options=StateDictOptions(full_state_dict=True))),
-        "buffers": _buffers(engine.model),
-        "shared": [names for names in shared_names(engine.model) if len(names) > 1],
-    }
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """By their names in the model, whatever wraps it."""
-    return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def _of(model: nn.Module) -> dict[str, Any]:
-    return {
-        "state": dict(model.state_dict()),
-        "buffers": dict(model.named_buffers()),
-        "shared": [names for names in shared_names(model) if len(names) > 1],
-    }
+from tests.others.common import SEED, WORDS, buffers_of, contents, flags, plain, save, started
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_the_weights_of_a_folder_are_there_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path, name: str) -> None:
     model = save(name, tmp_path / "model")
-    expected = _of(plain(model))
+    expected = contents(plain(model))
     assert expected["buffers"] or name != "llama", "no rotary table: the test shows less than it says"
     assert len(expected["shared"]) == (name == "t5")
     line = flags(model, tmp_path / "run", *WORDS)
     for count in (2, 3):
-        for found in ranks.run(_started, line, ranks=count):
+        for found in ranks.run(started, line, ranks=count):
             assert same(found, expected)
 
 
@@ -62,10 +34,10 @@ def test_own_initial_values_are_those_of_the_seed_for_every_strategy(ranks: Rank
 
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    expected = _of(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    expected = contents(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     line = flags(model, tmp_path / "run", *WORDS, "--init-from=scratch")
     for strategy, count in (("none", 1), ("fsdp2", 2), ("fsdp2", 3), ("ddp", 2), ("fsdp1", 2)):
-        for found in ranks.run(_started, [*line, f"--strategy={strategy}"], ranks=count):
+        for found in ranks.run(started, [*line, f"--strategy={strategy}"], ranks=count):
             assert same(found["state"], expected["state"]), (strategy, count)
             assert same(found["buffers"], expected["buffers"]), (strategy, count)
     # One storage: what trains the embedding trains the head.
@@ -73,15 +45,15 @@ def test_own_initial_values_are_those_of_the_seed_for_every_strategy(ranks: Rank
 
 
 def found_shared(ranks: Ranks, line: list[str]) -> Any:
-    return ranks.run(_started, line)[1]["shared"]
+    return ranks.run(started, line)[1]["shared"]
 
 
 def test_buffers_that_no_state_dict_holds_are_the_same_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     line = flags("tests.others.own:net", tmp_path / "run")
-    one, two = ranks.run(_started, line)
+    one, two = ranks.run(started, line)
     assert set(one["buffers"]) - set(one["state"]) == {"blocks.0.noise", "blocks.1.noise"}
     assert same(one, two)
-    (alone,) = ranks.run(_started, [*line, "--strategy=none"], ranks=1)
+    (alone,) = ranks.run(started, [*line, "--strategy=none"], ranks=1)
     assert same(alone, one)
     # And a plain process that loads what a run left has them too.
     built = parse(line).spec.build("own")
@@ -102,7 +74,7 @@ def _trained(line: list[str]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "make_engine", making)
         events = main_in_ranks(line)
-    return {"events": events, "buffers": _buffers(engines[0].model)}
+    return {"events": events, "buffers": buffers_of(engines[0].model)}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "fsdp1"])
@@ -125,7 +97,7 @@ def test_running_statistics_are_one_models_when_it_is_evaluated_and_saved(
 
 def test_a_buffer_that_is_made_of_a_parameter_is_an_error_and_never_garbage(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"1 of \d+ tensors were not initialised: copy"):
-        ranks.run(_started, flags("tests.others.own:forgets", tmp_path / "run"))
+        ranks.run(started, flags("tests.others.own:forgets", tmp_path / "run"))
 
 
 def test_only_parameters_are_on_meta() -> None:

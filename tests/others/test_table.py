@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from tests.harness import Ranks
-from tests.others.table import Row, page, prove
+from tests.others.page import page, passed
+from tests.others.table import Fresh, Row, row_of
 
 SAMPLE = [
     ("causal", "mamba2"),  # no attention
@@ -15,19 +17,44 @@ SAMPLE = [
     ("causal", "gemma3_text"),  # layers of two kinds, a softcap
     ("masked", "modernbert"),
 ]
+GOOD = Row("good", "causal", 10, 3, True, 0.0, True, True, True, True, 0.0)
 
 
 @pytest.mark.parametrize(("kind", "name"), SAMPLE)
-def test_a_row(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
+def test_a_row(ranks: Ranks, fresh: Fresh, tmp_path: Path, kind: str, name: str) -> None:
+    row = row_of(kind, name, ranks, fresh, tmp_path)
+    assert passed(row), row
+    assert row.apart == 0.0
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Fresh:
     pytest.importorskip("transformers")
-    row = Row(name, kind)
-    prove(row, ranks, tmp_path)
-    assert (row.apart, row.resumed, row.checkpointed, row.bf16) == (0.0, True, True, True)
-    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    return Fresh()
 
 
 def test_the_page_counts_what_passed() -> None:
-    good = Row("good", "causal", 10, 3, 0.0, True, True, True, 0.0)
-    text = page([good, Row("bad", "causal", 10, failed="it has no blocks"), Row("odd", "causal", plain=False)], 60)
-    assert "## causal: 1 of 2 (50 %) that train in plain transformers; 1 bit-equal" in text
+    bad = [Row("bad", "causal", 10, failed="it has no blocks"), Row("odd", "causal", plain=False, failed="not today")]
+    text = page([dataclasses.replace(GOOD, name="bad"), GOOD, *bad])
+    assert "| Causal language models of transformers | 3 | 2 | 1 (50.0 %) | 1 |" in text
     assert "it has no blocks" in text
+    assert "- odd: not today" in text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"started": False},
+        {"apart": 1e-3},
+        {"apart": float("nan")},
+        {"resumed": False},
+        {"checkpointed": None},
+        {"bf16": False},
+        {"exported": False},
+        {"failed": "no"},
+    ],
+    ids=str,
+)
+def test_whatever_is_wrong_does_not_pass(wrong: dict[str, object]) -> None:
+    assert passed(GOOD)
+    assert not passed(dataclasses.replace(GOOD, **wrong))  # type: ignore[arg-type]

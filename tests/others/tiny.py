@@ -9,6 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 HIDDEN, LAYERS, HEADS, VOCAB = 32, 2, 4, 96
+# The smallest model of each of fifty of timm's modules.
+TIMM: list[str] = """
+    coat_tiny convit_tiny cpubone_nano crossvit_tiny_240 cs3darknet_focus_s cspnext_tiny deit_tiny_patch16_224
+    densenet121 dla46x_c edgenext_xx_small efficientformerv2_s0 efficientvim_m1 efficientvit_b0 efficientvit_m0
+    ese_vovnet19b_slim_dw eva02_tiny_patch14_224 fasternet_t0 fastvit_t8 ghostnet_050 gmlp_ti16_224 halonet_h1
+    hardcorenas_b hgnetv2_b0 iformer_t inception_next_atto lcnet_035 lcnetv2_small levit_128s mnasnet_small
+    mobilevit_xxs pit_ti_224 pvt_v2_b0 regnetx_002 repghostnet_050 repvit_m1 resnet10t rexnet_100 shvit_s1
+    starnet_s050 swiftformer_xs test_byobnet test_coatnet test_convnext test_mambaout test_nfnet test_vit
+    test_vit_relpos tiny_vit_5m_224 vit_tiny_r_s16_p8_224 xcit_nano_12_p8_224
+""".split()  # noqa: SIM905
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(
@@ -156,6 +166,9 @@ PER_LAYER = (
 )
 
 
+DEPTHS = ("depths", "depth", "stage_num_blocks", "num_blocks_per_stage")
+
+
 def numbers(have: dict[str, Any]) -> dict[str, Any]:
     small = {name: value for name, value in SMALL.items() if type(have.get(name)) is int}
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
@@ -166,7 +179,10 @@ def numbers(have: dict[str, Any]) -> dict[str, Any]:
             small[name] = (kinds * LAYERS)[: max(LAYERS, len(kinds))]
             layers = [one for one in ("num_hidden_layers", "n_layer", "num_layers") if one in small]
             small |= {one: max(small[one], len(small[name])) for one in layers}
-    # What is drawn by chance differs between one process and two.
+    small |= {name: [1] * len(have[name]) for name in DEPTHS if isinstance(have.get(name), (list, tuple))}
+    if isinstance(have.get("num_heads"), (list, tuple)) and "embed_dim" in small:
+        small["num_heads"] = [2**stage for stage in range(len(have["num_heads"]))]
+    # A layer that one rank leaves out by chance is gathered by the other: both would wait.
     chance = {name: 0.0 for name, value in have.items() if "drop" in name and isinstance(value, float)}
     return {**small, **chance}
 
@@ -182,6 +198,41 @@ def tiny(config_class: Any) -> Any:
 
 # What a default leaves unset, or where numbers depend on each other.
 MORE: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 97, "patching_threshold": 4.0, "max_position_embeddings": 64},
+    "blt_global_transformer": {"hidden_size": 64, "head_dim": None, "num_key_value_heads": None},
+    "blt_local_encoder": {"hidden_size_global": 64, "num_key_value_heads": None},
+    "blt_local_decoder": {"hidden_size_global": 64, "num_key_value_heads": None},
+    "blt_patcher": {"num_key_value_heads": None},
+    "cvt": {"depth": [1, 1, 3]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 8,
+        "head_dim": 16,
+        "index_n_heads": 2,
+        "shared_experts_intermediate_size": 16,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")},
+        **{f"swa_{name}": 8 for name in ("qk_nope_head_dim", "v_head_dim")},
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 8},
+    "fsmt": {"src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB},
+    "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "intermediate_size": 64,
+        "laurel_rank": 8,
+    },
+    "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
     "bailing_hybrid": {
         "num_experts_per_token": 2,
         "num_expert_group": 1,
@@ -196,15 +247,29 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": VOCAB - 1},
+    "esmc": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "kimi_linear": {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "led": {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "neomme": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "perceiver": {
+        "d_model": 32,
+        "d_latents": 32,
+        "num_latents": 8,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+    },
     "qwen4_exp_text": {
         "ngram_vocab_size_base": 64,
         "hc_lowrank": 8,
@@ -217,7 +282,6 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {
-        "is_decoder": True,
         "attn_layers": ["local", "lsh"],
         "axial_pos_shape": [4, 4],
         "axial_pos_embds_dim": [16, 16],
@@ -228,15 +292,19 @@ MORE: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 8,
         "num_buckets": 2,
     },
+    "roc_bert": {
+        **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
+        **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), 16),
+    },
+    "swinv2": {"image_size": 64, "patch_size": 4, "window_size": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"],
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
         "mamba_dt_rank": 4,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
         "use_mamba_kernels": False,
     },
     "zaya": {"num_experts_per_tok": 1},
