@@ -12,7 +12,7 @@ from tests.others.page import page, passed
 from tests.others.table import Fresh, Row, row_of
 
 SAMPLE = [
-    ("causal", "mamba2"),  # no attention
+    ("causal", "falcon_mamba"),  # no attention
     ("causal", "deepseek_v3"),  # experts, latent attention
     ("causal", "gemma3_text"),  # layers of two kinds, a softcap
     ("masked", "modernbert"),
