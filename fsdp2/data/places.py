@@ -60,7 +60,7 @@ class File:
             return open(self.name, "rb")
         files, path = _client(self.name)
         stream = files.open(path, "rb", block_size=BLOCK, cache_type="readahead")
-        return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
+        return cast(BinaryIO, io.BufferedReader(stream, min(BLOCK, 1 << 20)))
 
     def require_unchanged(self) -> None:
         now = _at_url(self.name)[0] if is_url(self.name) else _on_disk(Path(self.name))
@@ -127,18 +127,19 @@ def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     """The file of a URL, or those that a pattern or a folder there has. Raises UnusableText."""
     files, path = _client(url)
 
-    def look() -> Mapping[str, Mapping[str, Any]]:
+    def look() -> dict[str, Mapping[str, Any]]:
         if "*" in path:
-            return cast(Mapping[str, Mapping[str, Any]], files.glob(path, detail=True))
-        info = files.info(path)
-        if info["type"] != "directory":
-            return {path: info}
-        below = files.find(path, detail=True)
-        return {name: info for name, info in below.items() if suffix_of(name) in suffixes}
+            below = files.glob(path)
+        elif (own := files.info(path))["type"] != "directory":
+            return {path: own}
+        else:
+            below = [name for name in files.find(path) if suffix_of(name) in suffixes]
+        # What a listing says of a file can be less than, and unlike, what the file says of itself later.
+        return {name: files.info(name) for name in sorted(below)}
 
     found = [
         (name if is_url(name) else files.unstrip_protocol(name), info)
-        for name, info in sorted(patiently(url, look).items())
+        for name, info in patiently(url, look).items()
         if info["type"] == "file"
     ]
     if unknown := next((name for name, info in found if info.get("size") is None), None):

@@ -77,10 +77,14 @@ def rows_of(file: File, field: str | None, start: Place = (0, 0)) -> Iterator[Ro
 
 
 def _begin_at(stream: BinaryIO, place: int) -> None:
-    if stream.seekable():
+    if not place:
+        return
+    try:
         stream.seek(place)
         return
-    while place > 0:  # a server that gives no ranges
+    except ValueError:  # a server that gives no ranges; what fsspec opens there calls itself seekable
+        pass
+    while place > 0:
         skipped = len(stream.read(min(place, BLOCK)))
         if not skipped:
             raise _Ended("it ended before the place where reading went on")
