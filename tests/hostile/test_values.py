@@ -16,9 +16,12 @@ import torch
 
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.archive import parse_archive
+from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.pickles import Unread, unpickle
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.store import read_marker, says_finite
+from fsdp2.migrate.__main__ import main as migrate
 from tests.harness import Ranks
 from tests.hostile.common import change_values, checkpoint_of, resume, vouch
 
@@ -69,7 +72,25 @@ def test_a_tensor_with_a_hole_is_refused_and_not_trained_on(finished: Path, rank
 def test_weights_that_are_no_numbers_are_called_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_values(checkpoint_of(run), lambda s: s["app.model.class_token"].fill_(float("nan")))
     assert main(["verify", str(run)]) == 0
-    assert "1 tensors hold NaN or infinity: app.model.class_token" in capsys.readouterr().out
+    assert "1 tensor holds NaN or infinity: app.model.class_token" in capsys.readouterr().out
+
+
+def test_weights_that_are_no_numbers_are_never_copied_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"good": torch.ones(3), "bad": torch.tensor([1.0, float("nan")])}
+    torch.save(state, tmp_path / "model.pt")
+    assert main(["import", str(tmp_path / "model.pt"), str(tmp_path / "imported")]) == 0
+    assert "1 tensor holds NaN or infinity: bad" in capsys.readouterr().out
+    assert not says_finite(read_marker(LocalFiles(tmp_path / "imported")))
+    migrate(["checkpoint", str(tmp_path / "model.pt"), str(tmp_path / "migrated")])
+    assert "1 tensor holds NaN or infinity: bad" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "model.pt"), str(tmp_path / "half"), "--format=pt"]) == 0
+    assert "1 tensor holds NaN or infinity: bad" in capsys.readouterr().out
+    torch.save({"good": torch.ones(3)}, tmp_path / "good.pt")
+    assert main(["import", str(tmp_path / "good.pt"), str(tmp_path / "fine")]) == 0
+    assert "NaN" not in capsys.readouterr().out
+    assert says_finite(read_marker(LocalFiles(tmp_path / "fine")))
 
 
 # --- pickles ---------------------------------------------------------------------------------------------

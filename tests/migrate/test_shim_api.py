@@ -293,6 +293,10 @@ def structure() -> None:
     assert (model.rank, model.world_size) == (dist.get_rank(), 2)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
     assert not hasattr(model, "no_such_thing")
+    for inner, advice in (("params", "no flat parameter"), ("_handle", "unit.reshard()"), ("_streams", "own streams")):
+        assert not hasattr(model, inner)
+        with pytest.raises(fsdp.Unsupported, match=rf"^\.{inner} is an inner part of FSDP1.*{advice}"):
+            getattr(model.blocks[0], inner)
     container = build(fsdp, lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(3, 5)))
     assert type(container[:2]) is nn.Sequential
 
@@ -354,6 +358,9 @@ def test_names_come_from_the_package_too() -> None:
     from fsdp2 import migrate
 
     assert migrate.FullyShardedDataParallel is shim().FullyShardedDataParallel
+    names: dict[str, Any] = {}
+    exec("from fsdp2.migrate import *", names)
+    assert names.keys() - {"__builtins__"} == set(shim().__all__)
     with pytest.raises(AttributeError, match="options FlatParameter"):
         _ = migrate.FlatParameter
 

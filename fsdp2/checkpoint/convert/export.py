@@ -14,6 +14,7 @@ from torch import Tensor
 from fsdp2.checkpoint.convert.adapters import Adapters, merged, write_peft
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.convert.hf_folder import write_hf
+from fsdp2.checkpoint.convert.nonfinite import Nonfinite
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
@@ -52,7 +53,7 @@ def export(
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
-    target = new_path(out)
+    target, nonfinite = new_path(out), Nonfinite()
     aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
     with ExitStack() as stack:
         source = stack.enter_context(opened(place))
@@ -65,7 +66,9 @@ def export(
         tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
 
         def read(name: str) -> Tensor:
-            return _cast(name, source.read(names[name]), dtype).contiguous()
+            tensor = _cast(name, source.read(names[name]), dtype).contiguous()
+            nonfinite.look(name, tensor)
+            return tensor
 
         folder = LocalFiles(target.parent)
         folder.mkdir("")
@@ -88,7 +91,9 @@ def export(
             folder.rename(aside.name, target.name)
             folder.fsync("")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{target}: {len(tensors)} tensors, {size:,} bytes" + f"; the source is {checked}"
+    return "; ".join(
+        [f"{target}: {len(tensors)} tensors, {size:,} bytes", f"the source is {checked}", *nonfinite.note()]
+    )
 
 
 def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.convert.export import new_path, whole_or_absent
+from fsdp2.checkpoint.convert.nonfinite import Nonfinite
 from fsdp2.checkpoint.convert.opening import CHECKPOINT_NAME, opened, require_undamaged
 from fsdp2.checkpoint.convert.source import Source, dotted, part_of, weights, weights_prefix
 from fsdp2.checkpoint.files import LocalFiles
@@ -41,7 +42,7 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
         paths: dict[TreePath, str] = {("app", "model", name): original for name, original in names.items()} | optimizer
         originals = {dotted(path): original for path, original in paths.items()}
         values = {name: source.read(original) for name, original in originals.items() if original in source.values}
-        write_imported(
+        wrong = write_imported(
             target,
             {name: source.tensors[original] for name, original in originals.items() if name not in values},
             values,
@@ -50,7 +51,7 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
             source=source.place.rsplit("/", 1)[-1],
         )
         lines = [f"wrote {target}: {len(names)} tensors of a model" + (" and its optimizer" if optimizer else "")]
-        lines.append(f"the source is {checked}")
+        lines += [f"the source is {checked}", *wrong]
         if others := [name for name, original in names.items() if _is_not_fp32(source.tensors[original])]:
             lines.append(
                 f"{len(others)} tensors are {source.tensors[names[others[0]]].dtype}, and training here keeps fp32: to "
@@ -84,7 +85,7 @@ def write_imported(
     source: str,
     step: int = 0,
     check: Callable[[], None] = lambda: None,
-) -> None:
+) -> list[str]:
     """Make a committed checkpoint of tensors and plain values, one tensor at a time, or leave nothing.
 
     Args:
@@ -94,6 +95,8 @@ def write_imported(
         read: name -> that tensor on the CPU.
         source: what the marker says it was made of.
         check: called when all is written and durable; if it raises, there is no checkpoint.
+
+    Returns a line if weights hold NaN or infinity; the marker says so too.
     """
     places = {**paths, **_add_initial_rates(values)}
     model = {path[2]: list(tensors[name].shape) for name, path in paths.items() if path[:2] == ("app", "model")}
@@ -108,15 +111,22 @@ def write_imported(
         "source": source,
         "time": time.time(),
     }
-    files = LocalFiles(target)
+    files, nonfinite = LocalFiles(target), Nonfinite()
+
+    def read_and_look(name: str) -> Tensor:
+        tensor = read(name).contiguous()
+        if paths[name][:2] == ("app", "model"):
+            nonfinite.look(str(paths[name][2]), tensor)
+        return tensor
 
     def commit(written: Mapping[str, Mapping[str, Any]]) -> None:
         check()
-        write_marker(files, {**info, "files": dict(sorted(written.items()))})
+        write_marker(files, {**info, "finite": not nonfinite.names, "files": dict(sorted(written.items()))})
 
     with whole_or_absent(target):
         files.mkdir("")
-        write_dcp(files, tensors, values, places, lambda name: read(name).contiguous(), commit)
+        write_dcp(files, tensors, values, places, read_and_look, commit)
+    return nonfinite.note()
 
 
 def _is_not_fp32(tensor: Tensor) -> bool:

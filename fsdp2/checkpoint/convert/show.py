@@ -8,9 +8,8 @@ from collections.abc import Container, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from torch import Tensor
-
 from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
+from fsdp2.checkpoint.convert.nonfinite import Nonfinite
 from fsdp2.checkpoint.convert.opening import (
     CHECKPOINT_NAME,
     VERIFIED,
@@ -20,14 +19,11 @@ from fsdp2.checkpoint.convert.opening import (
     opened,
     verified,
 )
-from fsdp2.checkpoint.convert.source import Source, comparable, part_of
+from fsdp2.checkpoint.convert.source import Source, part_of
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there, size_of
 from fsdp2.checkpoint.refusal import Refused, printable, refusal
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.units import size as size_in_words
-
-# Looked at so many elements at a time.
-_BLOCK = 1 << 20
 
 
 def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -110,33 +106,18 @@ def _verify_one(files: Files) -> int:
             raise DamagedCheckpoint(f"{files}: was never committed (no {MARKER})")
         listed = read_marker(files)["files"]
         verify(files)
-        weights = _Weights()
+        weights = Nonfinite()
         tensors, values = _read_all(files, listed, weights)
     except (DamagedCheckpoint, Refused, FileNotFoundError) as error:
         print(f"bad: {refusal(str(error))}", file=sys.stderr)
         return 1
     size = size_in_words(sum(file["size"] for file in listed.values()))
     line = f"ok: {files}: {len(listed)} files, {size}; {tensors} tensors and {values} plain values can be read"
-    print(printable(line + weights.note()))
+    print(printable(line + "".join(f"; {one}" for one in weights.note())))
     return 0
 
 
-class _Weights:
-    """Which tensors of a model hold what is no number: they are as they were saved, and good for nothing."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def look(self, name: str, tensor: Tensor) -> None:
-        blocks = tensor.reshape(-1).split(_BLOCK) if tensor.is_floating_point() else ()
-        if name not in self._names and not all(bool(comparable(block).isfinite().all()) for block in blocks):
-            self._names.append(name)
-
-    def note(self) -> str:
-        return f"; {len(self._names)} tensors hold NaN or infinity: {', '.join(self._names[:3])}" if self._names else ""
-
-
-def _read_all(files: Files, listed: Container[str], weights: _Weights) -> tuple[int, int]:
+def _read_all(files: Files, listed: Container[str], weights: Nonfinite) -> tuple[int, int]:
     """How many tensors and plain values there are. Raises DamagedCheckpoint that names what can't be read."""
     full = [f"{files}/{name}" for name in files.list("") if name.endswith(".pt") and name in listed]
     if is_safetensors(files):

@@ -57,7 +57,7 @@ def convert(place: Path, out: str, choice: Choice) -> Converted:
         values = {dotted(path): value_of(entry) for path, entry in entries.items() if entry.meta is None}
         named = {dotted(path): entry for path, entry in entries.items()}
         proofs: list[Proof] = []
-        write_imported(
+        nonfinite = write_imported(
             target,
             {name: entry.meta for name, entry in named.items() if entry.meta is not None},
             values,
@@ -69,7 +69,7 @@ def convert(place: Path, out: str, choice: Choice) -> Converted:
         )
         kinds = {str(path[-1]) for path in entries if path[1:3] == ("optim", "state")}
         parameters = choice.parameters or may_be_parameters(origin.model())
-        return Converted(target, _lines(origin, out), proofs[0], origin.groups(), kinds, list(parameters))
+        return Converted(target, _lines(origin, out) + nonfinite, proofs[0], origin.groups(), kinds, list(parameters))
 
 
 def _progress(origin: Origin) -> dict[TreePath, Entry]:

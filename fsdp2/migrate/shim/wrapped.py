@@ -21,6 +21,10 @@ from fsdp2.migrate.shim.states import StateDicts, register_hooks
 from fsdp2.migrate.shim.units import own_modules
 
 
+class InnerPart(Unsupported, AttributeError):
+    """So that `hasattr` says what is true: there is none."""
+
+
 class FullyShardedDataParallel(StateDicts, nn.Module):
     """FSDP1's constructor and methods, on FSDP2. They are documented at
     https://docs.pytorch.org/docs/stable/fsdp.html; what becomes of each is in docs/migration-options.md.
@@ -83,7 +87,11 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             unit = unit_of(self)
-            if unit is None or name not in ATTRIBUTES:
+            if unit is None:
+                raise
+            if name in INNER_PARTS:
+                raise InnerPart(f".{name} is an inner part of FSDP1's wrapper: {INNER_PARTS[name]}") from None
+            if name not in ATTRIBUTES:
                 raise
             return ATTRIBUTES[name](self, unit)
 
@@ -184,6 +192,21 @@ ATTRIBUTES: dict[str, Callable[[nn.Module, Unit], Any]] = {
     "process_group": lambda module, unit: unit.process_group,
     "rank": lambda module, unit: unit.process_group.rank(),
     "world_size": lambda module, unit: unit.process_group.size(),
+}
+
+_NOT_FLAT = (
+    "FSDP2 has no flat parameter. A unit's parameters are in named_parameters() under their own names, each a DTensor "
+    "of its own shape; .to_local() is this rank's shard"
+)
+_GATHERED = "to gather a unit's parameters and to free them write unit.unshard() and unit.reshard()"
+_IN_ORDER = (
+    "FSDP2 has its own streams and order of gathering; set_modules_to_forward_prefetch() and "
+    "set_modules_to_backward_prefetch() say what is gathered early"
+)
+INNER_PARTS = {
+    **dict.fromkeys(("params", "flat_params", "_flat_param", "flat_param"), _NOT_FLAT),
+    **dict.fromkeys(("_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle"), _GATHERED),
+    **dict.fromkeys(("_streams", "_exec_order_data", "_unshard_stream", "_post_backward_stream"), _IN_ORDER),
 }
 
 
