@@ -37,8 +37,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     for one in lists:  # outer ones come before those inside of them
         if one not in inside and _size(one) * 10 >= largest:
             inside.update(one.modules())
-            blocks += [block for block in one.children() if _size(block) and block not in blocks]
+            blocks += [block for block in _called(one) if _size(block) and block not in blocks]
     return blocks
+
+
+def _called(members: nn.Module) -> list[nn.Module]:
+    """The members of a list; those of its members that are lists without a forward, in which nothing is gathered."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return [inner for one in members.children() for inner in (_called(one) if isinstance(one, lists) else [one])]
 
 
 def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.experts import Unchosen, exchange_zeros
 from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
@@ -36,6 +36,22 @@ from fsdp2.parallel.precision import with_statistics
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
     """Pinned memory only where there is a GPU to copy to: without a driver, pinning raises."""
     return CPUOffloadPolicy(pin_memory=device_type == "cuda") if cpu_offload else OffloadPolicy()
+
+
+@contextmanager
+def gathered_or_told() -> Iterator[None]:
+    """Say what it means when torch finds a shard where a whole weight was expected."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "a weight is used that isn't gathered: FSDP2 gathers a block when the block itself is called, and this "
+            "model takes its weights in another way, such as block.forward(x) or block.weight. Gather all at once with "
+            "--shard-granularity root, or name modules that are called with --shard-modules. torch says: "
+            + str(error).partition("!")[0]
+        ) from error
 
 
 def shard(
@@ -163,10 +179,15 @@ class FSDP2Engine(Engine):
         if self.early_unshard:
             self.root.unshard(async_op=True)
 
+    def forward(self, batch: Microbatch) -> Any:
+        with gathered_or_told():
+            return super().forward(batch)
+
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
         self._exchange_all(last_microbatch)
         try:
-            super().backward(loss, last_microbatch)
+            with gathered_or_told():
+                super().backward(loss, last_microbatch)
         finally:
             # Also after an error: a model left like this would train on without exchanging gradients.
             self._exchange_all(True)

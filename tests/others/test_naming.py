@@ -302,6 +302,28 @@ def test_blocks_are_the_largest_list_and_those_beside_it(tmp_path: Path) -> None
     assert found("t5") == [f"{stack}.block.{n}" for stack in ("encoder", "decoder") for n in range(2)]
 
 
+def test_lists_in_a_list_are_looked_into() -> None:
+    """Nobody calls such a list, so nothing would be gathered for it."""
+    model = own.Net()
+    blocks = list(model.blocks)
+    model.blocks = nn.ModuleList([nn.ModuleList([blocks[0]]), nn.ModuleDict({"one": blocks[1]})])
+    assert find_blocks(model) == blocks
+
+
+def _why_it_fails(line: list[str]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        main_in_ranks(line)
+    return str(error.value)
+
+
+def test_blocks_that_are_not_called_are_said_to_be(ranks: Ranks, tmp_path: Path) -> None:
+    line = flags("tests.others.own:direct", tmp_path / "run", "--max-steps=1")
+    for said in ranks.run(_why_it_fails, line):
+        assert "FSDP2 gathers a block when the block itself is called" in said
+    whole = flags("tests.others.own:direct", tmp_path / "root", "--max-steps=1", "--shard-granularity=root")
+    assert losses(ranks.run(main_in_ranks, whole)[0])
+
+
 def test_named_blocks_refuse_what_is_nested() -> None:
     model = own.Net()
     assert named_blocks(model, ["blocks.?"]) == list(model.blocks)

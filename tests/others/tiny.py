@@ -248,7 +248,7 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25},
-    "esm": {"vocab_size": VOCAB, "mask_token_id": VOCAB - 1},
+    "esm": {"vocab_size": VOCAB, "mask_token_id": VOCAB - 1, "pad_token_id": 0},
     "esmc": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -260,6 +260,7 @@ MORE: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "mobilebert": {"embedding_size": 16},
     "neomme": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "perceiver": {
