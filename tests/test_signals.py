@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.run.runtime import lost_peer
+from fsdp2.run.runtime import lost_peer, store_gone
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 
 LINES = [line for line in (ROOT / "docs/checkpoints.md").read_text().splitlines() if line.startswith("| SIG")]
@@ -101,6 +101,20 @@ def test_ranks_that_start_up_end_with_their_launcher(tmp_path: Path) -> None:
     # Else they wait for half an hour for the store that was in torchrun, and rank 0 holds the run directory.
     assert finish(process, timeout=60)[0] == -signal.SIGKILL
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_launcher_that_died_before_this_process_could_look_is_known_by_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parent is another one from the first look on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert not store_gone()
+    assert store_gone()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # then rank 0 is the one to serve it
+    assert not store_gone()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -75,8 +76,25 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if launcher_gone():  # before that call
+        if launcher_gone() or store_gone():  # before that call
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def store_gone() -> bool:
+    """Whether nobody listens where torchrun has its store, which is there before it starts a rank.
+
+    If torchrun has died while this process imported torch, its parent is another one from the first look on, so that
+    `launcher_gone` can't tell; and torch would try to connect for half an hour.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False  # rank 0 will make the store
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # torch says what is wrong with the address
+        return False
+    return False
 
 
 def pick_device(wanted: str, world: World) -> torch.device:
