@@ -34,7 +34,7 @@ UPSTREAM = [
     ),
     (
         "Buffers that no state dict holds, such as rotary tables, are garbage after `to_empty`",
-        ["huggingface/transformers#45902"],
+        ["huggingface/transformers#45902", "NovaSky-AI/SkyRL#1709"],
         [
             "tests/others/test_start.py::test_the_weights_of_a_folder_are_there_on_any_number_of_ranks",
             "tests/others/test_start.py::test_a_buffer_that_is_made_of_a_parameter_is_an_error_and_never_garbage",
@@ -58,7 +58,7 @@ UPSTREAM = [
     ),
     (
         "The norm of gradients is a rank's own part of it",
-        ["pytorch/pytorch#170862", "pytorch/pytorch#149768", "pytorch/torchtitan#766"],
+        ["pytorch/pytorch#170862", "pytorch/pytorch#149768", "ByteDance-Seed/VeOmni#184"],
         [
             "tests/test_step.py::test_the_norm_is_that_of_the_full_gradients_also_on_several_meshes",
             "tests/test_step.py::test_clipping_bounds_the_norm_on_every_rank",
@@ -76,6 +76,11 @@ UPSTREAM = [
         "The loss is a mean of means, where ranks or microbatches have unequal numbers of tokens",
         ["huggingface/transformers#24725", "huggingface/transformers#34191"],
         ["tests/test_text.py::test_the_loss_is_the_mean_over_all_targets_however_uneven"],
+    ),
+    (
+        "Experts that one rank's tokens don't choose hang all ranks",
+        ["pytorch/pytorch#158719", "pytorch/torchtitan#2747"],
+        ["tests/others/test_experts.py::test_experts_that_one_rank_never_calls"],
     ),
 ]
 
