@@ -204,6 +204,7 @@ def test_make_train_resume_and_infer(tmp_path: Path) -> None:
     assert "at step 3" in out
     (run,) = (tmp_path / "runs").iterdir()
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3, 4, 5]
+    (tmp_path / "runs" / "minimal").mkdir()  # newer, and what fsdp2.minimal leaves, which is no run of fsdp2.train
     status, out, err = make("infer", cwd=tmp_path)
     assert status == 0, err
     assert "of 10 samples right" in out

@@ -89,9 +89,8 @@ def passed(row: Row) -> bool:
     """Whether all that a plain model does is done here, and the same."""
     close = row.apart is not None and row.apart <= LOSSES
     in_bf16 = row.bf16 or not row.plain_bf16
-    return (
-        not row.failed and close and bool(row.started and row.resumed and row.checkpointed and in_bf16 and row.exported)
-    )
+    recomputed = row.checkpointed or not row.plain_recompute
+    return not row.failed and close and bool(row.started and row.resumed and recomputed and in_bf16 and row.exported)
 
 
 def page(rows: Sequence[Row]) -> str:
