@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from fsdp2.migrate.checkpoints import cli as checkpoints
-from fsdp2.migrate.code import cli as code
 from fsdp2.migrate.options import TABLE
 from fsdp2.migrate.page import listing, page
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import runtime
+from rewriter import cli as code
 
 
 def run_options(given: argparse.Namespace) -> None:

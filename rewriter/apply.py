@@ -1,0 +1,58 @@
+"""rewrite PATH…: all files as one program; the difference printed, or the files replaced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fsdp2.checkpoint.refusal import printable
+from rewriter import source
+from rewriter.check import configurations, load
+from rewriter.rewrite import Result, Rewritten, diff
+from rewriter.rewrite import rewrite as rewrite_program
+
+
+def rewrite(paths: Sequence[str], write_files: bool) -> int:
+    """Prints, or writes. Everything is worked out before the first file is changed."""
+    files = source.find(paths)
+    program, notes = load(files)
+    result = rewrite_program(program)
+    configs, unread = configurations(files)
+    notes += unread
+    for config in configs:
+        text = config.rewritten()
+        for finding in config.undecided():
+            notes.append(f"{finding.place} {finding.code} {finding.message} -> {finding.replacement}")
+        if text != config.source.text:
+            shown = diff(config.source.path, config.source.text, text)
+            result.files.append(Rewritten(config.source, config.source.encoded(text), shown))
+    for note in [
+        *notes,
+        *(f"{printable(str(p))}: {why}; left as it is" for p, why in program.unparsable.items()),
+    ]:
+        print(f"fsdp2: {note}", file=sys.stderr)
+    for file in result.files:
+        if write_files:
+            source.write(file.source.path, file.data)
+            print(f"rewrote {printable(str(file.source.path))}")
+        else:
+            print(file.diff, end="")
+    _summary(result, write_files)
+    return 1 if result.undecided or any(config.undecided() for config in configs) else 0
+
+
+def _summary(result: Result, written: bool) -> None:
+    count, left = len(result.files), len(result.undecided)
+    if not count and not left:
+        print("fsdp2: nothing of FSDP1 to move", file=sys.stderr)
+        return
+    done = f"{count} file{'s' if count != 1 else ''} {'rewritten' if written else 'would change'}"
+    print(f"fsdp2: {done}, {left} place{'s' if left != 1 else ''} to decide, marked # fsdp2:", file=sys.stderr)
+    if any(problem.blocking for problem in result.undecided):
+        print(
+            "fsdp2: a constructor has to be decided first, so nothing but comments is added; change what they say and "
+            "run this again",
+            file=sys.stderr,
+        )
+    if not written and count:
+        print("fsdp2: --write applies it", file=sys.stderr)

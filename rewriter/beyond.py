@@ -1,0 +1,231 @@
+"""What is left after everything else: uses of FSDP1 that no rule has taken, and code whose meaning changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import libcst as cst
+
+from fsdp2.migrate.row import CLASS
+from rewriter import each_parameter
+from rewriter.edits import Undecided
+from rewriter.methods import PREFIX
+from rewriter.module import Module
+from rewriter.scene import Scene
+from rewriter.symbols import AROUND, BY_CODE, ENUMS, row_of
+from rewriter.values import string
+
+SymbolOf = Callable[[cst.CSTNode, Module], str | None]
+
+
+# Asked for by name, to be shared among models.
+STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")
+
+
+def code_of(symbol: str, node: cst.CSTNode, module: Module) -> str:
+    """The row that a use of FSDP1's name is about."""
+    if symbol.startswith("private:"):
+        return "FC33" if symbol.endswith("_runtime_utils._reshard") else "FC06"
+    if symbol.startswith("library:"):
+        return "FC21"
+    if symbol.startswith("fairscale:"):
+        return "FC22"
+    if symbol.startswith("module:"):
+        return "FX07"
+    if symbol == CLASS:
+        above = module.parent(node)
+        if isinstance(above, cst.Call) and above.func is node:
+            return "FA01"
+        if isinstance(above, cst.Arg) and isinstance(module.parent(above), cst.ClassDef):
+            return "FC05"
+        if module.enclosing(node, cst.Annotation) is not None:
+            return "FC03"
+        call = module.parent(above) if isinstance(above, cst.Arg) else None
+        if isinstance(call, cst.Call) and module.code(call.func) in ("isinstance", "issubclass"):
+            return "FC02"
+        return "FC04"
+    row = row_of(symbol)
+    if row is not None:
+        return row.code
+    head = symbol.partition(".")[0]
+    whole = {"ShardingStrategy": "FA03", "MixedPrecision": "FA07", "CPUOffload": "FA04", "BackwardPrefetch": "FA06",
+             "StateDictType": "FM07", "OptimStateKeyType": "FD19", "StateDictSettings": "FD16"}  # fmt: skip
+    if head in whole:
+        return whole[head]
+    if head.endswith("Config"):
+        return "FM07"
+    return "FA05" if "policy" in head.lower() else "FC06"
+
+
+def uses(module: Module, symbol_of: SymbolOf) -> list[tuple[cst.Name | cst.Attribute, str]]:
+    """Every read of a name of FSDP1, the longest expression that is one, with its canonical name."""
+    found = []
+    for node in module.all(cst.Name, cst.Attribute):
+        above = module.parent(node)
+        if isinstance(above, cst.Attribute) and (above.attr is node or symbol_of(above, module) is not None):
+            continue
+        if isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Import, cst.Param)):
+            continue
+        if isinstance(above, cst.Arg) and above.keyword is node:
+            continue
+        if isinstance(above, (cst.AssignTarget, cst.FunctionDef, cst.ClassDef)):
+            continue
+        if _in_import(node, module):
+            continue
+        symbol = symbol_of(node, module)
+        if symbol is not None:
+            found.append((node, symbol))
+    return found
+
+
+def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
+    """What there is to decide about a use that no rule has taken."""
+    head = symbol.partition(".")[0]
+    if id(node) in scene.rewriting.consumed or scene.rewriting.passed_by(node):
+        return f"what {head} says here stands in the calls of fully_shard now, and nothing reads it any more: remove it"
+    if head in ENUMS and not isinstance(module.parent(node), cst.Call):
+        return f"{head} goes with FSDP1: a string or an enumeration of your own, where it only tells cases apart"
+    row = BY_CODE[code_of(symbol, node, module)]
+    if row.status == "exact" or not row.note:
+        return f"not moved, since nothing is known of where it goes; it would be {row.becomes}"
+    return row.note
+
+
+def _in_import(node: cst.CSTNode, module: Module) -> bool:
+    above = module.parent(node)
+    while isinstance(above, (cst.Attribute, cst.ImportAlias)):
+        if isinstance(above, cst.ImportAlias):
+            return True
+        above = module.parent(above)
+    return isinstance(above, (cst.Import, cst.ImportFrom))
+
+
+def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
+    problems: list[Undecided] = []
+    said = {id(problem.module.statement(problem.node)) for problem in known}
+    for module in scene.modules:
+        edits = scene.edits(module)
+        for node, symbol in uses(module, scene.symbol):
+            if symbol in AROUND.values() or edits.covers(node):
+                continue
+            statement = module.statement(node)
+            if id(statement) in said and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
+                continue  # a rule has said what there is to decide
+            code = code_of(symbol, node, module)
+            why = _why(symbol, node, module, scene)
+            problem = Undecided(code, why, node, module, blocking=False)
+            # What wrap() makes is a part of a model, and a model is never half moved; nor is what another function, or
+            # a class derived from FSDP1's, makes of it.
+            problem.blocking = symbol.partition(".")[0] in ("enable_wrap", "wrap") or code in ("FC04", "FC05")
+            problem.leftover = not problem.blocking
+            problems.append(problem)
+        for call in module.all(cst.Call):
+            problems += changed_calls(scene, module, call)
+        for attribute in module.all(cst.Attribute):
+            if each_parameter.shape_of_parameter(scene, module, attribute):
+                problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
+            if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
+                problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
+        for text in module.all(cst.SimpleString):
+            if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
+                said.add(id(line))
+                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module, blocking=False))
+            if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
+                problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
+    return problems
+
+
+def _docstring(node: cst.CSTNode, module: Module) -> bool:
+    return isinstance(module.parent(node), cst.Expr)
+
+
+def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecided]:
+    """Calls that go on running and mean something else, or run no more."""
+
+    def left(code: str) -> list[Undecided]:
+        return [Undecided(code, BY_CODE[code].note, node, module, blocking=False)]
+
+    names = [name for name, _ in module.qualified(node.func)]
+    if scene.calls and any(name.endswith(".load_sharded_optimizer_state_dict") for name in names):
+        return [] if scene.edits(module).covers(node) else left("FC29")
+    if by_library(module, node):
+        return left("FC21")
+    first = node.args[0].value if node.args and not node.args[0].star else None
+    if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
+        called = first.func if isinstance(first, cst.Call) else None
+        ours = isinstance(called, cst.Attribute) and scene.is_model(called.value, module)
+        return left("FC13") if ours and not _other_branch(module, node, called) else []
+    if "copy.deepcopy" in names and first is not None and scene.is_model(first, module):
+        return left("FC15")
+    if isinstance(node.func, cst.Attribute) and _draws(scene, module, node, node.func):
+        return left("FC32")
+    if isinstance(node.func, cst.Attribute) and not scene.edits(module).covers(node):
+        receiver, method = node.func.value, node.func.attr.value
+        if method == "apply" and scene.calls and scene.is_model(receiver, module):
+            return left("FM04")
+        if (
+            method == "numel"
+            and not node.args
+            and "grad" not in module.code(receiver)
+            and each_parameter.over_parameters(scene, module, node)
+        ):
+            return left("FC17")
+    return []
+
+
+DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)
+
+
+def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) -> bool:
+    """Whether a model's method that gives it initial values is called after it has been sharded."""
+    if not scene.calls or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
+        return False
+    here, home = module.span(node)[0], module.function(node)
+    given = [
+        call.args[0].value
+        for call, where in scene.calls
+        if where is module and module.function(call) is home and module.span(call)[0] < here and call.args
+    ]
+    return scene.is_model(called.value, module) or module.code(called.value) in [module.code(one) for one in given]
+
+
+def around(scene: Scene, module: Module, node: cst.Call) -> str | None:
+    """What is done with a sharded model that works on, and would rather stand in another place."""
+    first = node.args[0].value if node.args and not node.args[0].star else None
+    names = [name for name, _ in module.qualified(node.func)]
+    wrapping = [name for name in names if name.endswith((".apply_activation_checkpointing", "torch.compile"))]
+    if wrapping and first is not None and scene.is_model(first, module):
+        return "FC25" if "torch.compile" in wrapping else "FC23"
+    called = node.func if isinstance(node.func, cst.Attribute) else None
+    if called is None or called.attr.value != "requires_grad_":
+        return None
+    each = each_parameter.over_parameters(scene, module, node)
+    return "FC18" if each or scene.is_model(called.value, module) else None
+
+
+def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) -> bool:
+    """Whether FSDP1's own clipping stands in the branch above this one: then this is for models that aren't sharded."""
+    model = module.code(called.value) if isinstance(called, cst.Attribute) else ""
+    below: cst.CSTNode = node
+    for above in module.ancestors(node):
+        if (
+            isinstance(above, cst.If)
+            and below is above.orelse
+            and f"{model}.clip_grad_norm_(" in module.code(above.body)
+        ):
+            return True
+        below = above
+    return False
+
+
+def by_library(module: Module, node: cst.Call) -> bool:
+    """Whether a library is told to use FSDP1: TrainingArguments(fsdp=…), Trainer or Fabric(strategy="fsdp")."""
+    name = module.code(node.func).rpartition(".")[2]
+    for arg in node.args:
+        keyword = arg.keyword.value if arg.keyword is not None else ""
+        if name.endswith("TrainingArguments") and keyword in ("fsdp", "fsdp_config"):
+            return not (isinstance(arg.value, cst.Name) and arg.value.value == "None")
+        if name in ("Trainer", "Fabric") and keyword == "strategy" and (string(arg.value) or "").startswith("fsdp"):
+            return True
+    return False

@@ -1,0 +1,65 @@
+"""python -m fsdp2.migrate check | rewrite: what is said on the command line, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from typing import Any
+
+from fsdp2.options.errors import ConfigError
+from rewriter.finding import FORMATS
+
+LIBRARIES = {"libcst": "Python", "ruamel.yaml": "YAML"}
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="every use of FSDP1 in files and folders",
+        description="Prints every use of FSDP1 in PATH…: Python files, notebooks, configuration files, or folders of "
+        "them. Exit status 1 if there is any, 0 if nothing is left to do.",
+    )
+    check.add_argument("paths", nargs="+", metavar="PATH")
+    check.add_argument("--format", choices=FORMATS, default="text", help="default: text")
+    check.set_defaults(run=run_check)
+    rewrite = commands.add_parser(
+        "rewrite",
+        help="move files and folders to FSDP2, and mark what has to be decided",
+        description="Prints what it would change, as a unified diff. Give all files of a program together: policies "
+        "and models are followed from one to the other.",
+    )
+    rewrite.add_argument("paths", nargs="+", metavar="PATH")
+    rewrite.add_argument("--write", action="store_true", help="change the files instead of printing the difference")
+    rewrite.set_defaults(run=run_rewrite)
+
+
+def _need_libraries() -> None:
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0]) is None]
+    if missing:
+        raise ConfigError(
+            f"check and rewrite need {' and '.join(missing)} to read {LIBRARIES[missing[0]]}: "
+            "pip install 'fsdp2-reference[migrate]'"
+        )
+
+
+def run_check(given: argparse.Namespace) -> int:
+    """1 if there is anything left to do."""
+    _need_libraries()
+    from rewriter.check import check
+
+    findings, notes = check(given.paths)
+    text = FORMATS[given.format](findings)
+    if text:
+        print(text)
+    for note in notes:
+        print(f"fsdp2: {note}", file=sys.stderr)
+    return 1 if findings else 0
+
+
+def run_rewrite(given: argparse.Namespace) -> int:
+    """1 if something is left to be decided."""
+    _need_libraries()
+    from rewriter.apply import rewrite
+
+    return rewrite(given.paths, write_files=given.write)

@@ -1,0 +1,135 @@
+"""What `check` says, and the forms in which it says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.checkpoint.refusal import printable
+from fsdp2.migrate.row import DECIDE, EXACT, REFUSED
+from rewriter.symbols import BY_CODE
+
+DOCS = "docs/migration-options.md"
+SHOWN = {EXACT: "exact", DECIDE: "needs a decision", REFUSED: "refused"}
+LEVELS = {EXACT: "notice", DECIDE: "warning", REFUSED: "error"}
+SARIF_LEVELS = {EXACT: "note", DECIDE: "warning", REFUSED: "error"}
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One use of FSDP1. Lines and columns from 1; in a notebook, of the cell, which is counted from 1 too."""
+
+    file: str
+    cell: int | None
+    line: int
+    col: int
+    code: str
+    status: str
+    message: str
+    replacement: str
+
+    @property
+    def link(self) -> str:
+        return f"{DOCS}#{self.code.lower()}"
+
+    @property
+    def place(self) -> str:
+        cell = f"cell {self.cell}:" if self.cell is not None else ""
+        return f"{printable(self.file)}:{cell}{self.line}:{self.col}"
+
+
+def make(
+    file: str,
+    place: tuple[int | None, int, int],
+    code: str,
+    what: str,
+    status: str | None = None,
+) -> Finding:
+    """A finding in the words of the table's row. `what` is the code that was found."""
+    row = BY_CODE[code]
+    cell, line, col = place
+    text = printable(f"{what}: {row.note}" if row.note else what)
+    return Finding(file, cell, line, col, code, status or row.status, text, row.becomes)
+
+
+def sort(findings: Sequence[Finding]) -> list[Finding]:
+    return sorted(set(findings), key=lambda f: (f.file, f.cell or 0, f.line, f.col, f.code, f.message))
+
+
+def text(findings: Sequence[Finding]) -> str:
+    lines = [f"{f.place} {f.code} [{SHOWN[f.status]}] {f.message} -> {f.replacement} ({f.link})" for f in findings]
+    files = len({f.file for f in findings})
+    counts = ", ".join(f"{sum(f.status == s for f in findings)} {name}" for s, name in SHOWN.items())
+    end = f"{len(findings)} uses of FSDP1 in {files} files: {counts}" if findings else "no use of FSDP1 is left"
+    return "\n".join([*lines, end])
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    def entry(f: Finding) -> dict[str, Any]:
+        keys = ("file", "line", "col", "code", "status", "message", "replacement")
+        made: dict[str, Any] = {key: getattr(f, key) for key in keys}
+        return made if f.cell is None else {**made, "cell": f.cell}
+
+    return json.dumps([entry(f) for f in findings], indent=2)
+
+
+def github(findings: Sequence[Finding]) -> str:
+    """GitHub's workflow commands: each becomes a remark beside the line in a pull request."""
+
+    def data(value: str) -> str:
+        return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    def attribute(value: str) -> str:
+        return data(value).replace(":", "%3A").replace(",", "%2C")
+
+    return "\n".join(
+        f"::{LEVELS[f.status]} file={attribute(printable(f.file))},line={f.line},col={f.col},title={f.code}::"
+        + data(f"{f.message} -> {f.replacement} ({f.link})")
+        for f in findings
+    )
+
+
+def sarif(findings: Sequence[Finding]) -> str:
+    """SARIF 2.1.0, which code scanning and editors read."""
+    codes = sorted({f.code for f in findings})
+    rules = [
+        {
+            "id": code,
+            "name": BY_CODE[code].name,
+            "shortDescription": {"text": f"{BY_CODE[code].name} -> {BY_CODE[code].becomes}"},
+            "help": {"text": BY_CODE[code].note or BY_CODE[code].becomes},
+            "helpUri": f"{DOCS}#{code.lower()}",
+        }
+        for code in codes
+    ]
+    results = [
+        {
+            "ruleId": f.code,
+            "ruleIndex": codes.index(f.code),
+            "level": SARIF_LEVELS[f.status],
+            "message": {"text": f"{f.message} -> {f.replacement}"},
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": f.file},
+                        "region": {"startLine": f.line, "startColumn": f.col},
+                    }
+                }
+            ],
+        }
+        for f in findings
+    ]
+    tool = {"driver": {"name": "fsdp2.migrate", "rules": rules}}
+    return json.dumps(
+        {
+            "version": "2.1.0",
+            "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+            "runs": [{"tool": tool, "results": results}],
+        },
+        indent=2,
+    )
+
+
+FORMATS = {"text": text, "json": as_json, "github": github, "sarif": sarif}

@@ -1,0 +1,333 @@
+"""All files that were given, as one program: what a name is, through imports from one file to another.
+
+Only files that mention FSDP1 are parsed, and those that something is imported from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import libcst as cst
+
+from rewriter.module import Module
+from rewriter.source import Source, Unreadable
+from rewriter.symbols import canonical
+
+# Cheap words, one of which is in every file that uses FSDP1 or a model that another file has sharded.
+MENTIONS = re.compile(
+    r"fsdp|FullyShardedDataParallel|FullySharded|ShardingStrategy|_fsdp_wrapped_module|clip_grad_norm_|no_sync"
+    r"|MixedPrecision|apply_activation_checkpointing|summon_full_params|StateDictType|mp\.spawn|ShardedGradScaler",
+    re.IGNORECASE,
+)
+SURE = re.compile(
+    r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
+    r"|_fsdp_wrapped_module"
+)
+IMPORTS = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
+)
+HANDLES = re.compile(r"parameters\(|state_dict|no_sync|clip_grad|requires_grad")  # what is done with models
+DEPTH = 12
+
+
+class Program:
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self.sources = {source.path.resolve(): source for source in sources}
+        self._modules: dict[Path, Module | None] = {}
+        self._relevant: list[Module] | None = None
+        self.unparsable: dict[Path, str] = {}
+        self._exports: dict[tuple[Path, str], str | None] = {}
+        self._files: dict[tuple[str, Path], Path | None] = {}
+        self._symbols: dict[int, str | None] = {}  # nodes live as long as the modules here
+        self._by_last_name: dict[str, list[Path]] = {}
+        for path in self.sources:
+            name = path.parent.name if path.stem == "__init__" else path.stem
+            self._by_last_name.setdefault(name, []).append(path)
+
+    def module(self, path: Path) -> Module | None:
+        """The parsed file, or None if it can't be parsed, which is noted."""
+        if path not in self._modules:
+            try:
+                self._modules[path] = Module(self.sources[path])
+            except Unreadable as error:
+                self.unparsable[path] = str(error)
+                self._modules[path] = None
+        return self._modules[path]
+
+    def known(self, path: Path) -> Module | None:
+        """The file, if it has been parsed already."""
+        return self._modules.get(path)
+
+    def relevant(self) -> list[Module]:
+        """Files that mention what FSDP1 is used by, parsed. Without one that surely does, there are none."""
+        if self._relevant is None:  # which each step asks
+            self._relevant = self._find_relevant()
+        return self._relevant
+
+    def _find_relevant(self) -> list[Module]:
+        sure = {path for path, source in self.sources.items() if SURE.search(source.text)}
+        words = set().union(*(re.findall(r"\w+", self.sources[path].text) for path in sure)) if sure else set()
+        names = {path.parent.name if path.stem == "__init__" else path.stem for path in sure}
+        near = self._near(sure)
+        paths = [
+            path
+            for path, source in self.sources.items()
+            if path in near
+            or (
+                MENTIONS.search(source.text)
+                # a file that only works with models: imported by one that surely does, or importing it
+                and (path.stem in words or any(re.search(rf"\b{re.escape(name)}\b", source.text) for name in names))
+            )
+        ]
+        return [module for path in paths if (module := self.module(path)) is not None]
+
+    def _near(self, sure: set[Path]) -> set[Path]:
+        """Files that use FSDP1, those that import one of them, through a package's __init__.py too, and what these
+        import that does something with parameters: a model goes from one to the other under any name."""
+        imported = {path: self._imported(path) for path in self.sources} if sure else {}
+        shared, found = set(sure), set(sure)
+        while True:
+            new = {path for path, others in imported.items() if others & shared} - found
+            found |= new
+            if not (more := {path for path in new if path.stem == "__init__"} - shared):
+                break
+            shared |= more
+        below = {
+            other for path in found for other in imported.get(path, ()) if HANDLES.search(self.sources[other].text)
+        }
+        return found | below
+
+    def _imported(self, path: Path) -> set[Path]:
+        """The given files that a file imports, found without parsing it."""
+        names: list[str] = []
+        for package, listed, plain in IMPORTS.findall(self.sources[path].text):
+            between = "" if package.endswith(".") else "."
+            names += [package, *(package + between + name for name in re.findall(r"\w+", listed))] if package else []
+            names += re.findall(r"[\w.]+", plain)
+        return {found for name in names if (found := self._file_of(name, path)) is not None and found != path}
+
+    @property
+    def parsed(self) -> list[Module]:
+        return [module for module in self._modules.values() if module is not None]
+
+    def said_elsewhere(self, name: str) -> bool:
+        """Whether a file that hasn't been parsed has this word."""
+        word, parsed = re.compile(rf"\b{name}\b"), {module.path.resolve() for module in self.parsed}
+        return any(word.search(source.text) for path, source in self.sources.items() if path not in parsed)
+
+    # --- from one file to another ---
+
+    def file_of(self, dotted: str, importer: Module) -> Path | None:
+        """The given file that a module's name means, seen from another one. None if it isn't among them."""
+        key = (dotted, importer.path)
+        if key not in self._files:
+            self._files[key] = self._file_of(dotted, importer.path.resolve())
+        return self._files[key]
+
+    def _file_of(self, dotted: str, importer: Path) -> Path | None:
+        if dotted.startswith("."):
+            level = len(dotted) - len(dotted.lstrip("."))
+            folder = importer.parent
+            for _ in range(level - 1):
+                folder = folder.parent
+            return self._under(folder, dotted.lstrip("."))
+        parts = dotted.split(".")
+        candidates = self._by_last_name.get(parts[-1], [])
+        if not candidates:
+            return None
+        folders = [importer.parent, *importer.parents]
+        for folder in folders:  # the nearest one wins, as it does when a script is run from its folder
+            found = self._under(folder, dotted)
+            if found in candidates:
+                return found
+        ends = [path for path in candidates if self._dotted(path).endswith("." + dotted)]
+        return ends[0] if len(ends) == 1 else None
+
+    def _under(self, folder: Path, dotted: str) -> Path | None:
+        base = folder.joinpath(*dotted.split(".")) if dotted else folder
+        for path in (base.with_suffix(".py") if dotted else base / "__init__.py", base / "__init__.py"):
+            if path in self.sources:
+                return path
+        return None
+
+    @staticmethod
+    def _dotted(path: Path) -> str:
+        parts = [*path.parts[1:-1], *([] if path.stem == "__init__" else [path.stem])]
+        return "." + ".".join(parts)
+
+    def split(self, qualified: str, importer: Module) -> tuple[Path, list[str]] | None:
+        """A qualified name as one of the given files and the names below it."""
+        lead = len(qualified) - len(qualified.lstrip("."))
+        parts = qualified[lead:].split(".")
+        for count in range(len(parts), 0, -1):
+            path = self.file_of("." * lead + ".".join(parts[:count]), importer)
+            if path is not None:
+                return path, parts[count:]
+        if lead:  # from . import x, where x is a name in __init__.py
+            path = self.file_of("." * lead, importer)
+            return (path, parts) if path is not None else None
+        return None
+
+    # --- what a name is ---
+
+    def symbol(self, node: cst.CSTNode, module: Module, depth: int = 0) -> str | None:
+        """FSDP1's own name for a name or attribute, whatever it is called here; None if it isn't FSDP1's."""
+        if not isinstance(node, (cst.Name, cst.Attribute)):
+            return None
+        if depth:
+            return self._symbol(node, module, depth)
+        if id(node) not in self._symbols:
+            self._symbols[id(node)] = self._symbol(node, module, 0)
+        return self._symbols[id(node)]
+
+    def _symbol(self, node: cst.Name | cst.Attribute, module: Module, depth: int) -> str | None:
+        for name, imported in module.qualified(node):
+            if not imported:
+                continue
+            known = self.symbol_of(name, module, depth)
+            if known is not None:
+                return known
+        if isinstance(node, cst.Attribute):
+            base = self.symbol(node.value, module, depth)
+            if base is not None and not base.startswith(("private:", "library:", "fairscale:")):
+                if base.startswith("module:"):
+                    return canonical(f"torch.distributed.fsdp.{base[7:]}.{node.attr.value}")
+                return f"{base}.{node.attr.value}"
+        if isinstance(node, cst.Name) and not module.qualified(node):
+            return self._starred(node.value, module, depth)
+        return None
+
+    def symbol_of(self, qualified: str, module: Module, depth: int = 0) -> str | None:
+        known = canonical(qualified)
+        if known is not None or depth > DEPTH:
+            return known
+        place = self.split(qualified, module)
+        if place is None or not place[1]:
+            return None
+        path, names = place
+        if path == module.path.resolve():
+            return None
+        base = self._exported(path, names[0], depth + 1)
+        if base is None:
+            return None
+        return ".".join([base, *names[1:]])
+
+    def _exported(self, path: Path, name: str, depth: int) -> str | None:
+        """What a module of the program calls by a name, if that is one of FSDP1's by import or plain assignment."""
+        key = (path, name)
+        if key not in self._exports:
+            self._exports[key] = None  # for imports in circles
+            module = self.module(path)
+            self._exports[key] = self._export_in(module, name, depth) if module is not None else None
+        return self._exports[key]
+
+    def _export_in(self, module: Module, name: str, depth: int) -> str | None:
+        for statement in module.all(cst.ImportFrom):
+            if module.function(statement) is not None:
+                continue
+            target = module_name(statement)
+            if isinstance(statement.names, cst.ImportStar):
+                known = canonical(f"{target}.{name}")
+                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
+                    known = self._exported(path, name, depth + 1)
+                if known is not None and not known.startswith(("private:", "module:")):
+                    return known
+                continue
+            for alias in statement.names:
+                bound = alias.evaluated_alias or alias.evaluated_name
+                if bound == name:
+                    sep = "" if target.endswith(".") else "."
+                    return self.symbol_of(f"{target}{sep}{alias.evaluated_name}", module, depth + 1)
+        for assign in module.all(cst.Assign):
+            target_node = assign.targets[0].target
+            if isinstance(target_node, cst.Name) and target_node.value == name and module.function(assign) is None:
+                return self.symbol(assign.value, module, depth + 1)
+        return None
+
+    def _starred(self, name: str, module: Module, depth: int) -> str | None:
+        """A name that nothing in the file binds, if it comes from `from … import *`."""
+        if depth > DEPTH:
+            return None
+        for statement in module.all(cst.ImportFrom):
+            if isinstance(statement.names, cst.ImportStar):
+                target = module_name(statement)
+                known = canonical(f"{target}.{name}")
+                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
+                    known = self._exported(path, name, depth + 1)
+                if known is not None and not known.startswith(("private:", "module:")):
+                    return known
+        return None
+
+    def definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
+        """The file and the name there of something that this file imports from the program."""
+        for name, imported in module.qualified(node):
+            if imported:
+                place = self.split(name, module)
+                if place is not None and len(place[1]) == 1:
+                    found = self._followed(place[0], place[1][0])
+                    if found is not None:
+                        return found
+        if isinstance(node, cst.Name) and not module.qualified(node):
+            for statement in module.all(cst.ImportFrom):
+                if isinstance(statement.names, cst.ImportStar):
+                    path = self.file_of(module_name(statement), module)
+                    if path is not None and (found := self._followed(path, node.value)) is not None:
+                        return found
+        return None
+
+    def _followed(self, path: Path, name: str, depth: int = 0) -> tuple[Module, str] | None:
+        """Where a name is bound by something else than an import, starting from a file that has it."""
+        module = self.module(path)
+        if module is None or depth > DEPTH:
+            return None
+        if any(known.name == name for known in top_level(module)):
+            return module, name
+        if top_assignments(module, name):
+            return module, name
+        for statement in module.all(cst.ImportFrom):
+            target = module_name(statement)
+            if isinstance(statement.names, cst.ImportStar):
+                wanted = name
+            else:
+                wanted = next(
+                    (a.evaluated_name for a in statement.names if (a.evaluated_alias or a.evaluated_name) == name), ""
+                )
+            if wanted and (below := self.file_of(target, module)) is not None and below != path:
+                found = self._followed(below, wanted, depth + 1)
+                if found is not None:
+                    return found
+        return None
+
+
+def module_name(statement: cst.ImportFrom) -> str:
+    """What `from … import` says, with its dots."""
+    name = cst.helpers.get_full_name_for_node(statement.module) if statement.module is not None else ""
+    return "." * len(statement.relative) + (name or "")
+
+
+class _Named:
+    def __init__(self, name: str, node: cst.FunctionDef | cst.ClassDef) -> None:
+        self.name, self.node = name, node
+
+
+def top_level(module: Module) -> list[_Named]:
+    """Functions and classes of the module itself."""
+    found = []
+    for node in module.all(cst.FunctionDef, cst.ClassDef):
+        if module.enclosing(node, cst.FunctionDef, cst.ClassDef) is None:
+            found.append(_Named(node.name.value, node))
+    return found
+
+
+def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:
+    """What the module assigns to one of its names, outside of functions and classes."""
+    found: list[cst.BaseExpression] = []
+    for node in module.all(cst.Assign, cst.AnnAssign):
+        if module.enclosing(node, cst.FunctionDef, cst.ClassDef) is not None or node.value is None:
+            continue
+        targets = [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]
+        if any(isinstance(target, cst.Name) and target.value == name for target in targets):
+            found.append(node.value)
+    return found

@@ -1,0 +1,98 @@
+"""docs/migration-code.md, from the rules: python -m tests.rewriter.code_page > docs/migration-code.md"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+from rewriter.symbols import BY_CODE
+
+RULES = Path(__file__).parent / "rules"
+DECIDED = Path(__file__).parent / "decided"
+
+HEAD = """\
+# Moving code from FSDP1
+
+Made by `python -m tests.rewriter.code_page` from the pairs of programs in `tests/rewriter/rules/`. Both programs of a
+pair are run on 2 ranks in the tests, and every loss of the one is bit-equal to the other's.
+
+```
+pip install -e '.[migrate]'
+python -m fsdp2.migrate check train.py policies/           # every use of FSDP1, as a linter says it
+python -m fsdp2.migrate rewrite train.py policies/         # what would change, as a diff
+python -m fsdp2.migrate rewrite --write train.py policies/
+```
+
+- **Give all files of a program together.** Policies, precision and models are followed through imports, arguments,
+  dictionaries, partials and classes from one file to the other. What comes from a file that wasn't given can't be
+  decided.
+- `check --format json`, `github` (remarks in a pull request) or `sarif` (code scanning). Its exit status is 1 while
+  anything is left to do. Each finding's code is a row of [the table](migration-options.md).
+- `rewrite` leaves what it isn't certain of, and writes a comment above it: `# fsdp2: CODE what there is to decide`. If
+  that is a constructor's call, nothing else is changed in the files that belong together: a model is never half moved.
+  Change what the comment says, and run it again. Running it twice changes nothing more.
+- The result is plain torch: `fully_shard`, `FSDPModule`, `torch.distributed.checkpoint.state_dict`. Nothing in it
+  imports this package. A few helpers (`no_sync`, `shard_by_size`) are written into the file.
+- Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
+  layout, encoding, line endings and permissions stay. Files are replaced whole or not at all.
+- Checkpoints that FSDP1 wrote are another matter: full optimizer states have to be converted before they are loaded
+  ([what is the trap](migration-options.md#fm20)).
+
+What it wrote for public repositories: [trials](migration-trials.md).
+"""
+
+
+ASKED = """\
+# What is asked
+
+`rewrite` marks these, and what is shown was decided by hand. These pairs (`tests/rewriter/decided/`) are run too, and
+their losses are bit-equal, but for clipping and for decay by dimension: there FSDP1 did something else than the
+code says, by mistake, and FSDP2 does what it says.
+"""
+
+
+# Codes that no two programs show, and why.
+WITHOUT = {
+    "FM01": "`model.module` is FC08; of the class nobody asks it",
+    "FC12": "FSDP1 waits for ever: a state dict needs all ranks",
+    "FC15": "FSDP1 can't copy a sharded model on a CPU",
+    "FC21": "the library shards the model, and on a CPU it doesn't",
+    "FC22": "fairscale has no release for a torch with FSDP2",
+    "FC24": "what can't be parsed doesn't run",
+    "FD09": "FSDP1 refuses the base class",
+    "FD15": "FSDP1 refuses the base class",
+    "FX06": "no torch that has FSDP2 takes the argument",
+    **{
+        f"FY0{n}": "a configuration: `tests/rewriter/test_configs.py` has its text before and after"
+        for n in range(1, 8)
+    },
+}
+
+
+def page() -> str:
+    without = "\n".join(f"- [{code}](migration-options.md#{code.lower()}): {why}" for code, why in WITHOUT.items())
+    rules, decided = (map(_pair, sorted(folder.iterdir())) for folder in (RULES, DECIDED))
+    return "\n".join([HEAD, *rules, ASKED, *decided, f"# Codes without a pair\n\n{without}\n"])
+
+
+def _pair(rule: Path) -> str:
+    before, after = ((rule / name).read_text() for name in ("in.py", "out.py"))
+    codes = re.findall(r"F[A-Z]\d\d", rule.name)
+    linked = ", ".join(f"[{code}](migration-options.md#{code.lower()}) {_name(code)}" for code in codes)
+    title = (ast.get_docstring(ast.parse(before)) or rule.name).rstrip(".")
+    return f"## {title}\n\n{linked}\n\n```diff\n{changes(before, after)}```\n"
+
+
+def _name(code: str) -> str:
+    return f"`{BY_CODE[code].name.removeprefix('FullyShardedDataParallel.')}`"
+
+
+def changes(before: str, after: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
+    return "".join(line + "\n" for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

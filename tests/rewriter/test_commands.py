@@ -1,0 +1,377 @@
+"""check and rewrite on files: how findings are printed, what is kept of a file, several files, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.migrate.__main__ import main
+from fsdp2.options.errors import ConfigError
+from rewriter.check import load
+from rewriter.source import LIMIT
+from rewriter.survey import survey
+
+PROGRAM = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def shard(model):  # ∑ kept
+\tmodel = FSDP(model, use_orig_params=True)
+\treturn model
+"""
+BLOCKED = """\
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def shard(model, init):
+    model = FSDP(model, param_init_fn=init, ignored_modules=[model.head])
+    model.clip_grad_norm_(1.0)
+    return model
+"""
+
+
+def run(*arguments: str | Path) -> int:
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_findings_as_text(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", program) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{program}:2:36 FC01 [exact] FullyShardedDataParallel as FSDP: ")
+    assert lines[1].startswith(f"{program}:6:10 FA01 [exact] FSDP: ")
+    assert lines[2].startswith(f"{program}:6:22 FA14 [needs a decision] use_orig_params=True: ")
+    assert lines[2].endswith("-> nothing (docs/migration-options.md#fa14)")
+    assert lines[3] == "3 uses of FSDP1 in 1 files: 2 exact, 1 needs a decision, 0 refused"
+    page = (Path(__file__).parent.parent.parent / "docs" / "migration-options.md").read_text()
+    assert '<a id="fa14"></a>' in page
+
+
+def test_findings_for_programs(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "--format", "json", program) == 1
+    entries = json.loads(capsys.readouterr().out)
+    assert [set(entry) for entry in entries] == [
+        {"file", "line", "col", "code", "status", "message", "replacement"} for _ in range(3)
+    ]
+    assert (entries[1]["line"], entries[1]["col"], entries[1]["code"], entries[1]["status"]) == (6, 10, "FA01", "exact")
+    assert run("check", "--format", "github", program) == 1
+    assert f"::warning file={program},line=6,col=22,title=FA14::" in capsys.readouterr().out
+    assert run("check", "--format", "sarif", program) == 1
+    sarif = json.loads(capsys.readouterr().out)
+    (made,) = sarif["runs"]
+    result = made["results"][2]
+    assert made["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "FA14"
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 6, "startColumn": 22}
+
+
+def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text("import torch\n\nmodel = torch.nn.Linear(1, 1)\n")
+    assert run("check", path) == 0
+    assert capsys.readouterr().out == "no use of FSDP1 is left\n"
+    assert run("check", "--format", "json", path) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert run("rewrite", path) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda text: text.encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: b"\xef\xbb\xbf" + text.encode(),
+        lambda text: ("# -*- coding: latin-1 -*-\n" + text.replace("∑", "é")).encode("latin-1"),
+    ],
+    ids=["plain", "crlf", "bom", "latin-1"],
+)
+def test_what_a_file_keeps(tmp_path: Path, prepare: Callable[[str], bytes]) -> None:
+    path = tmp_path / "script.py"
+    path.write_bytes(prepare(PROGRAM))
+    path.chmod(0o750)
+    assert run("rewrite", "--write", path) == 0
+    made = path.read_bytes()
+    expected = prepare(
+        PROGRAM.replace("FullyShardedDataParallel as FSDP", "fully_shard").replace(
+            "model = FSDP(model, use_orig_params=True)", "fully_shard(model)"
+        )
+    )
+    assert made == expected
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_bytes() == made
+    assert [entry.name for entry in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_difference_is_printed_and_nothing_written(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rewrite", program) == 0
+    printed = capsys.readouterr().out
+    assert f"--- a/{program}\n+++ b/{program}\n" in printed
+    assert "-\tmodel = FSDP(model, use_orig_params=True)\n+\tfully_shard(model)\n" in printed
+    assert program.read_text() == PROGRAM
+
+
+def test_what_is_not_certain_stays_and_is_marked_once(tmp_path: Path) -> None:
+    path = tmp_path / "blocked.py"
+    path.write_text(BLOCKED)
+    assert run("rewrite", "--write", path) == 1
+    made = path.read_text()
+    why = "what is ignored gets no initial values, and has to have them before"
+    mark = f"    # fsdp2: FA09 {why} (docs/migration-options.md#fa09)\n"
+    assert made == BLOCKED.replace("    model = FSDP(", mark + "    model = FSDP(")
+    assert run("rewrite", "--write", path) == 1
+    assert path.read_text() == made
+
+
+def test_a_program_that_cannot_be_decided_keeps_no_other_from_being_moved(tmp_path: Path) -> None:
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    (tmp_path / "beside.py").write_text(PROGRAM)
+    (tmp_path / "user.py").write_text(PROGRAM.replace("import torch\n", "import torch\nimport blocked\n"))
+    assert run("rewrite", "--write", tmp_path) == 1
+    assert "fully_shard(model)" in (tmp_path / "beside.py").read_text()
+    assert "FSDP(model, use_orig_params=True)" in (tmp_path / "user.py").read_text()
+    assert "model.clip_grad_norm_(1.0)" in (tmp_path / "blocked.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("    other(options)", "options is changed, and read in line 8 too"),
+        ("    options.update(extra)", "options is changed in line 8"),
+        ("    del options['device_id']", "options is changed in line 8"),
+        ("    if low:\n        low = False", "options is changed in line 7"),
+    ],
+)
+def test_a_dictionary_that_is_changed_otherwise_is_asked(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP\n\n\n"
+        "def shard(model, low, other, extra):\n    options = {'device_id': 0}\n    if low:\n"
+        f"        options['cpu_offload'] = CPUOffload(True)\n{line}\n    return FSDP(model, **options)\n"
+    )
+    assert run("rewrite", "--write", path) == 1
+    assert f"# fsdp2: FC07 {why}" in path.read_text()
+
+
+def test_a_model_that_a_library_shards_is_left_to_the_library(tmp_path: Path) -> None:
+    """Its configuration says by which FSDP: whatever is done with the model here would be wrong for the other."""
+    path = tmp_path / "script.py"
+    text = (
+        "from accelerate import Accelerator\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\n"
+        "def norm(model):\n    model = Accelerator().prepare(model)\n    with FSDP.summon_full_params(model):\n"
+        "        return sum(p.norm() for p in model.parameters())\n"
+    )
+    path.write_text(text)
+    assert run("rewrite", "--write", path) == 1
+    made = path.read_text()
+    assert "# fsdp2: FC21 a library shards the model" in made
+    assert [line for line in made.splitlines() if "# fsdp2:" not in line] == text.splitlines()
+
+
+def test_values_are_followed_through_files(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "__init__.py").write_text("from .precision import *\nfrom .wrapping import get_wrapper\n")
+    (tmp_path / "policies" / "precision.py").write_text(
+        "import torch\nfrom torch.distributed.fsdp import MixedPrecision\n\n"
+        "bf16 = MixedPrecision(param_dtype=torch.bfloat16)\n"
+    )
+    (tmp_path / "policies" / "wrapping.py").write_text(
+        "import functools\n\nimport torch\nfrom torch.distributed.fsdp.wrap import transformer_auto_wrap_policy\n\n\n"
+        "def get_wrapper():\n    return functools.partial(transformer_auto_wrap_policy, "
+        "transformer_layer_cls={torch.nn.Linear})\n"
+    )
+    train = tmp_path / "train.py"
+    train.write_text(
+        "import policies\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "from transformers import AutoModel\n\n\ndef main():\n    model = AutoModel.from_pretrained('x')\n"
+        "    model = FSDP(model, auto_wrap_policy=policies.get_wrapper(), mixed_precision=policies.bf16)\n"
+    )
+    assert run("rewrite", "--write", tmp_path) == 0
+    assert (
+        "bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)\n"
+        in (tmp_path / "policies" / "precision.py").read_text()
+    )
+    assert (
+        "    return lambda module: isinstance(module, torch.nn.Linear)\n"
+        in (tmp_path / "policies" / "wrapping.py").read_text()
+    )
+    made = train.read_text()
+    assert "        if policies.get_wrapper()(module):\n" in made
+    assert "mp_policy=policies.bf16)\n" in made
+
+
+def test_a_file_whose_values_are_elsewhere_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nfrom elsewhere import bf16\n\n\n"
+        "def main(model):\n    return FSDP(model, mixed_precision=bf16)\n"
+    )
+    path.write_text(text)
+    assert run("rewrite", "--write", path) == 1
+    assert "    # fsdp2: FA07 bf16 is imported from a file that wasn't given" in path.read_text()
+    assert "return FSDP(model, mixed_precision=bf16)" in path.read_text()
+
+
+def notebook(*cells: str) -> str:
+    empty: dict[str, Any] = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    made: list[dict[str, Any]] = [{**empty, "source": source} for source in cells]
+    made.insert(1, {"cell_type": "markdown", "metadata": {}, "source": ["FSDP of *ours*"]})
+    return json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tour.ipynb"
+    cells = (
+        "!pip install torch\nimport torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP",
+        "%%bash\necho FSDP(model)",
+        "model = torch.nn.Linear(2, 2)\nmodel = FSDP(model)\n",
+        "norm = model.clip_grad_norm_(1.0)",
+    )
+    path.write_text(notebook(*cells))
+    assert run("check", path) == 1
+    assert f"{path}:cell 4:2:9 FA01" in capsys.readouterr().out
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_text() == notebook(
+        "!pip install torch\nimport torch\nfrom torch.distributed.fsdp import fully_shard",
+        cells[1],
+        "model = torch.nn.Linear(2, 2)\nfully_shard(model)\n",
+        "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()",
+    )
+
+
+def test_a_file_that_is_not_python_is_one_line_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.py"
+    text = "from torch.distributed.fsdp import FullyShardedDataParallel\ndef f(:\n"
+    path.write_text(text)
+    assert run("check", path) == 1
+    printed = capsys.readouterr()
+    assert f"{path}:2:1 FC24 [refused] line 2: not Python" in printed.out
+    assert printed.err.count("\n") == 1
+    run("rewrite", "--write", path)
+    assert "left as it is" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "part"),
+    [
+        ("zeros.py", b"from x import y\0\0", "is not text; left out"),
+        ("latin.py", b"# \xff\xfe\nx = 1\n", "is not text in its encoding, utf-8"),
+        ("huge.py", b"#" * (LIMIT + 1), "aren't read"),
+        ("deep.py", b"x = " + b"(" * 5000 + b")" * 5000, ""),
+        ("list.ipynb", b"[1]", "is not a notebook"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, part: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert run("rewrite", "--write", path) == 0
+    printed = capsys.readouterr().err
+    assert part in printed
+    assert path.read_bytes() == data
+
+
+def test_control_characters_of_a_file_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(PROGRAM.replace("use_orig_params=True", 'device_id="\x1b[31m"'))
+    run("check", path)
+    run("rewrite", path)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["check", "no/such/file.py"], "no/such/file.py: no such file or folder"),
+        (["rewrite", __file__ + "/x"], "no such file"),
+        (["check"], "required: PATH"),
+        (["check", "--format", "xml", "x.py"], "invalid choice: 'xml'"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(arguments)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_extra_is_named_where_it_is_missing(program: Path) -> None:
+    (program.parent / "libcst.py").write_text("raise ImportError")
+    code = (
+        "import sys, importlib.util as u; find = u.find_spec;"
+        "u.find_spec = lambda n, *a: None if n == 'libcst' else find(n, *a);"
+        "from fsdp2.run import runtime; from fsdp2.migrate.__main__ import main\n"
+        f"with runtime.exit_status(): main(['check', {str(program)!r}])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert ended.returncode == 2
+    assert "pip install 'fsdp2-reference[migrate]'" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(program: Path) -> None:
+    program.parent.chmod(0o500)
+    try:
+        with pytest.raises(ConfigError, match="it is as it was"):
+            main(["rewrite", "--write", str(program)])
+    finally:
+        program.parent.chmod(0o700)
+    assert program.read_text() == PROGRAM
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "args = TrainingArguments('out', fsdp='full_shard auto_wrap')",
+        "trainer = L.Trainer(strategy='fsdp')",
+        'fabric = Fabric(devices=2, strategy="fsdp_cpu_offload")',
+        "from accelerate import FullyShardedDataParallelPlugin",
+        "from lightning.pytorch.strategies import FSDPStrategy",
+    ],
+)
+def test_fsdp1_that_a_library_makes_is_found(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import lightning as L\n\n" + line + "\n")
+    assert run("check", path) == 1
+    assert f"{path}:3:" in (printed := capsys.readouterr().out)
+    assert " FC21 [needs a decision] " in printed
+
+
+def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing\n"
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "other = torch.compile(torch.nn.Linear(2, 2)).requires_grad_(False)\n"
+        "model = FSDP(torch.nn.Linear(2, 2))\n"
+        "apply_activation_checkpointing(model)\n"
+        "model.requires_grad_(True)\n"
+        "for parameter in model.parameters():\n"
+        "    parameter.requires_grad_(False)\n"
+        "model = torch.compile(model)\n"
+    )
+    found = [(finding.line, finding.code) for finding in survey(load([str(script)])[0])]
+    wanted = [(6, "FC23"), (7, "FC18"), (9, "FC18"), (10, "FC25")]
+    assert [each for each in found if each[1] in ("FC18", "FC23", "FC25")] == wanted

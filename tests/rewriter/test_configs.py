@@ -1,0 +1,104 @@
+"""Configuration files: accelerate's are moved line by line, others are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rewriter.check import check
+from tests.rewriter.test_commands import run
+
+ACCELERATE = """\
+# two nodes
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_sharding_strategy: SHARD_GRAD_OP  # ZeRO-2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: true
+num_processes: 8
+"""
+MOVED = """\
+# two nodes
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: false  # ZeRO-2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+num_processes: 8
+"""
+
+
+def test_accelerates_configuration_is_moved(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(ACCELERATE)
+    codes = [(finding.line, finding.code) for finding in check([str(path)])[0]]
+    assert codes == [
+        (4, "FY01"), (5, "FY05"), (6, "FY03"), (7, "FY03"), (8, "FY02"), (9, "FY04"), (10, "FY03"), (11, "FY03")
+    ]  # fmt: skip
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_text() == MOVED
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_text() == MOVED
+    assert check([str(path)]) == ([], [])
+
+
+@pytest.mark.parametrize("indent", [None, 4, "\t"])
+def test_accelerates_json_is_moved(tmp_path: Path, indent: int | str | None) -> None:
+    held = {"fsdp_sharding_strategy": 1, "fsdp_use_orig_params": True, "fsdp_offload_params": False}
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"num_processes": 8, "fsdp_config": held, "é": None}, indent=indent, ensure_ascii=False))
+    assert run("rewrite", "--write", path) == 0
+    moved = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+    expected = {"num_processes": 8, "fsdp_config": moved, "é": None}
+    assert path.read_text() == json.dumps(expected, indent=indent, ensure_ascii=False)
+    assert check([str(path)]) == ([], [])
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
+    tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fsdp.yaml"
+    text = ACCELERATE.replace("SHARD_GRAD_OP", strategy)
+    path.write_text(text)
+    assert run("rewrite", "--write", path) == 1
+    assert path.read_text() == text
+    assert (
+        f"{path}:8:3 FY02 fsdp_sharding_strategy: {strategy}: NO_SHARD is distributed_type" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("composer.yaml", "trainer:\n  fsdp_config:\n    sharding_strategy: FULL_SHARD\n", "FY06"),
+        ("lightning.yaml", "trainer:\n  strategy: fsdp\n", "FY07"),
+        ("class.yml", "trainer:\n  strategy:\n    class_path: lightning.pytorch.strategies.FSDPStrategy\n", "FY07"),
+        ("hybrid.json", '{"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}', "FY02"),
+    ],
+)  # fmt: skip
+def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert code in [finding.code for finding in check([str(path)])[0]]
+    run("rewrite", "--write", path)
+    assert path.read_text() == text
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("fsdp: [1\n")
+    (tmp_path / "other.yaml").write_text("a: 1\nb: [fsdp]\n")
+    (tmp_path / "two.yaml").write_text("fsdp_config:\n  fsdp_version: 2\n")
+    findings, notes = check([str(tmp_path)])
+    assert findings == []
+    assert len(notes) == 1
+    assert "broken.yaml: is not YAML" in notes[0]

@@ -1,0 +1,142 @@
+"""What rewrite leaves and marks, and what it leaves alone without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rewriter.test_commands import run
+
+HEAD = (
+    "import torch\nimport torch.distributed as dist\n"
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "kept"),
+    [
+        (
+            # A norm of this rank's shards, which nothing adds up: FSDP2's shards are others.
+            "def norm(model, loss):\n    model = FSDP(model)\n    dist.all_reduce(loss)\n    total = 0\n"
+            "    for p in model.parameters():\n        total += p.grad.norm() ** 2\n    return total\n",
+            "FC26",
+            "p.grad.norm() ** 2",
+        ),
+        (
+            "def optimizer(model):\n    model = FSDP(model)\n    keep = lambda name, p: p.ndim < 2\n"
+            "    named = list(model.named_parameters())\n    return [p for n, p in named if keep(n, p)]\n",
+            "FC28",
+            "p.ndim < 2",
+        ),
+        (
+            "def made(net):\n    model = FSDP(net)\n    net.init_weights()\n    return model\n",
+            "FC32",
+            "net.init_weights()",
+        ),
+        (
+            "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
+            "FC31",
+            "two._streams",
+        ),
+    ],
+)
+def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code: str, kept: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + program)
+    assert run("rewrite", "--write", path) == 1
+    made = path.read_text()
+    assert f"# fsdp2: {code} " in made
+    assert kept in made
+    assert "fully_shard(" in made
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Whoever gets what wraps isn't in the program.
+        "from functools import partial\n\n\ndef wrapper():\n    return partial(FSDP, use_orig_params=True)\n\n\n"
+        "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
+        # Something else changes the options.
+        "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
+        # Somebody else gets them too.
+        "def made(net):\n    options = {}\n    options.update(use_orig_params=True)\n"
+        "    return FSDP(net, **options), options\n",
+        # They are loaded with what the precision is.
+        "from torch.distributed.fsdp import MixedPrecision\n\n\ndef made(settings):\n"
+        "    return FSDP(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(**settings))\n",
+        # A function that returns options has another caller.
+        "def options(low):\n    made = {'use_orig_params': low}\n    return made\n\n\nprint(options(True))\n\n\n"
+        "def made(net):\n    return FSDP(net, **options(False))\n",
+        # One unit has arguments of its own.
+        "from torch.distributed.fsdp.wrap import enable_wrap, wrap\n\n\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        self.one = wrap(torch.nn.Linear(2, 2), use_orig_params=False)\n\n\n"
+        "def made():\n    with enable_wrap(wrapper_cls=FSDP):\n        return wrap(Net())\n",
+    ],
+)
+def test_a_program_is_never_moved_by_half(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + program)
+    assert run("rewrite", "--write", path) == 1
+    lines = [line for line in path.read_text().splitlines(keepends=True) if not line.lstrip().startswith("# fsdp2:")]
+    assert "".join(lines) == HEAD + program
+    assert len(path.read_text()) > len(HEAD + program)
+
+
+def test_a_branch_for_other_models_stays(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    program = HEAD + (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\n\n"
+        "def made(model, sharded):\n    if not sharded:\n        return DDP(model)\n    return FSDP(model)\n\n\n"
+        "def state(model, sharded):\n    if sharded:\n        found = FSDP.optim_state_dict(model, optimizer)\n"
+        "        return model.state_dict(), found\n    else:\n"
+        "        return model.state_dict(), optimizer.state_dict()\n\n\n"
+        "optimizer = torch.optim.SGD(made(torch.nn.Linear(2, 2), True).parameters())\n"
+        "state(made(torch.nn.Linear(2, 2), True), True)\n"
+    )
+    path.write_text(program)
+    run("rewrite", "--write", path)
+    made = path.read_text()
+    assert "get_model_state_dict(model" in made
+    assert "        return model.state_dict(), optimizer.state_dict()\n" in made
+
+
+def test_what_a_configuration_is_given_elsewhere_counts(tmp_path: Path) -> None:
+    """Of which class it is where the model is made, nobody says; its field has one name in all the program."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "from dataclasses import dataclass\nfrom torch.distributed.fsdp import MixedPrecision\n\n\n"
+        "@dataclass\nclass Config:\n    low_precision: MixedPrecision | None = None\n\n\n"
+        "KNOWN = {'bf16': Config(low_precision=MixedPrecision(param_dtype=torch.bfloat16))}\n\n\n"
+        "def made(model, config):\n    return FSDP(model, mixed_precision=config.low_precision)\n"
+    )
+    assert run("rewrite", "--write", path) == 0
+    text = path.read_text()
+    assert "low_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16" in text
+    assert "mp_policy=config.low_precision or MixedPrecisionPolicy()" in text
+
+
+def test_a_device_that_is_made_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "\n\ndef made(model, device):\n    device = torch.device(device)\n"
+        "    return FSDP(model, device_id=device)\n\n\nmade(torch.nn.Linear(2, 2), torch.device('cpu'))\n"
+    )
+    assert run("rewrite", "--write", path) == 0
+    assert "fully_shard(model" in path.read_text()
+
+
+def test_a_file_that_only_passes_a_model_on_is_moved_with_the_rest(tmp_path: Path) -> None:
+    """It doesn't say FSDP1's name: it imports what makes the model, through a package."""
+    package = tmp_path / "sharding"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .wrap import made\n")
+    (package / "wrap.py").write_text(HEAD + "\n\ndef made(model):\n    return FSDP(model)\n")
+    (tmp_path / "loop.py").write_text(
+        "import sharding\n\n\ndef average(model, other):\n"
+        "    for a, b in zip(model.parameters(), other.parameters()):\n"
+        "        a.lerp_(b, 0.5)\n\n\naverage(sharding.made(None), sharding.made(None))\n"
+    )
+    assert run("rewrite", "--write", tmp_path) == 0
+    assert "module.reshard()" in (tmp_path / "loop.py").read_text()
