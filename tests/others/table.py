@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -44,6 +45,7 @@ AUTO = {
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    "audio": ("AutoModelForAudioClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
 }
 STEPS, LARGEST = 5, 30_000_000
 ROOT_GRANULARITY = "--shard-granularity root"
@@ -116,7 +118,7 @@ def one_line(error: BaseException | str) -> str:
     """What a traceback ends with, else the first line: what comes after it is advice."""
     lines = str(error).splitlines() or [type(error).__name__]
     told = [line for line in lines if "Error" in line or "error:" in line] if len(lines) > 1 else []
-    return " ".join((told or list(filter(str.strip, lines)))[-1 if told else 0].split())[:200]
+    return " ".join((told or list(filter(str.strip, lines)))[-1 if told else 0].split())[:500]
 
 
 def of_transformers(row: Row, folder: Path) -> tuple[str, nn.Module]:
@@ -132,15 +134,20 @@ def of_transformers(row: Row, folder: Path) -> tuple[str, nn.Module]:
         config.is_decoder = row.kind == "causal"  # else an encoder's tokens see those that they are to predict
     named = getattr(modeling_auto, AUTO[row.kind][1])[row.name]
     config.architectures = [named if isinstance(named, str) else named[0]]  # some have a second class, for a teacher
-    if row.kind == "image":
+    if row.kind in ("image", "audio"):
         config.num_labels = 10
     with torch.device("meta"):
         row.parameters = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if row.parameters > LARGEST:
         raise ValueError(f"its smallest configuration here has {row.parameters:,} parameters")
     torch.manual_seed(0)
-    auto.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
-    return f"hf:{folder / 'model'}", aligned(auto.from_pretrained(folder / "model", dtype=torch.float32))
+    made = auto.from_config(config, dtype=torch.float32)
+    made.save_pretrained(folder / "model")
+    name = f"tests.others.audio:{row.name.replace('-', '_')}" if row.kind == "audio" else f"hf:{folder / 'model'}"
+    loaded = aligned(auto.from_pretrained(folder / "model", dtype=torch.float32))
+    for parameter, constructed in zip(loaded.parameters(), made.parameters(), strict=True):
+        parameter.requires_grad_(constructed.requires_grad)  # from_pretrained forgets what its class freezes
+    return name, loaded
 
 
 def of_timm(row: Row) -> tuple[str, nn.Module]:
@@ -185,6 +192,9 @@ def prove(row: Row, ranks: Ranks, folder: Path, *always: str) -> dict[str, str]:
         raise ValueError("its losses are no numbers in the plain loop")
     row.plain = True
     data = [] if spec.kind == "image" else ["--dataset=random-tokens"]
+    if row.kind == "audio":
+        safetensors.torch.save_file(before["state"], folder / "start.safetensors")  # in the model's own names
+        data = [f"--init-from={folder / 'start.safetensors'}"]
 
     def line(place: str, *more: str) -> list[str]:
         return flags(spec.name, folder / place, *data, f"--max-steps={STEPS}", *always, *more)
@@ -215,10 +225,12 @@ def prove(row: Row, ranks: Ranks, folder: Path, *always: str) -> dict[str, str]:
             row.bf16 = apart(run("bf16", "--mixed-precision", "--no-save-model"), rounded)
         except pytest.fail.Exception as error:
             row.notes.append(f"bf16: {one_line(error)}")
-    form = "safetensors" if row.kind == "timm" else "hf"
+    form = "safetensors" if row.kind in ("timm", "audio") else "hf"
     with contextlib.redirect_stdout(sys.stderr):
         if checkpoint_command(["export", str(folder / "whole"), str(folder / "exported"), "--format", form]) != 0:
             raise RuntimeError("export failed")
+    if row.kind == "audio":
+        shutil.copy(folder / "model" / "config.json", folder / "exported")
     full = folder / "whole" / "full_model" / "full-model.pt"
     how = {"timm": row.name} if row.kind == "timm" else {"auto": AUTO[row.kind][0]}
     return {"exported": str(folder / "exported"), "plain": str(folder / "plain.pt"), "run": str(full), **how}

@@ -6,6 +6,7 @@ depend on each other.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 HIDDEN, LAYERS, HEADS, VOCAB = 32, 2, 4, 96
@@ -154,6 +155,11 @@ SMALL: dict[str, Any] = {
     "decoder_start_token_id": 1,
     "image_size": 32,
     "patch_size": 8,
+    "num_mel_bins": 16,
+    "max_length": 64,
+    "feature_projection_input_dim": 16,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
 }
 PER_LAYER = (
     "layer_types",
@@ -166,6 +172,7 @@ PER_LAYER = (
 )
 
 
+CHANCE = re.compile("drop|^mask_.*_prob$")
 DEPTHS = ("depths", "depth", "stage_num_blocks", "num_blocks_per_stage")
 
 
@@ -183,7 +190,9 @@ def numbers(have: dict[str, Any]) -> dict[str, Any]:
     if isinstance(have.get("num_heads"), (list, tuple)) and "embed_dim" in small:
         small["num_heads"] = [2**stage for stage in range(len(have["num_heads"]))]
     # A layer that one rank leaves out by chance is gathered by the other: both would wait.
-    chance = {name: 0.0 for name, value in have.items() if "drop" in name and isinstance(value, float)}
+    chance = {name: 0.0 for name, value in have.items() if CHANCE.search(name) and isinstance(value, float)}
+    if isinstance(have.get("conv_dim"), (list, tuple)):
+        small["conv_dim"] = [16] * len(have["conv_dim"])
     return {**small, **chance}
 
 
