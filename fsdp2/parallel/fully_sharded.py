@@ -81,9 +81,11 @@ def shard(
         _shard_norms(group, policy, settings)
         for module in group:
             module.register_forward_hook(outlive)  # before fully_shard's own hook, which frees
-        for part in [*of_other_dtypes(group, shared), group]:
+        for part in of_other_dtypes(group, shared):
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
-        heads.append(cast(FSDPModule, group[0]))
+        if rest := [module for module in group if not isinstance(module, FSDPModule)]:
+            fully_shard(rest, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
+        heads.append(cast(FSDPModule, (rest or group)[0]))
     taken = {parameter for group in groups for module in group for parameter in module.parameters()} - shared
     _shard_norms([model], reshard_after_forward, settings)
     for part in of_other_dtypes([model], taken):
