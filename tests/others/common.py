@@ -147,7 +147,11 @@ class Rounded:
                 parameter.grad_dtype = None
 
         def cast(_: nn.Module, *given: Any) -> Any:
-            return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given)
+            # A view of its own: what the uses of an input add to its gradient is summed within each group first.
+            def own(one: Tensor) -> Tensor:
+                return one.to(dtype).view_as(one) if one.is_floating_point() else one
+
+            return tree_map_only(Tensor, own, given)
 
         groups = shard_groups(self.copy, spec.blocks(self.copy), 1)
         for module in [self.copy, *(module for group in groups for module in group)]:
