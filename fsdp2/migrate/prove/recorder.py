@@ -1,0 +1,234 @@
+"""What one rank of a training program does, written down while it runs, without a change to the program.
+
+Nothing here communicates: a collective of the recorder's would be one more in a program that may lack one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from fsdp2.migrate.prove.fingerprint import rows
+from fsdp2.migrate.prove.parts import Cuts, buffers, described, parts, roots
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Enough(SystemExit):
+    """Ends a program after its last recorded step, as if it had called sys.exit()."""
+
+
+class Recorder:
+    """Writes a line of JSON for each event into `folder`; each has the number of the optimizer step that it belongs to.
+
+    data: `rows`, hashes of the samples that a loader or (`by`) a model got where gradients were wanted.
+    forward, zero: a model with parameters was called; gradients were set to zero.
+    backward: `value` of a number, `print` of anything larger.
+    clip: the `norm` that torch's or FSDP1's clipping returned, of this rank where it was left sharded.
+    state: `when` before (the first step), gradient (before each), after (each); `parts` by name, `buffers`.
+    settings: of each parameter group before each step.
+    facts: before the first step; the rank, the ranks, and what the causes in `compare` ask about.
+    """
+
+    def __init__(self, folder: Path, steps: int, cuts: Cuts | None = None, batch_times: int = 1) -> None:
+        self.folder, self.steps, self.cuts, self.batch_times = folder, steps, cuts or {}, batch_times
+        self.step = 1
+        self._in_backward = self._in_step = self._calls = 0
+        self._roots: list[nn.Module] = []
+        self._inputs: list[tuple[Tensor, str]] = []
+        self._facts: dict[str, Any] = {"low": False, "shared": None, "dropout": False, "unset": []}
+        self._lines: list[str] = []
+        self._hooks = ExitStack()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        self._lines.append(json.dumps({"kind": kind, "step": self.step, **fields}))
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        with open(self.folder / f"rank-{os.getpid()}.jsonl", "a") as out:
+            out.writelines(line + "\n" for line in lines)
+
+    def __enter__(self) -> Recorder:
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+        ):
+            self._hooks.callback(handle.remove)
+        self._around(torch.autograd, "backward", self._backward)
+        self._around(nn.Module, "to_empty", self._to_empty)
+        for holder in (torch.optim.Optimizer, nn.Module):
+            self._around(holder, "zero_grad", self._zero)
+        for holder in (nn.utils, nn.utils.clip_grad, FSDP1):
+            self._around(holder, "clip_grad_norm_", self._clip)
+        self._around(DataLoader, "__iter__", self._iterate)
+        if self.batch_times > 1:
+            self._around(DataLoader, "__init__", self._larger_batches)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+        self.flush()
+
+    def _around(self, holder: Any, name: str, ours: Callable[..., Any]) -> None:
+        theirs = getattr(holder, name)
+
+        def replacement(*arguments: Any, **named: Any) -> Any:
+            return ours(theirs, *arguments, **named)
+
+        self._hooks.enter_context(mock.patch.object(holder, name, replacement))
+
+    def _backward(self, theirs: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
+        if not self._in_backward:  # recomputation calls it from within
+            for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                self.write("backward", value=float(tensor.detach().sum()), numbers=tensor.numel())
+            self._inputs.clear()
+        self._in_backward += 1
+        try:
+            return theirs(tensors, *arguments, **named)
+        finally:
+            self._in_backward -= 1
+
+    def _zero(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
+        self.write("zero")
+        return theirs(*arguments, **named)
+
+    def _clip(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
+        norm = theirs(*arguments, **named)
+        local = norm.to_local() if isinstance(norm, DTensor) else norm
+        partial = isinstance(norm, DTensor) and any(one.is_partial() for one in norm.placements)
+        self.write("clip", norm=float(local), partial=partial)
+        return norm
+
+    def _to_empty(self, theirs: Any, module: nn.Module, *arguments: Any, **named: Any) -> Any:
+        """Memory that nobody has set may hold anything: here it holds NaN, or the least integer, and so it is found."""
+        result = theirs(module, *arguments, **named)
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(_unset(tensor.dtype))
+        return result
+
+    def _iterate(self, theirs: Any, loader: Any) -> Any:
+        for batch in theirs(loader):
+            if torch.is_grad_enabled() and (found := rows(batch)):
+                self.write("data", by="loader", rows=found)
+            yield batch
+
+    def _larger_batches(self, theirs: Any, loader: Any, dataset: Any, batch_size: Any = 1, *more: Any, **named: Any) -> None:
+        theirs(loader, dataset, batch_size and batch_size * self.batch_times, *more, **named)
+
+    def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        self._calls += 1
+        if self._calls == 1 and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            if self.step == 1:
+                self._facts["unset"] += [part.name for part in _all(module) if _is_unset(part.values)]
+                self._facts["dropout"] |= any(
+                    isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in module.modules()
+                )
+            self.write("forward")
+            if found := rows(given):
+                self.write("data", by="model", rows=found)
+        if self.step == 1 and isinstance(module, (FSDPModule, FSDP1)):
+            for tensor in given:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    if any(one is tensor for one, _ in self._inputs):
+                        self._facts["shared"] = type(module).__name__
+                    self._inputs.append((tensor, type(module).__name__))
+
+    def _after_forward(self, module: nn.Module, given: Any, output: Any) -> None:
+        self._calls -= 1
+        if self.step == 1 and isinstance(output, Tensor) and output.dtype in LOW:
+            self._facts["low"] = True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_step += 1
+        if self._in_step > 1:  # an optimizer that calls another
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(p) in held for root in self._roots for p in root.parameters()):
+            self._roots += roots(held)
+        if self.step == 1:
+            self._state("before", gradient=False)
+            self.write("facts", **self._facts, **_standing(), **self._wrappers())
+        self._state("gradient", gradient=True)
+        groups = [
+            {key: value for key, value in group.items() if isinstance(value, (int, float, str, list, tuple)) and key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.write("settings", groups=groups, kind_of=type(optimizer).__name__)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_step -= 1
+        if self._in_step:
+            return
+        self._state("after", gradient=False)
+        self.step += 1
+        self.flush()
+        if self.step > self.steps:
+            raise Enough(0)
+
+    def _state(self, when: str, *, gradient: bool) -> None:
+        found: dict[str, list[Any]] = {}
+        for root in self._roots:
+            for part in parts(root):
+                prints = described(part, part.grad if gradient else part.values, self.cuts)
+                found.setdefault(part.name, []).extend(prints)
+        held = {}
+        if not gradient:
+            held = {part.name: described(part, part.values, {}) for root in self._roots for part in buffers(root)}
+        self.write("state", when=when, parts={name: one for name, one in found.items() if one}, buffers=held)
+
+    def _wrappers(self) -> dict[str, Any]:
+        """What FSDP1 units are there. In public they say their strategy and group, not `use_orig_params`."""
+        units = [unit for root in self._roots for unit in FSDP1.fsdp_modules(root)]
+        world = _standing()["world"]
+        return {
+            "fsdp1": bool(units),
+            "keeps_gathered": any(
+                unit.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and unit._use_orig_params for unit in units
+            ),
+            "apart": any(
+                unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() < world for unit in units
+            ),
+            "recorded": sorted({type(root).__name__ for root in self._roots}),
+        }
+
+
+def _standing() -> dict[str, int]:
+    if dist.is_initialized():
+        return {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    return {"rank": int(os.environ.get("RANK", 0)), "world": int(os.environ.get("WORLD_SIZE", 1))}
+
+
+def _all(module: nn.Module) -> list[Any]:
+    return [*parts(module), *buffers(module)]
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(values: Tensor) -> bool:
+    if not values.numel() or values.is_meta or values.dtype in (torch.bool, torch.uint8):
+        return False
+    if values.dtype.is_floating_point or values.is_complex():
+        return bool(values.isnan().all())
+    return bool((values == torch.iinfo(values.dtype).min).all())
