@@ -37,12 +37,12 @@ class Print:
         return Print((self.hash + other.hash) % 2**64, self.square + other.square, sketch)
 
     def distance(self, other: Print, factor: float = 1.0) -> float:
-        """About the norm of `self - factor * other`, in units of the larger norm; 0 if they are bit-equal."""
+        """About the norm of `self - factor * other`; 0 if they are bit-equal, infinite where NaN is among them."""
         if self.hash == other.hash and factor == 1.0:
             return 0.0
-        off = math.sqrt(sum((a - factor * b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)) / SKETCHES)
-        size = max(self.norm, abs(factor) * other.norm)
-        return off / size if size else off
+        pairs = zip(self.sketch, other.sketch, strict=True)
+        off = math.sqrt(sum((a - factor * b) ** 2 for a, b in pairs) / SKETCHES)
+        return math.inf if math.isnan(off) else off
 
 
 NOTHING = Print(0, 0.0, [0.0] * SKETCHES)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.migrate.prove.record import Record
 
 GRACE = 20.0  # seconds for the other ranks when one has ended
 START = "from fsdp2.migrate.prove.rank import main; main()"  # by import, so that it can be pickled for spawned ranks
@@ -25,10 +26,11 @@ ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 
 class Failed(RuntimeError):
-    """A program couldn't be recorded. The message says which, and why."""
+    """A program couldn't be recorded. The message says which, and why; `printed` is the end of what it printed."""
 
-
-Rank = list[dict[str, Any]]
+    def __init__(self, message: str, printed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.printed = printed
 
 
 @dataclass
@@ -40,8 +42,8 @@ class Program:
     ranks: int
     timeout: float  # seconds
 
-    def record(self, folder: Path, **settings: Any) -> list[Rank]:
-        """Run it; the events of each rank, in the order of their ranks. Raises Failed. `settings`: see `rank.run`."""
+    def record(self, folder: Path, **settings: Any) -> Record:
+        """Run it in a new folder. Raises Failed. `settings`: see `rank.run`."""
         folder.mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         command = [sys.executable, "-c", START, json.dumps({"folder": str(folder), **settings})]
@@ -89,13 +91,13 @@ class Program:
                 break
             time.sleep(0.05)
         if any(process.poll() for process in processes):
-            raise Failed(self._why(folder, processes))
+            raise self._failed(folder, processes)
         if running:
             who = ", ".join(map(str, running))
             ended = "the others have ended" if len(running) < self.ranks else f"{self.timeout:.0f} s have passed"
             raise Failed(f"{self.script}: {ended}, and rank {who} still runs; it waits, or --timeout is too short")
 
-    def _why(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
+    def _failed(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> Failed:
         ends = []
         for rank, process in enumerate(processes):
             if code := process.poll():
@@ -104,10 +106,9 @@ class Program:
                 ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines[-SHOWN:]))
         _, rank, how, lines = min(ends)
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        shown = "".join(f"\n    {printable(line)}" for line in lines)
-        return f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {printable(last)}{shown}"
+        return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}", lines)
 
-    def _read(self, folder: Path) -> list[Rank]:
+    def _read(self, folder: Path) -> Record:
         found = {}
         for file in folder.glob("rank-*.jsonl"):
             events = [json.loads(line) for line in file.read_text().splitlines()]
@@ -120,7 +121,7 @@ class Program:
                 f"{self.script}: {'ranks ' if len(found) > 1 else 'rank '}{seen} made a step of a torch.optim optimizer "
                 "that could be recorded; a program that only evaluates, or steps by other means, can't be compared"
             )
-        return [found[rank] for rank in sorted(found)]
+        return Record([found[rank] for rank in sorted(found)])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

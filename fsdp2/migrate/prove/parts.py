@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +21,13 @@ Cuts = dict[str, list[tuple[int, int]]]
 
 @dataclass
 class Part:
-    """Values, flat, and their places in the flat whole tensor. `grad` is the gradient at the same places, if any."""
+    """Values, flat, and their places in the flat whole tensor. `grad` is the gradient at the same places, if any.
+
+    `of` is the `id` of the parameter, as an optimizer may hold it.
+    """
 
     name: str
+    of: int
     values: Tensor
     index: Tensor
     grad: Tensor | None
@@ -77,7 +82,7 @@ def _of_flat_parameter(prefix: str, unit: FSDP1, done: set[int]) -> Iterator[Par
         if originals is not None and originals[number].grad is not None:
             grad = originals[number].grad.flatten()
         index = torch.arange(info.intra_param_start_idx, info.intra_param_end_idx + 1)
-        yield Part(prefix + name, local[place], index, grad)
+        yield Part(prefix + name, id(originals[number] if originals else flat), local[place], index, grad)
 
 
 def _whole_or_sharded(name: str, tensor: Tensor) -> Part:
@@ -89,8 +94,10 @@ def _whole_or_sharded(name: str, tensor: Tensor) -> Part:
             index = index.unsqueeze(-1) + (torch.arange(size) + offset) * stride
         local = tensor.to_local()
         grad = grad.to_local() if isinstance(grad, DTensor) else None
-        return Part(name, local.flatten(), index.flatten(), None if grad is None else grad.flatten())
-    return Part(name, tensor.flatten(), torch.arange(tensor.numel()), None if grad is None else grad.flatten())
+        return Part(name, id(tensor), local.flatten(), index.flatten(), None if grad is None else grad.flatten())
+    return Part(
+        name, id(tensor), tensor.flatten(), torch.arange(tensor.numel()), None if grad is None else grad.flatten()
+    )
 
 
 def _strides(shape: torch.Size) -> list[int]:
@@ -98,6 +105,13 @@ def _strides(shape: torch.Size) -> list[int]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return strides[-len(shape) :] if shape else []
+
+
+def split_otherwise(root: nn.Module) -> bool:
+    """Whether parameters are sharded by more than data parallelism, whose ranks share their samples."""
+    sharded = [parameter for parameter in root.parameters() if isinstance(parameter, DTensor)]
+    by_data = any(isinstance(module, FSDPModule) for module in root.modules())
+    return any(sum(one.is_shard() for one in p.placements) > int(by_data) for p in sharded)
 
 
 def buffers(root: nn.Module) -> Iterator[Part]:

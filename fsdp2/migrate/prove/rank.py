@@ -130,4 +130,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what is over mustn't wait for groups and workers that nobody takes down any more
-

@@ -1,6 +1,7 @@
 """What one rank of a training program does, written down while it runs, without a change to the program.
 
-Nothing here communicates: a collective of the recorder's would be one more in a program that may lack one.
+Nothing here communicates, but for a norm that was returned sharded: a collective of the recorder's would be one more
+in a program that may lack one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from fsdp2.migrate.prove.fingerprint import rows
-from fsdp2.migrate.prove.parts import Cuts, buffers, described, parts, roots
+from fsdp2.migrate.prove.parts import Cuts, buffers, described, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -39,9 +40,9 @@ class Recorder:
     data: `rows`, hashes of the samples that a loader or (`by`) a model got where gradients were wanted.
     forward, zero: a model with parameters was called; gradients were set to zero.
     backward: `value` of a number, `print` of anything larger.
-    clip: the `norm` that torch's or FSDP1's clipping returned, of this rank where it was left sharded.
-    state: `when` before (the first step), gradient (before each), after (each); `parts` by name, `buffers`.
-    settings: of each parameter group before each step.
+    clip: the `norm` that torch's or FSDP1's clipping returned.
+    state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, `buffers`.
+    settings: of each parameter group before each step; whether the optimizer `holds` any parameter of the models.
     facts: before the first step; the rank, the ranks, and what the causes in `compare` ask about.
     """
 
@@ -49,6 +50,7 @@ class Recorder:
         self.folder, self.steps, self.cuts, self.batch_times = folder, steps, cuts or {}, batch_times
         self.step = 1
         self._in_backward = self._in_step = self._calls = 0
+        self._called: list[nn.Module] = []  # by the program itself, to train them
         self._roots: list[nn.Module] = []
         self._inputs: list[tuple[Tensor, str]] = []
         self._facts: dict[str, Any] = {"low": False, "shared": None, "dropout": False, "unset": []}
@@ -109,11 +111,15 @@ class Recorder:
         self.write("zero")
         return theirs(*arguments, **named)
 
-    def _clip(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
-        norm = theirs(*arguments, **named)
-        local = norm.to_local() if isinstance(norm, DTensor) else norm
-        partial = isinstance(norm, DTensor) and any(one.is_partial() for one in norm.placements)
-        self.write("clip", norm=float(local), partial=partial)
+    def _clip(self, theirs: Any, given: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(given, (Tensor, nn.Module)):
+            given = list(given)
+        of = given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, Tensor) else given
+        self._find({id(parameter) for parameter in of})
+        self._state("unclipped", gradient=True)
+        norm = theirs(given, *arguments, **named)
+        # A sharded norm is gathered, as clipping by it has just done on each rank.
+        self.write("clip", norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         return norm
 
     def _to_empty(self, theirs: Any, module: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -130,16 +136,20 @@ class Recorder:
                 self.write("data", by="loader", rows=found)
             yield batch
 
-    def _larger_batches(self, theirs: Any, loader: Any, dataset: Any, batch_size: Any = 1, *more: Any, **named: Any) -> None:
+    def _larger_batches(
+        self, theirs: Any, loader: Any, dataset: Any, batch_size: Any = 1, *more: Any, **named: Any
+    ) -> None:
         theirs(loader, dataset, batch_size and batch_size * self.batch_times, *more, **named)
 
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._calls += 1
         if self._calls == 1 and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-            if self.step == 1:
+            if not any(one is module for one in self._called):
+                self._called.append(module)
                 self._facts["unset"] += [part.name for part in _all(module) if _is_unset(part.values)]
                 self._facts["dropout"] |= any(
-                    isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in module.modules()
+                    isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training
+                    for one in module.modules()
                 )
             self.write("forward")
             if found := rows(given):
@@ -161,17 +171,21 @@ class Recorder:
         if self._in_step > 1:  # an optimizer that calls another
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(p) in held for root in self._roots for p in root.parameters()):
-            self._roots += roots(held)
+        self._find(held | {id(parameter) for module in self._called for parameter in module.parameters()})
         if self.step == 1:
             self._state("before", gradient=False)
             self.write("facts", **self._facts, **_standing(), **self._wrappers())
         self._state("gradient", gradient=True)
         groups = [
-            {key: value for key, value in group.items() if isinstance(value, (int, float, str, list, tuple)) and key != "params"}
+            {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, (int, float, str, list, tuple)) and key != "params"
+            }
             for group in optimizer.param_groups
         ]
-        self.write("settings", groups=groups, kind_of=type(optimizer).__name__)
+        holds = any(part.of in held for root in self._roots for part in parts(root))
+        self.write("settings", groups=groups, holds=holds)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1
@@ -182,6 +196,11 @@ class Recorder:
         self.flush()
         if self.step > self.steps:
             raise Enough(0)
+
+    def _find(self, parameters: set[int]) -> None:
+        """Remember which models these belong to."""
+        if not any(id(parameter) in parameters for root in self._roots for parameter in root.parameters()):
+            self._roots += roots(parameters)
 
     def _state(self, when: str, *, gradient: bool) -> None:
         found: dict[str, list[Any]] = {}
@@ -204,9 +223,10 @@ class Recorder:
                 unit.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and unit._use_orig_params for unit in units
             ),
             "apart": any(
-                unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() < world for unit in units
+                unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() < world
+                for unit in units
             ),
-            "recorded": sorted({type(root).__name__ for root in self._roots}),
+            "split_otherwise": any(map(split_otherwise, self._roots)),
         }
 
 

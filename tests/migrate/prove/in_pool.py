@@ -1,0 +1,55 @@
+"""Programs recorded on the pool's ranks: a start of its own takes seconds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.migrate.prove.launch import Program
+from fsdp2.migrate.prove.rank import run_script
+from fsdp2.migrate.prove.record import Record
+from tests.harness import Ranks
+
+
+def record_here(script: str, arguments: list[str], store: str, settings: dict[str, Any]) -> None:
+    """On this rank, in a process group that the program makes by itself."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    before, generator = dict(os.environ), torch.get_rng_state()
+    theirs = dist.init_process_group
+
+    def init(*_: Any, **__: Any) -> None:
+        theirs("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "init_process_group", init)
+            run_script(settings, script, arguments)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.set_rng_state(generator)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        theirs("gloo", store=dist.FileStore(f"{store}-after", world), rank=rank, world_size=world)
+        dist.barrier()  # the pool takes this group down at once, which a rank that still connects mustn't meet
+
+
+@dataclass
+class InPool(Program):
+    """A program whose ranks are the pool's."""
+
+    pool: Ranks
+
+    def record(self, folder: Path, **settings: Any) -> Record:
+        folder.mkdir()
+        arguments = [str(self.script), self.arguments, str(folder / "store"), {"folder": str(folder), **settings}]
+        self.pool.run(record_here, *arguments, ranks=self.ranks, timeout=self.timeout)
+        return self._read(folder)
