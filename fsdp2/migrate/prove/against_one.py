@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fsdp2.migrate.prove.compare import FIRST, LATER, apart
+from fsdp2.migrate.prove.compare import FIRST, LATER, LEFT, apart
 from fsdp2.migrate.prove.fingerprint import SKETCHES, total
 from fsdp2.migrate.prove.record import Record
 
@@ -80,6 +80,11 @@ def _weights(one: Record, several: Record) -> Iterator[Fault]:
             return
 
 
+def _left(one: Record, several: Record) -> Iterator[Fault]:
+    if any(event["left"] for event in several.of(0, "zero")):
+        yield Fault("kept-gradients", LEFT)
+
+
 def _unheld(one: Record, several: Record) -> Iterator[Fault]:
     if not any(event["holds"] for event in several.of(0, "settings")):
         text = "the optimizer holds none of the model's parameters: it was made before they were sharded, or of another model"
@@ -104,7 +109,9 @@ def _samples(one: Record, several: Record) -> Iterator[Fault]:
     dropped, more = (alone - together).total(), together - alone
     again = sum(count for sample, count in more.items() if sample in alone)
     if not alone & together:
-        yield Fault("other-data", "no sample that the ranks get is one that one rank gets: other data, or another order")
+        yield Fault(
+            "other-data", "no sample that the ranks get is one that one rank gets: other data, or another order"
+        )
     elif dropped or again:
         text = f"of the {alone.total()} samples that one rank gets in these steps {dropped} reach no rank, {again} are repeated"
         yield Fault("repeated-samples" if again >= dropped else "dropped-samples", text)
@@ -252,7 +259,7 @@ def _steps(one: Record, several: Record) -> range:
 Rule = Callable[[Record, Record], Iterator[Fault]]
 # Each group only where the ones before it found nothing.
 GROUPS: list[list[Rule]] = [
-    [_unset, _weights, _same_data, _settings],
+    [_unset, _weights, _same_data, _settings, _left],
     [_drift, _norms, _unheld, _buffers],
     [_samples],
     [_gradients],

@@ -18,6 +18,10 @@ FAULT = "different by a fault of FSDP1 alone"  # shown by a run without the faul
 # How far apart the first difference may be, and losses at any later step, in units of the larger value.
 FIRST = {False: 1e-5, True: 3e-2}
 LATER = {False: 1e-3, True: 1e-1}
+LEFT = (
+    "model.zero_grad() between forward and backward doesn't reach parameters that are gathered, under FSDP2 always the "
+    "root's: their gradients add up; call optimizer.zero_grad(), or call it before forward"
+)
 
 
 @dataclass
@@ -197,8 +201,14 @@ def _never_together(before: Record, after: Record, first: Difference) -> Cause |
     return "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas", "together"
 
 
+def _left(before: Record, after: Record, first: Difference) -> Cause | None:
+    if not any(one["left"] for one in after.of(0, "zero")):
+        return None
+    return f"in AFTER {LEFT}", None
+
+
 CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
-FAULTS: list[Rule] = [_kept_gathered, _never_together]
+FAULTS: list[Rule] = [_kept_gathered, _never_together, _left]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

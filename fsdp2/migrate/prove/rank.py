@@ -21,6 +21,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp2.migrate.prove.recorder import Enough, Recorder
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+RESHARDING = {
+    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
+}
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -85,8 +89,8 @@ def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> ExitStack:
 
 
 def _resharding(given: dict[str, Any]) -> None:
-    if given.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP:
-        given["sharding_strategy"] = ShardingStrategy.FULL_SHARD
+    strategy = given.get("sharding_strategy")
+    given["sharding_strategy"] = RESHARDING.get(strategy, strategy)
 
 
 def _together(given: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from fsdp2.migrate.prove.fingerprint import rows
 from fsdp2.migrate.prove.parts import Cuts, buffers, described, parts, roots, split_otherwise
 
+KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -38,7 +39,8 @@ class Recorder:
     """Writes a line of JSON for each event into `folder`; each has the number of the optimizer step that it belongs to.
 
     data: `rows`, hashes of the samples that a loader or (`by`) a model got where gradients were wanted.
-    forward, zero: a model with parameters was called; gradients were set to zero.
+    forward: a model with parameters was called.
+    zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
     backward: `value` of a number, `print` of anything larger.
     clip: the `norm` that torch's or FSDP1's clipping returned.
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, `buffers`.
@@ -52,6 +54,7 @@ class Recorder:
         self._in_backward = self._in_step = self._calls = 0
         self._called: list[nn.Module] = []  # by the program itself, to train them
         self._roots: list[nn.Module] = []
+        self._held: list[tuple[nn.Module, list[Tensor]]] = []  # what optimizers hold of each
         self._inputs: list[tuple[Tensor, str]] = []
         self._facts: dict[str, Any] = {"low": False, "shared": None, "dropout": False, "unset": []}
         self._lines: list[str] = []
@@ -107,9 +110,13 @@ class Recorder:
         finally:
             self._in_backward -= 1
 
-    def _zero(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
-        self.write("zero")
-        return theirs(*arguments, **named)
+    def _zero(self, theirs: Any, holder: Any, *arguments: Any, **named: Any) -> Any:
+        theirs(holder, *arguments, **named)
+        held = [one for root, parameters in self._held if root is holder for one in parameters]
+        grads = [
+            one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in held if one.grad is not None
+        ]
+        self.write("zero", left=any(bool(grad.any()) for grad in grads))
 
     def _clip(self, theirs: Any, given: Any, *arguments: Any, **named: Any) -> Any:
         if not isinstance(given, (Tensor, nn.Module)):
@@ -184,8 +191,12 @@ class Recorder:
             }
             for group in optimizer.param_groups
         ]
-        holds = any(part.of in held for root in self._roots for part in parts(root))
-        self.write("settings", groups=groups, holds=holds)
+        known = len(self._held)
+        for root in self._roots:
+            own = {part.of for part in parts(root)}
+            if mine := [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]:
+                self._held.append((root, mine))
+        self.write("settings", groups=groups, holds=len(self._held) > known)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1
@@ -219,9 +230,7 @@ class Recorder:
         world = _standing()["world"]
         return {
             "fsdp1": bool(units),
-            "keeps_gathered": any(
-                unit.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and unit._use_orig_params for unit in units
-            ),
+            "keeps_gathered": any(unit.sharding_strategy in KEEPS_GATHERED and unit._use_orig_params for unit in units),
             "apart": any(
                 unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() < world
                 for unit in units

@@ -28,7 +28,7 @@ def record_here(script: str, arguments: list[str], store: str, settings: dict[st
         theirs("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
 
     try:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), SCRATCH=os.path.dirname(store))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "init_process_group", init)
             run_script(settings, script, arguments)

@@ -15,6 +15,7 @@ NAMED = {
     "batch_norm": "buffers",
     "buffer_never_set": "never-set",
     "dropped_samples": "dropped-samples",
+    "gradients_kept": "kept-gradients",
     "loss_over_world": "factor",
     "loss_times_world": "factor",
     "lr_by_world": "settings",
