@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fsdp2.migrate.prove.compare import FIRST, LATER, LEFT, apart
-from fsdp2.migrate.prove.fingerprint import SKETCHES, total
-from fsdp2.migrate.prove.record import Record
+from fsdp2.migrate.prove.fingerprint import Print, total
+from fsdp2.migrate.prove.record import Place, Record
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,10 @@ class Fault:
 
 def faults(one: Record, several: Record) -> list[Fault]:
     """None if both train alike, to rounding."""
-    found: list[Fault] = []
-    rules = GROUPS if same_batch(one, several) else GROUPS[:ALONE]
-    for group in rules:
-        found += [fault for rule in group for fault in rule(one, several)]
-        if found:
-            break
-    return found
+    for rules in GROUPS if same_batch(one, several) else GROUPS[:ALONE]:
+        if found := [Fault(*named) for rule in rules if (named := rule(one, several))]:
+            return found
+    return []
 
 
 def same_batch(one: Record, several: Record, times: int = 1) -> bool:
@@ -44,221 +41,201 @@ def same_batch(one: Record, several: Record, times: int = 1) -> bool:
     return any(all(alone * times == together > 0 for alone, together in each) for each in counts)
 
 
-def _sources(one: Record, several: Record) -> list[str]:
-    return [by for by in one.sources if by in several.sources]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _unset(one: Record, several: Record) -> Iterator[Fault]:
-    for record in (several, one):
-        if names := list(dict.fromkeys(record.facts()["unset"])):
-            yield Fault("never-set", f"never set after to_empty() on {len(record.ranks)} ranks: {_some(names)}")
-            return
-
-
-def _weights(one: Record, several: Record) -> Iterator[Fault]:
-    if differ := several.apart(1, "before"):
-        name, (first, second) = next(iter(differ.items()))
-        yield Fault("different-weights", f"ranks {first} and {second} start from different weights: {_some([*differ])}")
-        return
-    start = one.parts(0, 1, "before")
-    for rank in range(len(several.ranks)):
-        held = several.parts(rank, 1, "before")
-        names = [
-            name
-            for name, parts in held.items()
-            if any(
-                place in start.get(name, {}) and start[name][place].hash != part.hash for place, part in parts.items()
-            )
-        ]
-        if names:
-            text = f"rank {rank} starts from other weights than one rank does alone: {_some(names)}"
-            yield Fault("different-weights", text)
-            return
-
-
-def _left(one: Record, several: Record) -> Iterator[Fault]:
-    if any(event["left"] for event in several.of(0, "zero")):
-        yield Fault("kept-gradients", LEFT)
-
-
-def _unheld(one: Record, several: Record) -> Iterator[Fault]:
-    if not any(event["holds"] for event in several.of(0, "settings")):
-        text = "the optimizer holds none of the model's parameters: it was made before they were sharded, or of another model"
-        yield Fault("not-in-the-optimizer", text)
-
-
-def _same_data(one: Record, several: Record) -> Iterator[Fault]:
-    for by in several.sources[:1]:
-        for rank in range(1, len(several.ranks)):
-            pairs = [(several.samples(by, step, 0), several.samples(by, step, rank)) for step in _steps(one, several)]
-            if all(a and a == b for a, b in pairs):
-                yield Fault("same-data", f"ranks 0 and {rank} get the same samples in each step")
-                return
-
-
-def _samples(one: Record, several: Record) -> Iterator[Fault]:
-    steps, by = _steps(one, several), _sources(one, several)
-    if any(all(one.samples(each, step) == several.samples(each, step) for step in steps) for each in by):
-        return
-    alone = sum((one.samples(by[0], step) for step in steps), Counter())
-    together = sum((several.samples(by[0], step) for step in steps), Counter())
-    dropped, more = (alone - together).total(), together - alone
-    again = sum(count for sample, count in more.items() if sample in alone)
-    if not alone & together:
-        yield Fault(
-            "other-data", "no sample that the ranks get is one that one rank gets: other data, or another order"
-        )
-    elif dropped or again:
-        text = f"of the {alone.total()} samples that one rank gets in these steps {dropped} reach no rank, {again} are repeated"
-        yield Fault("repeated-samples" if again >= dropped else "dropped-samples", text)
-    else:
-        yield Fault("other-order", "the samples are those of one rank, but in other steps")
-
-
-def _settings(one: Record, several: Record) -> Iterator[Fault]:
-    for step in _steps(one, several):
-        for a, b in zip(one.of(0, "settings", step), several.of(0, "settings", step), strict=False):
-            for number, (x, y) in enumerate(zip(a["groups"], b["groups"], strict=False)):
-                for key in sorted(x.keys() & y.keys()):
-                    if x[key] != y[key]:
-                        text = f"step {step}: {key} of group {number} is {y[key]} on {len(several.ranks)} ranks, {x[key]} on one"
-                        yield Fault("settings", text)
-                        return
-
-
-def _drift(one: Record, several: Record) -> Iterator[Fault]:
-    for step in _steps(one, several):
-        if names := several.apart(step, "after"):
-            name, ranks = next(iter(names.items()))
-            why = "their gradients differ, so nothing averages them"
-            if several.facts()["apart"]:
-                why = "HYBRID_SHARD of FSDP1 with shards of one rank never synchronises its replicas"
-            elif not several.apart(step, "gradient"):
-                why = "their gradients are equal, their updates aren't"
-            text = (
-                f"step {step}: replicas drift: {_some([*names])} differs between ranks {ranks[0]} and {ranks[1]}; {why}"
-            )
-            yield Fault("drift", text)
-            return
-
-
-def _norms(one: Record, several: Record) -> Iterator[Fault]:
-    for step in _steps(one, several):
-        norms = several.norms(step)
-        if len(set(norms)) > 1:
-            text = f"step {step}: the ranks clip by different norms, {', '.join(f'{norm:.6g}' for norm in norms)}"
-            yield Fault("norm-of-shards", f"{text}: each is of what one rank holds")
-            return
-
-
-def _gradients(one: Record, several: Record) -> Iterator[Fault]:
-    """Of the first step, where the weights are still the same."""
-    low = one.facts()["low"] or several.facts()["low"]
-    when = "unclipped" if one.parts(0, 1, "unclipped") and several.parts(0, 1, "unclipped") else "gradient"
-    yield from _compare_gradients(one, several, when, FIRST[low])
-    if when == "unclipped":
-        yield from _compare_gradients(one, several, "gradient", FIRST[low])
-
-
-def _compare_gradients(one: Record, several: Record, when: str, tolerance: float) -> Iterator[Fault]:
-    alone, ranks = one.parts(0, 1, when), range(len(several.ranks))
-    whole, ours = total(one.whole(1, when).values()), total(several.whole(1, when).values())
-    ratios: list[tuple[float, float]] = []  # of each rank's shards: the factor, and how far from it
-    for rank in ranks:
-        held = several.parts(rank, 1, when)
-        pairs = [
-            (part, alone[name][place])
-            for name, parts in held.items()
-            for place, part in parts.items()
-            if place in alone.get(name, {})
-        ]
-        got, expected = total(part for part, _ in pairs), total(part for _, part in pairs)
-        if expected.norm > 1e-3 * whole.norm:
-            factor = got.norm / expected.norm
-            off = total(part for part, _ in pairs).distance(expected, factor) / (got.norm or 1.0)
-            ratios.append((factor, off))
-    overall = ours.norm / whole.norm if whole.norm else 1.0
-    off = ours.distance(whole, overall) / (ours.norm or 1.0)
-    if off <= tolerance and abs(overall - 1) <= tolerance:
-        return
-    if off <= 10 * tolerance:
-        yield Fault("factor", f"step 1: gradients are {overall:.6g} times those of one rank")
-    elif ratios and all(distance <= 10 * tolerance for _, distance in ratios):
-        each = ", ".join(f"{factor:.6g}" for factor, _ in ratios)
-        yield Fault(
-            "norm-of-shards",
-            f"step 1: each rank's shards of the gradients have a factor of their own, {each}: clipped by a norm of one rank's shards",
-        )
-    else:
-        losses = [math.fsum(several.losses(rank, 1)) for rank in ranks]
-        mean, expected = math.fsum(losses) / len(losses), math.fsum(one.losses(0, 1))
-        why = ""
-        if apart(mean, expected) > tolerance:
-            why = f"; the mean of the ranks' losses is {mean:.6g}, that of all samples {expected:.6g}: ranks count alike, whatever they hold"
-        yield Fault("gradients", f"step 1: gradients differ from those of one rank by {off:.1e} of their norm{why}")
-
-
-def _updates(one: Record, several: Record) -> Iterator[Fault]:
-    """Of the first step: what was added to each tensor, whose sketch is the difference of two."""
-    before, alone, together = one.whole(1, "before"), one.whole(1, "after"), several.whole(1, "after")
-    gradients = one.whole(1, "gradient")
-    size = total(gradients.values()).norm
-    found = []
-    for name in before.keys() & together.keys() & gradients.keys():
-        change = math.sqrt(
-            sum((a - b) ** 2 for a, b in zip(alone[name].sketch, before[name].sketch, strict=True)) / SKETCHES
-        )
-        off = together[name].distance(alone[name])
-        # Of a gradient that is 0 but for rounding Adam makes anything.
-        if gradients[name].norm > 1e-4 * size and off > 0.05 * change + 1e-6 * before[name].norm:
-            found.append(name)
-    if found:
-        yield Fault(
-            "updates",
-            f"step 1: the optimizer changes {_some(sorted(found))} otherwise, with equal gradients: it may use a norm or mean of one rank's shard",
-        )
-
-
-def _losses(one: Record, several: Record) -> Iterator[Fault]:
-    low = one.facts()["low"] or several.facts()["low"]
-    ranks = range(len(several.ranks))
-    for step in _steps(one, several):
-        mean = math.fsum(math.fsum(several.losses(rank, step)) for rank in ranks) / len(ranks)
-        off = apart(mean, math.fsum(one.losses(0, step)))
-        if off > LATER[low]:
-            yield Fault("losses", f"step {step}: the mean of the ranks' losses is {off:.1e} from one rank's")
-            return
-
-
-def _buffers(one: Record, several: Record) -> Iterator[Fault]:
-    last = min(one.steps, several.steps)
-    first = several.parts(0, last, "after", "buffers")
-    for rank in range(1, len(several.ranks)):
-        held = several.parts(rank, last, "after", "buffers")
-        names = [
-            name
-            for name, parts in held.items()
-            if {p: x.hash for p, x in parts.items()} != {p: x.hash for p, x in first.get(name, {}).items()}
-        ]
-        if names:
-            yield Fault(
-                "buffers",
-                f"buffers differ between ranks 0 and {rank}: {_some(names)}, as of batch norm without SyncBatchNorm",
-            )
-            return
+Named = tuple[str, str] | None  # a fault's kind and text
 
 
 def _steps(one: Record, several: Record) -> range:
     return range(1, min(one.steps, several.steps) + 1)
 
 
-Rule = Callable[[Record, Record], Iterator[Fault]]
+def _sources(one: Record, several: Record) -> list[str]:
+    return [by for by in one.sources if by in several.sources]
+
+
+def _tolerance(one: Record, several: Record, of: dict[bool, float]) -> float:
+    return of[one.facts()["low"] or several.facts()["low"]]
+
+
+def _loss(record: Record, step: int) -> float:
+    """The mean of the ranks', of what each passes to backward() in the step."""
+    ranks = range(len(record.ranks))
+    return math.fsum(loss for rank in ranks for loss in record.losses(rank, step)) / len(ranks)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _unset(one: Record, several: Record) -> Named:
+    names = several.facts()["unset"]
+    return ("never-set", f"never set after to_empty(): {_some(names)}") if names else None
+
+
+def _weights(one: Record, several: Record) -> Named:
+    if differ := several.apart(1, "before"):
+        first, second = next(iter(differ.values()))
+        return "different-weights", f"ranks {first} and {second} start from different weights: {_some(differ)}"
+    start = one.parts(0, 1, "before")
+    for rank in range(len(several.ranks)):
+        held = several.parts(rank, 1, "before")
+        if names := [name for name, parts in held.items() if _differ(parts, start.get(name, {}))]:
+            return "different-weights", f"rank {rank} starts from other weights than one rank alone: {_some(names)}"
+    return None
+
+
+def _differ(parts: dict[Place, Print], others: dict[Place, Print]) -> bool:
+    return any(others[at].hash != part.hash for at, part in parts.items() if at in others)
+
+
+def _same_data(one: Record, several: Record) -> Named:
+    for rank in range(1, len(several.ranks)):
+        for by in several.sources[:1]:
+            pairs = [(several.samples(by, step, 0), several.samples(by, step, rank)) for step in _steps(one, several)]
+            if all(a and a == b for a, b in pairs):
+                return "same-data", f"ranks 0 and {rank} get the same samples in each step"
+    return None
+
+
+def _settings(one: Record, several: Record) -> Named:
+    for step in _steps(one, several):
+        for a, b in zip(one.of(0, "settings", step), several.of(0, "settings", step), strict=False):
+            for number, (x, y) in enumerate(zip(a["groups"], b["groups"], strict=False)):
+                if keys := [key for key in sorted(x.keys() & y.keys()) if x[key] != y[key]]:
+                    where = f"step {step}: {keys[0]} of group {number}"
+                    return "settings", f"{where} is {y[keys[0]]} on {len(several.ranks)} ranks, {x[keys[0]]} on one"
+    return None
+
+
+def _left(one: Record, several: Record) -> Named:
+    return ("kept-gradients", LEFT) if any(event["left"] for event in several.of(0, "zero")) else None
+
+
+def _drift(one: Record, several: Record) -> Named:
+    for step in _steps(one, several):
+        if names := several.apart(step, "after"):
+            first, second = next(iter(names.values()))
+            why = "their gradients differ, so nothing averages them"
+            if several.facts()["apart"]:
+                why = "HYBRID_SHARD of FSDP1 with shards of one rank never synchronises its replicas"
+            elif not several.apart(step, "gradient"):
+                why = "their gradients are equal, their updates aren't"
+            return "drift", f"step {step}: replicas drift: {_some(names)} on ranks {first} and {second}; {why}"
+    return None
+
+
+def _norms(one: Record, several: Record) -> Named:
+    for step in _steps(one, several):
+        norms = several.norms(step)
+        if len(set(norms)) > 1:
+            text = f"step {step}: the ranks clip by different norms, each of what it holds: "
+            return "norm-of-shards", text + ", ".join(f"{norm:.6g}" for norm in norms)
+    return None
+
+
+def _unheld(one: Record, several: Record) -> Named:
+    if any(event["holds"] for event in several.of(0, "settings")):
+        return None
+    return "not-in-the-optimizer", "the optimizer holds none of the model's parameters: was it made before sharding?"
+
+
+def _buffers(one: Record, several: Record) -> Named:
+    last = _steps(one, several)[-1]
+    first, *others = (several.parts(rank, last, "after", "buffers") for rank in range(len(several.ranks)))
+    for rank, held in enumerate(others, 1):
+        if names := [name for name in held if held[name] != first[name]]:
+            return (
+                "buffers",
+                f"buffers differ between ranks 0 and {rank}: {_some(names)}; for batch norm: SyncBatchNorm",
+            )
+    return None
+
+
+def _samples(one: Record, several: Record) -> Named:
+    steps, sources = _steps(one, several), _sources(one, several)
+    if any(all(one.samples(by, step) == several.samples(by, step) for step in steps) for by in sources):
+        return None
+    alone, together = (
+        sum((record.samples(sources[0], step) for step in steps), Counter[int]()) for record in (one, several)
+    )
+    dropped, more = (alone - together).total(), together - alone
+    again = sum(count for sample, count in more.items() if sample in alone)
+    if not alone & together:
+        return "other-data", "no sample that the ranks get is one that one rank gets: other data, or another order"
+    if dropped or again:
+        text = f"of the {alone.total()} samples that one rank gets {dropped} reach no rank, and {again} are repeated"
+        return "repeated-samples" if again >= dropped else "dropped-samples", text
+    return "other-order", "the samples are those of one rank, but in other steps"
+
+
+def _gradients(one: Record, several: Record) -> Named:
+    """Of the first step, where the weights are still the same; before clipping and after."""
+    for when in ("unclipped", "gradient"):
+        if one.parts(0, 1, when) and several.parts(0, 1, when) and (found := _compare_gradients(one, several, when)):
+            return found
+    return None
+
+
+def _compare_gradients(one: Record, several: Record, when: str) -> Named:
+    tolerance = _tolerance(one, several, FIRST)
+    factor, off = _factor(total(several.whole(1, when).values()), total(one.whole(1, when).values()))
+    if max(off, abs(factor - 1)) <= tolerance:
+        return None
+    if off <= 10 * tolerance:
+        return "factor", f"step 1: gradients are {factor:.6g} times those of one rank"
+    alone, shards = one.parts(0, 1, when), []
+    for rank in range(len(several.ranks)):
+        held = [(name, parts) for name, parts in several.parts(rank, 1, when).items() if name in alone]
+        pairs = [(now, alone[name][at]) for name, parts in held for at, now in parts.items() if at in alone[name]]
+        shards.append(_factor(total(now for now, _ in pairs), total(then for _, then in pairs)))
+    if all(distance <= 10 * tolerance for _, distance in shards):
+        each = ", ".join(f"{factor:.6g}" for factor, _ in shards)
+        text = (
+            f"step 1: each rank's shards of the gradients have a factor of their own, {each}: that of a norm of shards?"
+        )
+        return "norm-of-shards", text
+    text = f"step 1: gradients differ from those of one rank by {off:.1e} of their norm"
+    mean, expected = _loss(several, 1), _loss(one, 1)
+    if apart(mean, expected) > tolerance:
+        text += f"; the ranks' losses have a mean of {mean:.6g} where one rank has {expected:.6g}: "
+        text += "each rank counts alike, however much it holds"
+    return "gradients", text
+
+
+def _factor(found: Print, expected: Print) -> tuple[float, float]:
+    """How many times as large one is, and how far it is from exactly that, in units of its norm."""
+    factor = found.norm / expected.norm if expected.norm else 1.0
+    return factor, found.distance(expected, factor) / (found.norm or 1.0)
+
+
+def _updates(one: Record, several: Record) -> Named:
+    """Of the first step: what was added to each tensor, whose sketch is the difference of two."""
+    before, alone, together = one.whole(1, "before"), one.whole(1, "after"), several.whole(1, "after")
+    gradients = one.whole(1, "gradient")
+    size = total(gradients.values()).norm
+    # Adam makes anything of a gradient that is 0 but for rounding.
+    found = [
+        name
+        for name in sorted(before.keys() & together.keys() & gradients.keys())
+        if gradients[name].norm > 1e-4 * size
+        and together[name].distance(alone[name]) > 0.05 * alone[name].distance(before[name]) + 1e-6 * before[name].norm
+    ]
+    if not found:
+        return None
+    text = f"step 1: the optimizer changes {_some(found)} differently, with equal gradients"
+    return "updates", f"{text}: does it use a norm or a mean of one rank's shard?"
+
+
+def _losses(one: Record, several: Record) -> Named:
+    for step in _steps(one, several):
+        off = apart(_loss(several, step), _loss(one, step))
+        if off > _tolerance(one, several, LATER):
+            return "losses", f"step {step}: the mean of the ranks' losses is {off:.1e} from one rank's"
+    return None
+
+
 # Each group only where the ones before it found nothing.
-GROUPS: list[list[Rule]] = [
+GROUPS: list[list[Callable[[Record, Record], Named]]] = [
     [_unset, _weights, _same_data, _settings, _left],
     [_drift, _norms, _unheld, _buffers],
     [_samples],

@@ -111,7 +111,6 @@ class AgainstOne:
     ranks: int
     faults: list[Fault]
     enlarged: int
-    dropout_off: bool
 
     @property
     def status(self) -> int:
@@ -121,11 +120,12 @@ class AgainstOne:
         return {**asdict(self), "verdict": "different" if self.faults else "equal to rounding", "status": self.status}
 
     def text(self) -> str:
-        lines = [f"{self.steps} steps on 1 rank and on {self.ranks}"]
+        lines = [
+            f"{self.steps} steps on 1 rank and on {self.ranks}, without dropout, whose masks depend on their number"
+        ]
         lines += [f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do"] * (
             self.enlarged > 1
         )
-        lines += ["dropout is off in both: its masks depend on the number of ranks"] * self.dropout_off
         lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
         return "\n".join([*lines, f"verdict: {'different' if self.faults else 'equal to rounding'}"])
 
@@ -142,11 +142,11 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
     factor = several.ranks
     if "loader" in one.sources and not same_batch(one, many) and same_batch(one, many, times=factor):
         one, enlarged = alone.record(folder / "enlarged", **how, batch_times=factor), factor
-    found = AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged, many.facts()["dropout"])
+    found = AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
     if not found.faults and not same_batch(one, many):
         raise Failed(
-            f"{alone.script}: one rank gets other numbers of samples in a step than {factor} ranks together; write what "
-            "is per rank among its ARGS as the whole in braces, such as --batch-size {64}"
+            f"{alone.script}: one rank gets other numbers of samples in a step than {factor} ranks together; write "
+            "what is per rank among its ARGS as the whole in braces, such as --batch-size {64}"
         )
     return found
 

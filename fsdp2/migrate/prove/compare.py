@@ -5,6 +5,7 @@ A pure function of the records, which knows nothing of how they were made.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -75,7 +76,7 @@ def apart(one: float | None, other: float | None) -> float:
 
 def compare(before: Record, after: Record) -> Verdict:
     steps = max(before.steps, after.steps)
-    first, cause, cure = next(_differences(before, after), None), None, None
+    first = next(_differences(before, after), None)
     losses = [
         apart(one, other)
         for rank, step in _places(before, after)
@@ -88,9 +89,8 @@ def compare(before: Record, after: Record) -> Verdict:
     verdict.verdict = ROUNDING if first.relative <= FIRST[low] and verdict.loss_apart <= LATER[low] else DIFFERENT
     for rule in CAUSES if verdict.verdict == ROUNDING else FAULTS:
         if found := rule(before, after, first):
-            cause, cure = found
+            verdict.cause, verdict.cure = found
             break
-    verdict.cause, verdict.cure = cause, cure
     return verdict
 
 
@@ -121,8 +121,8 @@ def _differences(before: Record, after: Record) -> Iterator[Difference]:
         if off := apart(before.norm(step), after.norm(step)):
             yield Difference(step, "norm", before=before.norm(step), after=after.norm(step), relative=off)
         yield from _of_tensors(before, after, step, "gradient", "gradient of")
-        for a, b in zip(before.of(0, "settings", step), after.of(0, "settings", step), strict=False):
-            yield from _of_settings(step, a["groups"], b["groups"])
+        for ours, theirs in zip(before.of(0, "settings", step), after.of(0, "settings", step), strict=False):
+            yield from _of_settings(step, ours["groups"], theirs["groups"])
         yield from _of_tensors(before, after, step, "after", "parameter")
     if before.steps != after.steps:
         yield Difference(min(before.steps, after.steps) + 1, "steps", before=before.steps, after=after.steps)
@@ -153,10 +153,10 @@ def _of_settings(step: int, before: list[dict[str, Any]], after: list[dict[str, 
     """Of what both have: other optimizers of torch, such as fused ones, have other flags and the same mathematics."""
     if len(before) != len(after):
         yield Difference(step, "parameter groups", before=len(before), after=len(after))
-    for number, (one, other) in enumerate(zip(before, after, strict=False)):
-        for key in sorted((one.keys() & other.keys()) - {"foreach", "fused", "capturable"}):
-            if one[key] != other[key]:
-                yield Difference(step, "settings", f"{key} of group {number}", before=one[key], after=other[key])
+    for number, (ours, theirs) in enumerate(zip(before, after, strict=False)):
+        for key in sorted((ours.keys() & theirs.keys()) - {"foreach", "fused", "capturable"}):
+            if ours[key] != theirs[key]:
+                yield Difference(step, "settings", f"{key} of group {number}", before=ours[key], after=theirs[key])
 
 
 Cause = tuple[str, str | None]  # and the cure
@@ -186,7 +186,7 @@ def _accumulation(before: Record, after: Record, first: Difference) -> Cause | N
 
 def _kept_gathered(before: Record, after: Record, first: Difference) -> Cause | None:
     order = [one["kind"] for one in before.ranks[0] if one["kind"] in ("forward", "zero", "backward")]
-    if not (before.facts()["keeps_gathered"] and ("forward", "zero") in zip(order, order[1:], strict=False)):
+    if not (before.facts()["keeps_gathered"] and ("forward", "zero") in itertools.pairwise(order)):
         return None
     why = (
         "a fault of FSDP1: SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward trains "

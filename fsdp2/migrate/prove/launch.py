@@ -118,8 +118,8 @@ class Program:
         if sorted(found) != list(range(max(self.ranks if not (folder / "spawns").exists() else 1, len(found)))):
             seen = ", ".join(map(str, sorted(found))) or "none"
             raise Failed(
-                f"{self.script}: {'ranks ' if len(found) > 1 else 'rank '}{seen} made a step of a torch.optim optimizer "
-                "that could be recorded; a program that only evaluates, or steps by other means, can't be compared"
+                f"{self.script}: of its ranks {seen} made a step of a torch.optim optimizer that could be recorded; "
+                "a program that only evaluates, or steps by other means, can't be compared"
             )
         return Record([found[rank] for rank in sorted(found)])
 

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from fsdp2.migrate.checkpoints.names import stripped
 from fsdp2.migrate.prove import fingerprint
 
+KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 Cuts = dict[str, list[tuple[int, int]]]
 
 
@@ -53,14 +54,14 @@ def parts(root: nn.Module) -> Iterator[Part]:
 def _raw(root: nn.Module) -> Iterator[Part]:
     done: set[int] = set()
     for prefix, module in root.named_modules():
-        if isinstance(module, FSDP1):
+        if isinstance(module, FullyShardedDataParallel):
             yield from _of_flat_parameter(f"{prefix}." if prefix else "", module, done)
     for name, parameter in root.named_parameters():
         if id(parameter) not in done:
             yield _whole_or_sharded(name, parameter)
 
 
-def _of_flat_parameter(prefix: str, unit: FSDP1, done: set[int]) -> Iterator[Part]:
+def _of_flat_parameter(prefix: str, unit: FullyShardedDataParallel, done: set[int]) -> Iterator[Part]:
     """The pieces of original parameters in a unit's flat parameter.
 
     FSDP1 says nowhere in public which values of a flat parameter are whose without gathering it, which would be a
@@ -105,6 +106,23 @@ def _strides(shape: torch.Size) -> list[int]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return strides[-len(shape) :] if shape else []
+
+
+def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
+    """Whether there are units of FSDP1 in which it is wrong itself.
+
+    `keeps_gathered`: SHARD_GRAD_OP with `use_orig_params`. `apart`: replicas of shards of one rank, which take it for
+    NO_SHARD within that rank. Of these only `use_orig_params` isn't public.
+    """
+    units = [unit for root in roots for unit in FullyShardedDataParallel.fsdp_modules(root)]
+    alone = ShardingStrategy.NO_SHARD
+    return {
+        "keeps_gathered": any(unit.sharding_strategy in KEEPS_GATHERED and unit._use_orig_params for unit in units),
+        "apart": any(
+            unit.sharding_strategy is alone and dist.get_world_size(unit.process_group) < dist.get_world_size()
+            for unit in units
+        ),
+    }
 
 
 def split_otherwise(root: nn.Module) -> bool:

@@ -15,8 +15,7 @@ from unittest import mock
 
 import torch.multiprocessing
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp2.migrate.prove.recorder import Enough, Recorder
 
@@ -75,21 +74,21 @@ def without_dropout() -> ExitStack:
 
 
 def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> ExitStack:
-    theirs = FSDP1.__init__
+    theirs = FullyShardedDataParallel.__init__
     signature = inspect.signature(theirs)
 
-    def replacement(self: FSDP1, module: nn.Module, *arguments: Any, **named: Any) -> None:
+    def replacement(self: FullyShardedDataParallel, module: nn.Module, *arguments: Any, **named: Any) -> None:
         given = signature.bind(self, module, *arguments, **named).arguments
         change(given)
         theirs(**given)
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(FSDP1, "__init__", replacement))
+    stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", replacement))
     return stack
 
 
 def _resharding(given: dict[str, Any]) -> None:
-    strategy = given.get("sharding_strategy")
+    strategy: Any = given.get("sharding_strategy")
     given["sharding_strategy"] = RESHARDING.get(strategy, strategy)
 
 

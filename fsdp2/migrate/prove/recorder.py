@@ -17,17 +17,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from fsdp2.migrate.prove.fingerprint import rows
-from fsdp2.migrate.prove.parts import Cuts, buffers, described, parts, roots, split_otherwise
+from fsdp2.migrate.prove.parts import Cuts, buffers, described, fsdp1_facts, parts, roots, split_otherwise
 
-KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -41,9 +39,10 @@ class Recorder:
     data: `rows`, hashes of the samples that a loader or (`by`) a model got where gradients were wanted.
     forward: a model with parameters was called.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
-    backward: `value` of a number, `print` of anything larger.
+    backward: `value`, the sum of what is passed to it.
     clip: the `norm` that torch's or FSDP1's clipping returned.
-    state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, `buffers`.
+    state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
+        `buffers`.
     settings: of each parameter group before each step; whether the optimizer `holds` any parameter of the models.
     facts: before the first step; the rank, the ranks, and what the causes in `compare` ask about.
     """
@@ -56,7 +55,7 @@ class Recorder:
         self._roots: list[nn.Module] = []
         self._held: list[tuple[nn.Module, list[Tensor]]] = []  # what optimizers hold of each
         self._inputs: list[tuple[Tensor, str]] = []
-        self._facts: dict[str, Any] = {"low": False, "shared": None, "dropout": False, "unset": []}
+        self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": []}
         self._lines: list[str] = []
         self._hooks = ExitStack()
 
@@ -78,10 +77,10 @@ class Recorder:
             self._hooks.callback(handle.remove)
         self._around(torch.autograd, "backward", self._backward)
         self._around(nn.Module, "to_empty", self._to_empty)
-        for holder in (torch.optim.Optimizer, nn.Module):
-            self._around(holder, "zero_grad", self._zero)
-        for holder in (nn.utils, nn.utils.clip_grad, FSDP1):
-            self._around(holder, "clip_grad_norm_", self._clip)
+        for zeroing in (torch.optim.Optimizer, nn.Module):
+            self._around(zeroing, "zero_grad", self._zero)
+        for clipping in (nn.utils, nn.utils.clip_grad, FullyShardedDataParallel):
+            self._around(clipping, "clip_grad_norm_", self._clip)
         self._around(DataLoader, "__iter__", self._iterate)
         if self.batch_times > 1:
             self._around(DataLoader, "__init__", self._larger_batches)
@@ -102,7 +101,7 @@ class Recorder:
     def _backward(self, theirs: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
         if not self._in_backward:  # recomputation calls it from within
             for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                self.write("backward", value=float(tensor.detach().sum()), numbers=tensor.numel())
+                self.write("backward", value=float(tensor.detach().sum()))
             self._inputs.clear()
         self._in_backward += 1
         try:
@@ -154,14 +153,10 @@ class Recorder:
             if not any(one is module for one in self._called):
                 self._called.append(module)
                 self._facts["unset"] += [part.name for part in _all(module) if _is_unset(part.values)]
-                self._facts["dropout"] |= any(
-                    isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training
-                    for one in module.modules()
-                )
             self.write("forward")
             if found := rows(given):
                 self.write("data", by="model", rows=found)
-        if self.step == 1 and isinstance(module, (FSDPModule, FSDP1)):
+        if self.step == 1 and isinstance(module, (FSDPModule, FullyShardedDataParallel)):
             for tensor in given:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     if any(one is tensor for one, _ in self._inputs):
@@ -181,7 +176,8 @@ class Recorder:
         self._find(held | {id(parameter) for module in self._called for parameter in module.parameters()})
         if self.step == 1:
             self._state("before", gradient=False)
-            self.write("facts", **self._facts, **_standing(), **self._wrappers())
+            split = any(map(split_otherwise, self._roots))
+            self.write("facts", **self._facts, **_standing(), **fsdp1_facts(self._roots), split_otherwise=split)
         self._state("gradient", gradient=True)
         groups = [
             {
@@ -223,20 +219,6 @@ class Recorder:
         if not gradient:
             held = {part.name: described(part, part.values, {}) for root in self._roots for part in buffers(root)}
         self.write("state", when=when, parts={name: one for name, one in found.items() if one}, buffers=held)
-
-    def _wrappers(self) -> dict[str, Any]:
-        """What FSDP1 units are there. In public they say their strategy and group, not `use_orig_params`."""
-        units = [unit for root in self._roots for unit in FSDP1.fsdp_modules(root)]
-        world = _standing()["world"]
-        return {
-            "fsdp1": bool(units),
-            "keeps_gathered": any(unit.sharding_strategy in KEEPS_GATHERED and unit._use_orig_params for unit in units),
-            "apart": any(
-                unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() < world
-                for unit in units
-            ),
-            "split_otherwise": any(map(split_otherwise, self._roots)),
-        }
 
 
 def _standing() -> dict[str, int]:

@@ -20,6 +20,7 @@ from tests.harness import Ranks
 def record_here(script: str, arguments: list[str], store: str, settings: dict[str, Any]) -> None:
     """On this rank, in a process group that the program makes by itself."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # what one rank takes down at once another one still connects to
     dist.destroy_process_group()
     before, generator = dict(os.environ), torch.get_rng_state()
     theirs = dist.init_process_group
@@ -39,7 +40,7 @@ def record_here(script: str, arguments: list[str], store: str, settings: dict[st
         if dist.is_initialized():
             dist.destroy_process_group()
         theirs("gloo", store=dist.FileStore(f"{store}-after", world), rank=rank, world_size=world)
-        dist.barrier()  # the pool takes this group down at once, which a rank that still connects mustn't meet
+        dist.barrier()  # as above, of the pool's next run
 
 
 @dataclass
