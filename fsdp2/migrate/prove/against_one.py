@@ -240,6 +240,7 @@ GROUPS: list[list[Callable[[Record, Record], Named]]] = [
     [_drift, _norms, _unheld, _buffers],
     [_samples],
     [_gradients],
-    [_updates, _losses],
+    [_updates],
+    [_losses],
 ]
 ALONE = 2  # groups that say something where the global batch isn't the same

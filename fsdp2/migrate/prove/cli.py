@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--against-one", action="store_true", help="compare NPROC ranks with one")
     parser.add_argument("--nproc", default="2", metavar="N", help="ranks (default: 2)")
     parser.add_argument("--steps", default="10", metavar="N", help="optimizer steps to record (default: 10)")
+    parser.add_argument("--stand-in", action="store_true", help="for programs that need a GPU: the CPU in its place")
     parser.add_argument("--timeout", default="600", metavar="SECONDS", help="of each run (default: 600)")
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the records and outputs in a new folder")
@@ -67,17 +68,18 @@ def run(given: argparse.Namespace) -> int:
     ranks = checked("--nproc", given.nproc, whole(2 if given.against_one else 1, 64))
     steps = checked("--steps", given.steps, whole(1, 100_000))
     timeout = float(checked("--timeout", given.timeout, whole(1, 10**6)))
+    gpus = ranks if given.stand_in else 0
     kept = Path(given.keep) if given.keep else None
     if kept is not None and kept.exists():
         raise ConfigError(f"--keep {kept}: exists; name a new folder")
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
         if given.against_one:
-            alone, several = (Program(programs[0], divided(given.arguments, n), n, timeout) for n in (1, ranks))
+            alone, several = (Program(programs[0], divided(given.arguments, n), n, timeout, gpus) for n in (1, ranks))
             found = against_one(alone, several, steps, folder)
             print(json.dumps(found.as_json()) if given.json else found.text())
             return found.status
-        before, after = (Program(program, given.arguments, ranks, timeout) for program in programs)
+        before, after = (Program(program, given.arguments, ranks, timeout, gpus) for program in programs)
         verdict = two(before, after, steps, folder)
         print(json.dumps(verdict.as_json()) if given.json else text(verdict))
         return verdict.status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,12 +42,13 @@ class Program:
     arguments: list[str]
     ranks: int
     timeout: float  # seconds
+    stand_in: int = 0  # GPUs that there seem to be, with the CPU in their place
 
     def record(self, folder: Path, **settings: Any) -> Record:
         """Run it in a new folder. Raises Failed. `settings`: see `rank.run`."""
         folder.mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        command = [sys.executable, "-c", START, json.dumps({"folder": str(folder), **settings})]
+        command = [sys.executable, "-c", START, json.dumps(self.settings(folder, settings))]
         processes = []
         try:
             for rank in range(self.ranks):
@@ -67,6 +69,10 @@ class Program:
                 _end(process)
         return self._read(folder)
 
+    def settings(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """As `rank.run` takes them."""
+        return {"folder": str(folder), **settings} | {"stand_in": self.stand_in}
+
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun sets. The store is this process's, as under torchrun, so no port can be taken meanwhile."""
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
@@ -76,6 +82,7 @@ class Program:
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
+            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": 1,  # sums don't depend on how many cores there are
         }
         return {name: str(value) for name, value in (own | torchrun).items()}
@@ -101,12 +108,17 @@ class Program:
         ends = []
         for rank, process in enumerate(processes):
             if code := process.poll():
-                lines = (folder / f"err-{rank}").read_text(errors="replace").strip().splitlines()
+                lines = _end_of(folder / f"err-{rank}")
                 how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-                ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines[-SHOWN:]))
+                ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines))
         _, rank, how, lines = min(ends)
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}", lines)
+        hint = (
+            "; --stand-in runs it with the CPU in a GPU's place"
+            if re.search("NVIDIA|CUDA|nccl", last) and not self.stand_in
+            else ""
+        )
+        return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}{hint}", lines)
 
     def _read(self, folder: Path) -> Record:
         found = {}
@@ -119,9 +131,14 @@ class Program:
             seen = ", ".join(map(str, sorted(found))) or "none"
             raise Failed(
                 f"{self.script}: of its ranks {seen} made a step of a torch.optim optimizer that could be recorded; "
-                "a program that only evaluates, or steps by other means, can't be compared"
+                "a program that only evaluates, or steps by other means, can't be compared",
+                _end_of(folder / "out-0"),
             )
         return Record([found[rank] for rank in sorted(found)])
+
+
+def _end_of(output: Path) -> list[str]:
+    return output.read_text(errors="replace").strip().splitlines()[-SHOWN:] if output.exists() else []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

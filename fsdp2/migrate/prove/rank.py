@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp2.migrate.prove.recorder import Enough, Recorder
+from fsdp2.migrate.prove.stand_in import stand_in
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 RESHARDING = {
@@ -27,13 +28,16 @@ RESHARDING = {
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run(settings: dict[str, Any], program: Callable[[], Any]) -> None:
+def run(settings: dict[str, Any], program: Callable[[], Any], rank: int) -> None:
     """Call a program and record it.
 
-    `settings`: folder, steps, cuts, batch_times as the Recorder takes them; without_dropout; cure, one of CURES.
+    `settings`: folder, steps, cuts, batch_times as the Recorder takes them; without_dropout; cure, one of CURES;
+    stand_in, how many GPUs there seem to be.
     """
     how = {key: settings[key] for key in ("steps", "cuts", "batch_times") if key in settings}
     with ExitStack() as stack:
+        if settings.get("stand_in"):
+            stack.enter_context(stand_in(rank, settings["stand_in"]))
         if settings.get("without_dropout"):
             stack.enter_context(without_dropout())
         if settings.get("cure"):
@@ -49,7 +53,7 @@ def run_script(settings: dict[str, Any], script: str, arguments: list[str]) -> N
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [script, *arguments], [str(Path(script).absolute().parent), *sys.path]
     try:
-        run(settings, lambda: runpy.run_path(script, run_name="__main__"))
+        run(settings, lambda: runpy.run_path(script, run_name="__main__"), int(os.environ["RANK"]))
     finally:
         sys.argv, sys.path[:] = before
 
@@ -105,7 +109,7 @@ CURES: dict[str, Callable[[], ExitStack]] = {
 
 
 def _child(number: int, settings: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> None:
-    run(settings, lambda: function(number, *arguments))
+    run(settings, lambda: function(number, *arguments), number)
 
 
 def _spawning(settings: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ def record_here(script: str, arguments: list[str], store: str, settings: dict[st
     before, generator = dict(os.environ), torch.get_rng_state()
     theirs = dist.init_process_group
 
-    def init(*_: Any, **__: Any) -> None:
+    def init(backend: str = "", *_: Any, **__: Any) -> None:
         theirs("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
 
     try:
@@ -47,10 +47,11 @@ def record_here(script: str, arguments: list[str], store: str, settings: dict[st
 class InPool(Program):
     """A program whose ranks are the pool's."""
 
-    pool: Ranks
+    pool: Ranks | None = None
 
     def record(self, folder: Path, **settings: Any) -> Record:
         folder.mkdir()
-        arguments = [str(self.script), self.arguments, str(folder / "store"), {"folder": str(folder), **settings}]
+        assert self.pool is not None
+        arguments = [str(self.script), self.arguments, str(folder / "store"), self.settings(folder, settings)]
         self.pool.run(record_here, *arguments, ranks=self.ranks, timeout=self.timeout)
         return self._read(folder)

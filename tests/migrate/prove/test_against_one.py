@@ -34,7 +34,7 @@ NAMED = {
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("kind", ["faulty", "sound"])
 def test_the_fault_is_named_and_none_without_it(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
-    alone, several = (InPool(HERE / kind / f"{name}.py", [], count, 60, ranks) for count in (1, 2))
+    alone, several = (InPool(HERE / kind / f"{name}.py", [], count, 60, pool=ranks) for count in (1, 2))
     found = against_one(alone, several, 4, tmp_path)
     print(found.text())
     assert [fault.kind for fault in found.faults] == ([NAMED[name]] if kind == "faulty" else [])

@@ -27,7 +27,7 @@ ROUNDED = {
 def test_what_the_rewriter_makes_is_proven(ranks: Ranks, tmp_path: Path, script: Path) -> None:
     if OLD and re.search(r"FULL_STATE_DICT|\.state_dict\(\)|summon_full_params", script.read_text()):
         pytest.skip("FSDP1 gathers to a CPU from torch 2.15 on")
-    before, after = (InPool(path, [], 2, 60, ranks) for path in (script, moved(script, tmp_path)))
+    before, after = (InPool(path, [], 2, 60, pool=ranks) for path in (script, moved(script, tmp_path)))
     verdict = two(before, after, 4, tmp_path)
     print(text(verdict))
     assert verdict.status == 0

@@ -15,7 +15,7 @@ PAIR = Path(__file__).parent / "pair"
 
 
 def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
-    before, after = (InPool(PAIR / f"{name}.py", [case], 2, 60, ranks) for name in ("before", "after"))
+    before, after = (InPool(PAIR / f"{name}.py", [case], 2, 60, pool=ranks) for name in ("before", "after"))
     verdict = two(before, after, 4, folder)
     print(text(verdict))
     return verdict
