@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -43,6 +45,9 @@ def run(settings: dict[str, Any], program: Callable[[], Any], rank: int) -> None
         if settings.get("cure"):
             stack.enter_context(CURES[settings["cure"]]())
         stack.enter_context(Recorder(Path(settings["folder"]), **how))
+        # A program that sets no seed draws other numbers in each process, here the same ones in each run.
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(rank)
         try:
             program()
         except Enough:

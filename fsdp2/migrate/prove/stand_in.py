@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -81,6 +82,10 @@ def _gloo(given: dict[str, Any]) -> None:
     given.pop("device_id", None)
 
 
+def _set(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda given: given.update(values)
+
+
 def _on_cpu(*names: str) -> Callable[[dict[str, Any]], None]:
     def change(given: dict[str, Any]) -> None:
         given.update({name: "cpu" if isinstance(given[name], str) else CPU for name in names if name in given})
@@ -132,14 +137,11 @@ def stand_in(rank: int, ranks: int) -> ExitStack:
     stack.enter_context(_with(dist, "init_process_group", _gloo))
     stack.enter_context(_with(dist, "new_group", _gloo))
     stack.enter_context(_with(DeviceMesh, "__init__", _on_cpu("device_type")))
-    stack.enter_context(_with(FullyShardedDataParallel, "__init__", _fsdp1))
+    stack.enter_context(_with(FullyShardedDataParallel, "__init__", _set(device_id=CPU)))
+    stack.enter_context(_with(DistributedDataParallel, "__init__", _set(device_ids=None, output_device=None)))
     for holder in (torch.autocast, torch.amp.GradScaler):
         stack.enter_context(_with(holder, "__init__", _on_cpu("device_type", "device")))
     stack.enter_context(mock.patch.object(nn.Module, "to", _module_to(nn.Module.to)))
     stack.enter_context(mock.patch.object(nn.Module, "cuda", lambda module, *_: module))
     stack.enter_context(_OnTheCpu())
     return stack
-
-
-def _fsdp1(given: dict[str, Any]) -> None:
-    given["device_id"] = CPU
