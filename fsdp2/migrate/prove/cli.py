@@ -16,11 +16,12 @@ from typing import Any
 from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.prove.against_one import Fault, faults, same_batch
 from fsdp2.migrate.prove.compare import FAULT, Verdict, compare
-from fsdp2.migrate.prove.launch import Failed, Program
+from fsdp2.migrate.prove.launch import SPAWNS, Failed, Program
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, whole
 
 NAME = "prove"
+LINE = "{:>6}" + "  {:>20}" * 4
 
 
 def add_command(commands: Any) -> None:
@@ -122,12 +123,9 @@ class AgainstOne:
         return {**asdict(self), "verdict": "different" if self.faults else "equal to rounding", "status": self.status}
 
     def text(self) -> str:
-        lines = [
-            f"{self.steps} steps on 1 rank and on {self.ranks}, without dropout, whose masks depend on their number"
-        ]
-        lines += [f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do"] * (
-            self.enlarged > 1
-        )
+        lines = [f"{self.steps} steps on 1 rank and on {self.ranks}, without dropout, whose masks depend on the rank"]
+        if self.enlarged > 1:
+            lines.append(f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do")
         lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
         return "\n".join([*lines, f"verdict: {'different' if self.faults else 'equal to rounding'}"])
 
@@ -135,10 +133,13 @@ class AgainstOne:
 def against_one(alone: Program, several: Program, steps: int, folder: Path) -> AgainstOne:
     """Raises Failed, also where the global batch isn't the same and nothing else is wrong."""
     many = several.record(folder / "several", steps=steps, without_dropout=True)
-    if many.facts()["split_otherwise"]:
+    name = several.script
+    if (folder / "several" / SPAWNS).exists():
         raise Failed(
-            f"{several.script}: has tensor parallelism, whose ranks share their samples; it isn't compared with one"
+            f"{name}: starts its ranks by itself, however many it is told; --against-one needs torchrun's variables"
         )
+    if many.facts()["split_otherwise"]:
+        raise Failed(f"{name}: has tensor parallelism, whose ranks share their samples; it isn't compared with one")
     how: dict[str, Any] = {"steps": steps, "without_dropout": True, "cuts": many.cuts()}
     one, enlarged = alone.record(folder / "alone", **how), 1
     factor = several.ranks
@@ -147,7 +148,7 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
     found = AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
     if not found.faults and not same_batch(one, many):
         raise Failed(
-            f"{alone.script}: one rank gets other numbers of samples in a step than {factor} ranks together; write "
+            f"{name}: one rank gets other numbers of samples in a step than {factor} ranks together; write "
             "what is per rank among its ARGS as the whole in braces, such as --batch-size {64}"
         )
     return found
@@ -171,20 +172,16 @@ def text(verdict: Verdict) -> str:
     """The steps around the first difference, the difference, the verdict."""
     first = verdict.first
     shown = {1, verdict.steps} | ({first.step - 1, first.step, first.step + 1} if first else set())
-    lines = [f"{'step':>6}  {'loss before':>22}  {'loss after':>22}  {'norm before':>12}  {'norm after':>12}"]
+    lines = [LINE.format("step", "loss before", "loss after", "norm before", "norm after")]
     for row in verdict.table:
         if row["step"] in shown:
-            losses = "  ".join(f"{_number(one):>22}" for one in row["loss"])
-            lines.append(
-                f"{row['step']:>6}  {losses}  " + "  ".join(f"{_number(one, '.6g'):>12}" for one in row["norm"])
-            )
+            values = ["-" if value is None else repr(value) for value in (*row["loss"], *row["norm"])]
+            lines.append(LINE.format(row["step"], *values))
     if first is not None:
         lines.append(f"first difference: {first.line()}")
+        from_there = verdict.parameter and verdict.parameter.line()
+        lines.append(f"parameters: {f'different since {from_there}' if from_there else 'bit-equal in every step'}")
         lines.append(f"cause: {verdict.cause or 'none that is known'}")
     lines.append(f"losses: at most {verdict.loss_apart:.1e} apart in {verdict.steps} steps")
     lines.append(f"verdict: {verdict.verdict}")
     return "\n".join(lines)
-
-
-def _number(value: float | None, how: str = "") -> str:
-    return "-" if value is None else format(value, how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp2.migrate.prove.fingerprint import total
@@ -35,13 +35,13 @@ class Difference:
     rank: int | None = None
     before: Any = None
     after: Any = None
-    relative: float = math.inf
+    relative: float | None = None  # None where no number would say it
 
     def line(self) -> str:
         where = f"step {self.step}: {self.what}" + (f" {self.name}" if self.name else "")
         where += f" on rank {self.rank}" if self.rank is not None else ""
         values = f": {self.before} before, {self.after} after" if self.before is not None else ""
-        return where + values + (f", {self.relative:.1e} apart" if math.isfinite(self.relative) else "")
+        return where + values + ("" if self.relative is None else f", {self.relative:.1e} apart")
 
 
 @dataclass
@@ -50,18 +50,28 @@ class Verdict:
 
     verdict: str
     steps: int
+    table: list[dict[str, Any]]
     first: Difference | None = None
+    parameter: Difference | None = None  # the first that is one of a parameter
     cause: str | None = None
     cure: str | None = None
     loss_apart: float = 0.0  # the most, in units of the larger, of all losses
-    table: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def status(self) -> int:
         return 0 if self.verdict in (EQUAL, FAULT) or (self.verdict == ROUNDING and self.cause) else 1
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "status": self.status}
+        """NaN and infinities, which JSON has not, are words."""
+        return dict(_worded({**asdict(self), "status": self.status}))
+
+
+def _worded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _worded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_worded(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def apart(one: float | None, other: float | None) -> float:
@@ -75,21 +85,23 @@ def apart(one: float | None, other: float | None) -> float:
 
 
 def compare(before: Record, after: Record) -> Verdict:
-    steps = max(before.steps, after.steps)
-    first = next(_differences(before, after), None)
+    found = list(_differences(before, after))
     losses = [
         apart(one, other)
         for rank, step in _places(before, after)
         for one, other in zip(before.losses(rank, step), after.losses(rank, step), strict=False)
     ]
-    verdict = Verdict(EQUAL, steps, first, loss_apart=max(losses, default=0.0), table=_table(before, after))
-    if first is None:
+    verdict = Verdict(EQUAL, max(before.steps, after.steps), _table(before, after), loss_apart=max(losses, default=0.0))
+    if not found:
         return verdict
+    first = verdict.first = found[0]
+    verdict.parameter = next((one for one in found if one.what == "parameter"), None)
     low = before.facts()["low"] or after.facts()["low"]
-    verdict.verdict = ROUNDING if first.relative <= FIRST[low] and verdict.loss_apart <= LATER[low] else DIFFERENT
+    close = first.relative is not None and first.relative <= FIRST[low]
+    verdict.verdict = ROUNDING if close and verdict.loss_apart <= LATER[low] else DIFFERENT
     for rule in CAUSES if verdict.verdict == ROUNDING else FAULTS:
-        if found := rule(before, after, first):
-            verdict.cause, verdict.cure = found
+        if named := rule(before, after, first):
+            verdict.cause, verdict.cure = named
             break
     return verdict
 
@@ -146,7 +158,7 @@ def _of_tensors(before: Record, after: Record, step: int, when: str, what: str) 
         if ours[name].hash != theirs[name].hash
     ]
     if found:
-        yield max(found, key=lambda one: one.relative)
+        yield max(found, key=lambda one: one.relative or 0.0)
 
 
 def _of_settings(step: int, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[Difference]:

@@ -1,8 +1,8 @@
 """Tensors as a few numbers that can be added up over their shards, so that no rank has to gather anything.
 
-The hash of a tensor is the sum, modulo 2^64, of a hash of each element's bits and place. Its sketch is sixteen sums, each
-of about a sixteenth of its elements, under random signs (Charikar, Chen and Farach-Colton, 2002). It is linear, so the
-distance of two tensors is about that of their sketches. Both are the same however the tensor is cut.
+The hash of a tensor is the sum, modulo 2^64, of a hash of each element's bits and place. Its sketch is sixteen sums,
+each of about a sixteenth of its elements, under random signs (Charikar, Chen and Farach-Colton, 2002). It is linear, so
+the distance of two tensors is about that of their sketches. Both are the same however the tensor is cut.
 """
 
 from __future__ import annotations

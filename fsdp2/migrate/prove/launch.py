@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp2.migrate.prove.rank import SPAWNS
 from fsdp2.migrate.prove.record import Record
 
 GRACE = 20.0  # seconds for the other ranks when one has ended
@@ -91,7 +92,7 @@ class Program:
         deadline = time.monotonic() + self.timeout
         while running := [number for number, process in enumerate(processes) if process.poll() is None]:
             failed = [number for number, process in enumerate(processes) if process.poll()]
-            over = len(running) < self.ranks and not (folder / "spawns").exists()
+            over = len(running) < self.ranks and not (folder / SPAWNS).exists()
             if failed or over:
                 deadline = min(deadline, time.monotonic() + (2.0 if failed else GRACE))
             if time.monotonic() > deadline:
@@ -127,7 +128,7 @@ class Program:
             facts = next((event for event in events if event["kind"] == "facts"), None)
             if facts is not None:
                 found[facts["rank"]] = events
-        if sorted(found) != list(range(max(self.ranks if not (folder / "spawns").exists() else 1, len(found)))):
+        if sorted(found) != list(range(max(self.ranks if not (folder / SPAWNS).exists() else 1, len(found)))):
             seen = ", ".join(map(str, sorted(found))) or "none"
             raise Failed(
                 f"{self.script}: of its ranks {seen} made a step of a torch.optim optimizer that could be recorded; "

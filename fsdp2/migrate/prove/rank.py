@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import os
 import random
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,12 +23,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp2.migrate.prove.recorder import Enough, Recorder
 from fsdp2.migrate.prove.stand_in import stand_in
+from fsdp2.run.runtime import PR_SET_PDEATHSIG
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 RESHARDING = {
     ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
     ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
 }
+SPAWNS = "spawns"  # a file in the folder of a program that starts its ranks by itself
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -126,7 +130,7 @@ def _spawning(settings: dict[str, Any]) -> Any:
             raise SystemExit(0)
         for name in (*LAUNCHERS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))):
             os.environ.pop(name, None)
-        Path(settings["folder"], "spawns").touch()
+        Path(settings["folder"], SPAWNS).touch()
         return theirs(_child, (settings, fn, *args), *more, **named)
 
     return mock.patch.object(torch.multiprocessing, "spawn", spawn)
@@ -134,6 +138,7 @@ def _spawning(settings: dict[str, Any]) -> Any:
 
 def main() -> None:
     """The command line is SETTINGS (JSON) SCRIPT ARGS…"""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not to go on when the command is killed
     settings, script, *arguments = sys.argv[1:]
     given = json.loads(settings)
     sys.path.pop(0)  # the folder in which python was started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_the_first_difference_decides(
     assert (found.first.line() if found.first else "").startswith(first or "")
     assert (found.first is None) == (first is None)
     assert text(found).endswith(f"verdict: {verdict}")
-    assert found.as_json()["status"] == status
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["status"] == status
 
 
 def test_numbers_are_apart_in_units_of_the_larger() -> None:
