@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
 
@@ -139,6 +140,7 @@ def stand_in(rank: int, ranks: int) -> ExitStack:
     stack.enter_context(_with(DeviceMesh, "__init__", _on_cpu("device_type")))
     stack.enter_context(_with(FullyShardedDataParallel, "__init__", _set(device_id=CPU)))
     stack.enter_context(_with(DistributedDataParallel, "__init__", _set(device_ids=None, output_device=None)))
+    stack.enter_context(_with(DataLoader, "__init__", _set(pin_memory=False)))
     for holder in (torch.autocast, torch.amp.GradScaler):
         stack.enter_context(_with(holder, "__init__", _on_cpu("device_type", "device")))
     stack.enter_context(mock.patch.object(nn.Module, "to", _module_to(nn.Module.to)))
