@@ -155,16 +155,19 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
 
 
 def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:
-    """Run both and compare them; where FSDP1 is wrong itself, once more without its fault. Raises Failed."""
+    """Run both and compare them; where a cause can be taken away, once more without it. Raises Failed."""
     first, second = before.record(folder / "before", steps=steps), after.record(folder / "after", steps=steps)
     verdict = compare(first, second)
-    if verdict.cure is not None:
-        cured = compare(before.record(folder / "cured", steps=steps, cure=verdict.cure), second)
+    if (cure := verdict.cure) is not None:
+        first = before.record(folder / "before-cured", steps=steps, cure=cure)
+        if cure == "seed":
+            second = after.record(folder / "after-cured", steps=steps, cure=cure)
+        cured = compare(first, second)
         if cured.status == 0:
             verdict.verdict = FAULT
-            verdict.cause = f"{verdict.cause}; without it they are {cured.verdict}"
-        else:
-            verdict.cause = f"{verdict.cause}; but without it they differ too: {cured.first and cured.first.line()}"
+        verdict.cause = (
+            f"{verdict.cause}; without it {cured.first.line() if cured.status and cured.first else cured.verdict}"
+        )
     return verdict
 
 

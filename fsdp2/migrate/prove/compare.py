@@ -15,7 +15,7 @@ from fsdp2.migrate.prove.fingerprint import total
 from fsdp2.migrate.prove.record import Record
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
-FAULT = "different by a fault of FSDP1 alone"  # shown by a run without the fault
+FAULT = "different by this cause alone"  # shown by a run without it
 # How far apart the first difference may be, and losses at any later step, in units of the larger value.
 FIRST = {False: 1e-5, True: 3e-2}
 LATER = {False: 1e-3, True: 1e-1}
@@ -213,6 +213,15 @@ def _never_together(before: Record, after: Record, first: Difference) -> Cause |
     return "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas", "together"
 
 
+def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
+    if first.what != "initial parameter" or first.relative is None:
+        return None
+    return (
+        "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts",
+        "seed",
+    )
+
+
 def _left(before: Record, after: Record, first: Difference) -> Cause | None:
     if not any(one["left"] for one in after.of(0, "zero")):
         return None
@@ -220,7 +229,7 @@ def _left(before: Record, after: Record, first: Difference) -> Cause | None:
 
 
 CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
-FAULTS: list[Rule] = [_kept_gathered, _never_together, _left]
+FAULTS: list[Rule] = [_seeds, _kept_gathered, _never_together, _left]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

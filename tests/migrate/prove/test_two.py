@@ -29,6 +29,7 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
         ("plain", EQUAL, None),
         ("shared", ROUNDING, "several FSDPBlock get one input"),
         ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
+        ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),
         ("hybrid", FAULT, "HYBRID_SHARD with shards of one rank never synchronises its replicas"),
         ("model-zero", DIFFERENT, "model.zero_grad() between forward and backward doesn't reach parameters"),
         ("rate", DIFFERENT, None),
