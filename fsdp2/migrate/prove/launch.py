@@ -44,6 +44,7 @@ class Program:
     ranks: int
     timeout: float  # seconds
     stand_in: int = 0  # GPUs that there seem to be, with the CPU in their place
+    bare: bool = False  # one process without torchrun's variables, which starts its ranks by itself
 
     def record(self, folder: Path, **settings: Any) -> Record:
         """Run it in a new folder. Raises Failed. `settings`: see `rank.run`."""
@@ -52,7 +53,7 @@ class Program:
         command = [sys.executable, "-c", START, json.dumps(self.settings(folder, settings))]
         processes = []
         try:
-            for rank in range(self.ranks):
+            for rank in range(1 if self.bare else self.ranks):
                 with open(folder / f"out-{rank}", "wb") as out, open(folder / f"err-{rank}", "wb") as err:
                     processes.append(
                         subprocess.Popen(
@@ -83,16 +84,15 @@ class Program:
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": 1,  # sums don't depend on how many cores there are
         }
-        return {name: str(value) for name, value in (own | torchrun).items()}
+        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}  # sums don't depend on how many cores there are
+        return {name: str(value) for name, value in (variables | ({} if self.bare else own | torchrun)).items()}
 
     def _wait(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
         deadline = time.monotonic() + self.timeout
         while running := [number for number, process in enumerate(processes) if process.poll() is None]:
             failed = [number for number, process in enumerate(processes) if process.poll()]
-            over = len(running) < self.ranks and not (folder / SPAWNS).exists()
+            over = len(running) < len(processes) and not (folder / SPAWNS).exists()
             if failed or over:
                 deadline = min(deadline, time.monotonic() + (2.0 if failed else GRACE))
             if time.monotonic() > deadline:
@@ -102,7 +102,7 @@ class Program:
             raise self._failed(folder, processes)
         if running:
             who = ", ".join(map(str, running))
-            ended = "the others have ended" if len(running) < self.ranks else f"{self.timeout:.0f} s have passed"
+            ended = "the others have ended" if len(running) < len(processes) else f"{self.timeout:.0f} s have passed"
             raise Failed(f"{self.script}: {ended}, and rank {who} still runs; it waits, or --timeout is too short")
 
     def _failed(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> Failed:

@@ -62,7 +62,7 @@ def run_script(settings: dict[str, Any], script: str, arguments: list[str]) -> N
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [script, *arguments], [str(Path(script).absolute().parent), *sys.path]
     try:
-        run(settings, lambda: runpy.run_path(script, run_name="__main__"), int(os.environ["RANK"]))
+        run(settings, lambda: runpy.run_path(script, run_name="__main__"), int(os.environ.get("RANK", 0)))
     finally:
         sys.argv, sys.path[:] = before
 
