@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Recorder:
         self.folder, self.steps, self.cuts, self.batch_times = folder, steps, cuts or {}, batch_times
         self.step = 1
         self._in_backward = self._in_step = self._calls = 0
+        self._wants_data = False
         self._called: list[nn.Module] = []  # by the program itself, to train them
         self._roots: list[nn.Module] = []
         self._held: list[tuple[nn.Module, list[Tensor]]] = []  # what optimizers hold of each
@@ -137,7 +138,10 @@ class Recorder:
         return result
 
     def _iterate(self, theirs: Any, loader: Any) -> Any:
-        for batch in theirs(loader):
+        return self._recorded(theirs(loader))  # made at once: it draws a seed
+
+    def _recorded(self, batches: Any) -> Iterator[Any]:
+        for batch in batches:
             if torch.is_grad_enabled() and (found := rows(batch)):
                 self.write("data", by="loader", rows=found)
             yield batch
@@ -149,13 +153,18 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._calls += 1
-        if self._calls == 1 and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        training = torch.is_grad_enabled() and not self._in_backward  # where it would be recomputed
+        if self._calls == 1 and training and any(one.requires_grad for one in module.parameters()):
             if not any(one is module for one in self._called):
                 self._called.append(module)
-                self._facts["unset"] += [part.name for part in _all(module) if _is_unset(part.values)]
+                held = [*parts(module), *buffers(module)]
+                self._facts["unset"] += [part.name for part in held if _is_unset(part.values)]
             self.write("forward")
-            if found := rows(given):
-                self.write("data", by="model", rows=found)
+            self._wants_data = True
+        # Global hooks don't get what is given by name: then it is seen where the first module inside gets it.
+        if self._wants_data and (found := rows(given)):
+            self.write("data", by="model", rows=found)
+            self._wants_data = False
         if self.step == 1 and isinstance(module, (FSDPModule, FullyShardedDataParallel)):
             for tensor in given:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -165,6 +174,7 @@ class Recorder:
 
     def _after_forward(self, module: nn.Module, given: Any, output: Any) -> None:
         self._calls -= 1
+        self._wants_data &= self._calls > 0
         if self.step == 1 and isinstance(output, Tensor) and output.dtype in LOW:
             self._facts["low"] = True
 
@@ -225,10 +235,6 @@ def _standing() -> dict[str, int]:
     if dist.is_initialized():
         return {"rank": dist.get_rank(), "world": dist.get_world_size()}
     return {"rank": int(os.environ.get("RANK", 0)), "world": int(os.environ.get("WORLD_SIZE", 1))}
-
-
-def _all(module: nn.Module) -> list[Any]:
-    return [*parts(module), *buffers(module)]
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:
