@@ -6,6 +6,7 @@ in a program that may lack one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ class Recorder:
         self._wants_data = False
         self._called: list[nn.Module] = []  # by the program itself, to train them
         self._roots: list[nn.Module] = []
-        self._held: list[tuple[nn.Module, list[Tensor]]] = []  # what optimizers hold of each
+        self._held: dict[tuple[nn.Module, torch.optim.Optimizer], list[Tensor]] = {}  # of each root
         self._inputs: list[tuple[Tensor, str]] = []
         self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": []}
         self._lines: list[str] = []
@@ -94,6 +95,7 @@ class Recorder:
     def _around(self, holder: Any, name: str, ours: Callable[..., Any]) -> None:
         theirs = getattr(holder, name)
 
+        @functools.wraps(theirs)
         def replacement(*arguments: Any, **named: Any) -> Any:
             return ours(theirs, *arguments, **named)
 
@@ -102,7 +104,8 @@ class Recorder:
     def _backward(self, theirs: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
         if not self._in_backward:  # recomputation calls it from within
             for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                self.write("backward", value=float(tensor.detach().sum()))
+                if isinstance(tensor, Tensor):  # and no edge of a graph
+                    self.write("backward", value=float(tensor.detach().sum()))
             self._inputs.clear()
         self._in_backward += 1
         try:
@@ -112,19 +115,20 @@ class Recorder:
 
     def _zero(self, theirs: Any, holder: Any, *arguments: Any, **named: Any) -> Any:
         theirs(holder, *arguments, **named)
-        held = [one for root, parameters in self._held if root is holder for one in parameters]
+        held = [one for (root, _), parameters in self._held.items() if root is holder for one in parameters]
         grads = [
             one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in held if one.grad is not None
         ]
         self.write("zero", left=any(bool(grad.any()) for grad in grads))
 
-    def _clip(self, theirs: Any, given: Any, *arguments: Any, **named: Any) -> Any:
+    def _clip(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
+        given, *rest = (named.pop("parameters"), *arguments) if "parameters" in named else arguments
         if not isinstance(given, (Tensor, nn.Module)):
             given = list(given)
         of = given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, Tensor) else given
         self._find({id(parameter) for parameter in of})
         self._state("unclipped", gradient=True)
-        norm = theirs(given, *arguments, **named)
+        norm = theirs(given, *rest, **named)
         # A sharded norm is gathered, as clipping by it has just done on each rank.
         self.write("clip", norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         return norm
@@ -149,7 +153,8 @@ class Recorder:
     def _larger_batches(
         self, theirs: Any, loader: Any, dataset: Any, batch_size: Any = 1, *more: Any, **named: Any
     ) -> None:
-        theirs(loader, dataset, batch_size and batch_size * self.batch_times, *more, **named)
+        times = 1 if batch_size is None or named.get("batch_sampler") is not None else self.batch_times
+        theirs(loader, dataset, batch_size and batch_size * times, *more, **named)
 
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._calls += 1
@@ -197,12 +202,13 @@ class Recorder:
             }
             for group in optimizer.param_groups
         ]
-        known = len(self._held)
         for root in self._roots:
-            own = {part.of for part in parts(root)}
-            if mine := [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]:
-                self._held.append((root, mine))
-        self.write("settings", groups=groups, holds=len(self._held) > known)
+            if (root, optimizer) not in self._held:
+                own = {part.of for part in parts(root)}
+                mine = [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]
+                self._held[root, optimizer] = mine
+        holds = any(mine for (_, holder), mine in self._held.items() if holder is optimizer)
+        self.write("settings", groups=groups, holds=holds)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1

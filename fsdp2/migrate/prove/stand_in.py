@@ -7,6 +7,7 @@ program that compiles kernels of its own, or asks for what no CPU has, fails, an
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ def _with(holder: Any, name: str, change: Callable[[dict[str, Any]], None]) -> A
     theirs = getattr(holder, name)
     signature = inspect.signature(theirs)
 
+    @functools.wraps(theirs)
     def replacement(*arguments: Any, **named: Any) -> Any:
         given = signature.bind(*arguments, **named)
         change(given.arguments)

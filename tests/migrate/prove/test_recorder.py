@@ -32,7 +32,7 @@ batches = iter(DataLoader(TensorDataset(torch.arange(24.0).reshape(4, 6)), batch
 drawn = torch.rand(1).item()
 for (inputs,) in batches:
     model(inputs=inputs, mask=torch.ones(2, 1)).square().mean().backward()
-    nn.utils.clip_grad_norm_((parameter for parameter in model.parameters()), 0.1)
+    nn.utils.clip_grad_norm_(parameters=(parameter for parameter in model.parameters()), max_norm=0.1)
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
