@@ -143,6 +143,8 @@ class Rounded:
         as_it_is = {parameter for norm in with_statistics([self.copy]) for parameter in norm.parameters()}
         for parameter in set(self.copy.parameters()) - as_it_is:
             parameter.data = parameter.data.to(dtype)
+            if hasattr(parameter, "grad_dtype"):  # since torch 2.15, whose FSDP2 keeps a wider gradient as it comes
+                parameter.grad_dtype = torch.float32
 
         def cast(_: nn.Module, *given: Any) -> Any:
             return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given)

@@ -271,6 +271,9 @@ def test_batch_norms_compute_in_fp32_where_the_rest_does_not(ranks: Ranks, tmp_p
     expected = ranks.run(main_in_ranks, line)[0]
     again = flags("tests.others.own:normed", tmp_path / "again", "--max-steps=20", "--mixed-precision")
     assert losses(ranks.run(main_in_ranks, [*again, "--activation-checkpointing"])[0]) == losses(expected)
+    norms = flags("tests.others.own:normed", tmp_path / "norms", "--max-steps=20", "--mixed-precision")
+    grouped = [*norms, "--shard-modules", "blocks.?.norm"]  # groups that are a batch norm and nothing else
+    assert losses(ranks.run(main_in_ranks, grouped)[0]) == losses(expected)
     # Buffers and batch norms in fp32 and the rest in bf16: what a single process predicts is what the run measured.
     assert ranks.run(_accuracy, tmp_path / "run", ranks=1) == [of_kind(expected, "eval")[-1]["accuracy"]]
 
