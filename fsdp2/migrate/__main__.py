@@ -1,8 +1,9 @@
-"""From FSDP1 to FSDP2.  python -m fsdp2.migrate {options,check,rewrite,checkpoint}
+"""From FSDP1 to FSDP2.  python -m fsdp2.migrate {options,check,rewrite,checkpoint,prove}
 
 `options` prints what FSDP1's options mean in FSDP2: all of them, or those whose name or code holds NAME.
 `check` lists every use of FSDP1 in code and configurations, `rewrite` moves it.
 `checkpoint` converts a checkpoint of FSDP1, and proves that nothing changed.
+`prove` runs two programs, or one on one rank and on several, and says where they differ and why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from fsdp2.migrate.checkpoints import cli as checkpoints
 from fsdp2.migrate.options import TABLE
 from fsdp2.migrate.page import listing, page
+from fsdp2.migrate.prove import cli as prove
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import runtime
@@ -44,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.set_defaults(run=run_options)
     code.add(commands)
     checkpoints.add_command(commands)
-    given = parser.parse_args(arguments)
+    prove.add_command(commands)
+    words, for_programs = prove.split(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(words, argparse.Namespace(arguments=for_programs))
     if status := given.run(given):
         sys.exit(status)
 

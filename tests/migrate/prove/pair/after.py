@@ -1,0 +1,55 @@
+"""The same with FSDP2, in the way that the first argument names."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 12)
+        self.outer = nn.Linear(12, 6)
+
+    def forward(self, x, memory):
+        return x + self.outer(torch.tanh(self.inner(x + memory))) * memory
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x, share):
+        x = memory = self.first(x)
+        for block in self.blocks:
+            x = block(x, memory if share else 0.5)
+        return x
+
+
+case = sys.argv[1]
+dist.init_process_group("gloo")
+if case != "no-seed":
+    torch.manual_seed(0)
+world = dist.get_world_size()
+mesh = init_device_mesh("cpu", (world,))
+if case == "hybrid":
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+model = Net()
+for block in model.blocks:
+    fully_shard(block, mesh=mesh, reshard_after_forward=case != "late-zero")
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2 if case == "rate" else 1e-2)
+torch.manual_seed(dist.get_rank())
+for _ in range(5):
+    inputs = torch.randn(4, 6)
+    loss = model(inputs, case == "shared").square().mean() * (1.001 if case == "loss" else 1)
+    (model if case == "model-zero" else optimizer).zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()

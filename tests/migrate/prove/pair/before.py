@@ -1,0 +1,55 @@
+"""FSDP1, in the way that the first argument names."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 12)
+        self.outer = nn.Linear(12, 6)
+
+    def forward(self, x, memory):
+        return x + self.outer(torch.tanh(self.inner(x + memory))) * memory
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x, share):
+        x = memory = self.first(x)
+        for block in self.blocks:
+            x = block(x, memory if share else 0.5)
+        return x
+
+
+case = sys.argv[1]
+dist.init_process_group("gloo")
+if case != "no-seed":
+    torch.manual_seed(0)
+options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), "use_orig_params": True}
+if case == "hybrid":
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    options.update(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+elif case == "late-zero":
+    options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+model = FSDP(Net(), **options)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank())
+for _ in range(5):
+    loss = model(torch.randn(4, 6), case == "shared").square().mean()
+    (model if case == "model-zero" else optimizer).zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()

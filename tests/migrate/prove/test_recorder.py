@@ -1,0 +1,63 @@
+"""What is recorded of a program, and that recording it changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness import Ranks
+from tests.migrate.prove.in_pool import InPool
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, *, inputs, mask):
+        return checkpoint(self.last, self.first(inputs) * mask, use_reentrant=False)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+batches = iter(DataLoader(TensorDataset(torch.arange(24.0).reshape(4, 6)), batch_size=2))
+drawn = torch.rand(1).item()
+for (inputs,) in batches:
+    model(inputs=inputs, mask=torch.ones(2, 1)).square().mean().backward()
+    nn.utils.clip_grad_norm_(parameters=(parameter for parameter in model.parameters()), max_norm=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(inputs=inputs, mask=torch.ones(2, 1))
+open(FILE, "a").write(repr([drawn, model.last.weight.tolist()]) + "\\n")
+"""
+
+
+def without(script: str) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(script.replace("dist.init_process_group", "str"), namespace)
+
+
+def test_a_program_runs_as_without_it(ranks: Ranks, tmp_path: Path) -> None:
+    script, written = tmp_path / "program.py", tmp_path / "written"
+    text = PROGRAM.replace("FILE", repr(str(written)))
+    script.write_text(text)
+    record = InPool(script, [], 1, 60, pool=ranks).record(tmp_path / "record", steps=10)
+    ranks.run(without, text, ranks=1)
+    first, second = written.read_text().splitlines()
+    assert first == second
+
+    assert record.steps == 2
+    assert record.sources == ["model", "loader"]
+    for step in (1, 2):  # by name, and neither in recomputation nor in evaluation
+        assert record.samples("model", step).total() == record.samples("loader", step).total() == 2
+        assert len(record.losses(0, step)) == len(record.norms(step)) == 1
+        assert len(record.whole(step, "unclipped")) == len(record.whole(step, "after")) == 4

@@ -1,0 +1,66 @@
+"""Two programs: the known causes, each shown on a pair, what has none, and what the rewriter makes of its scripts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp2.migrate.prove.cli import text, two
+from fsdp2.migrate.prove.compare import DIFFERENT, EQUAL, FAULT, ROUNDING, Verdict
+from tests.harness import Ranks
+from tests.migrate.prove.in_pool import InPool
+from tests.rewriter.test_scripts import OLD, SCRIPTS, moved
+
+PAIR = Path(__file__).parent / "pair"
+
+
+def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
+    before, after = (InPool(PAIR / f"{name}.py", [case], 2, 60, pool=ranks) for name in ("before", "after"))
+    verdict = two(before, after, 4, folder)
+    print(text(verdict))
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict", "cause"),
+    [
+        ("plain", EQUAL, None),
+        ("shared", ROUNDING, "several FSDPBlock get one input"),
+        ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
+        ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),
+        ("hybrid", FAULT, "HYBRID_SHARD with shards of one rank never synchronises its replicas"),
+        ("model-zero", DIFFERENT, "model.zero_grad() between forward and backward doesn't reach parameters"),
+        ("rate", DIFFERENT, None),
+        ("loss", DIFFERENT, None),
+    ],
+)
+def test_the_cause_is_named(ranks: Ranks, tmp_path: Path, case: str, verdict: str, cause: str | None) -> None:
+    found = proven(ranks, tmp_path, case)
+    assert found.verdict == verdict
+    assert cause is None or cause in (found.cause or "")
+    assert found.status == (1 if verdict == DIFFERENT else 0)
+
+
+# The others are bit-equal.
+CLIPPED = "summed in another order"
+ROUNDED = {
+    "function_imports": "microbatches are added up in FSDP2's reduce_dtype",
+    **dict.fromkeys(
+        ("method_on_one_rank", "optional", "scaler_or_ddp", "table_of_strategies", "trainer_class", "transformer"),
+        CLIPPED,
+    ),
+}
+
+
+@pytest.mark.parametrize("script", [one for one in SCRIPTS if one.name != "mnist.py"], ids=lambda one: one.stem)
+def test_what_the_rewriter_makes_is_proven(ranks: Ranks, tmp_path: Path, script: Path) -> None:
+    if OLD and re.search(r"FULL_STATE_DICT|\.state_dict\(\)|summon_full_params", script.read_text()):
+        pytest.skip("FSDP1 gathers to a CPU from torch 2.15 on")
+    before, after = (InPool(path, [], 2, 60, pool=ranks) for path in (script, moved(script, tmp_path)))
+    verdict = two(before, after, 4, tmp_path)
+    print(text(verdict))
+    assert verdict.status == 0
+    assert ROUNDED.get(script.stem, "") in (verdict.cause or "")
+    assert (verdict.verdict == "bit-equal") == (script.stem not in ROUNDED)
