@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fsdp2 import data, train
 from fsdp2.checkpoint.state import RandomState
@@ -131,6 +131,18 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
+class Together(torch.autograd.Function):
+    """What a group is given. Gradients of one input are summed within the group first, as by the hooks of FSDP2."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
 class Rounded:
     """A model whose parameters are rounded for each forward, as `MixedPrecisionPolicy(param_dtype)` has them.
 
@@ -147,11 +159,13 @@ class Rounded:
                 parameter.grad_dtype = None
 
         def cast(_: nn.Module, *given: Any) -> Any:
-            # A view of its own: what the uses of an input add to its gradient is summed within each group first.
-            def own(one: Tensor) -> Tensor:
-                return one.to(dtype).view_as(one) if one.is_floating_point() else one
-
-            return tree_map_only(Tensor, own, given)
+            rounded, structure = tree_flatten(
+                tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given)
+            )
+            at = [i for i, one in enumerate(rounded) if isinstance(one, Tensor) and one.requires_grad]
+            for i, one in zip(at, Together.apply(*(rounded[i] for i in at)) if at else (), strict=True):
+                rounded[i] = one
+            return tree_unflatten(rounded, structure)
 
         groups = shard_groups(self.copy, spec.blocks(self.copy), 1)
         for module in [self.copy, *(module for group in groups for module in group)]:
