@@ -50,12 +50,12 @@ SCHEDULES = ("step", "cosine", "linear", "constant")
 class Config:
     """The options of one run. Raises ConfigError, naming the flag and the fix, if they make no sense."""
 
-    # What is trained.
     model: str = option(
         "vit",
         "which model; of transformers by its folder or name, of timm, or what a function of your own returns",
         model_name(models.NAMES),
         metavar="|".join([*models.NAMES, "hf:DIR_OR_NAME", "timm:NAME", "MODULE:FUNCTION"]),
+        section="model and data",
     )
     trust_remote_code: bool = option(False, "hf: run the Python files that come with the model", switch)
     model_size: str = option(None, "a name from the model's table; unset = the first", text)
@@ -79,8 +79,7 @@ class Config:
     data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
     seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))
 
-    # How long, and in what portions.
-    epochs: int = option(12, "passes over the training set", whole(1))
+    epochs: int = option(12, "passes over the training set", whole(1), section="steps and batches")
     max_steps: int | None = option(None, "stop after so many optimizer steps, evaluate and commit", whole(1))
     batch_size: int = option(64, "samples per rank and microbatch", whole(1))
     global_batch_size: int | None = option(
@@ -92,9 +91,9 @@ class Config:
     loader_workers: int = option(
         0, "processes per rank that prepare batches; 0 = in the training process", whole(0, 256)
     )
+    seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
-    # The optimizer.
-    optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), metavar="|".join(OPTIMIZERS))
+    optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), section="optimizer and schedule")
     lr: float = option(1e-3, "learning rate", number(0, 1000, open_minimum=True))
     fused_optimizer: bool | None = option(
         None, "one kernel for the whole update; unset = on a GPU, where the optimizer has one", optional_switch
@@ -112,10 +111,12 @@ class Config:
         "step",
         "how the learning rate falls: step = by --gamma after each epoch; cosine and linear = to --lr-floor at the end",
         one_of(*SCHEDULES),
-        metavar="|".join(SCHEDULES),
     )
     warmup_steps: int = option(0, "optimizer steps in which the learning rate rises in a line", whole(0))
     lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a part of --lr", number(0, 1))
+    ema: float | None = option(
+        None, "keep an average of the weights, of which each step forgets 1 - this", or_off(number(0, 0.9999999))
+    )
     clip_grad_norm: float | None = option(
         None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
     )
@@ -125,10 +126,9 @@ class Config:
         "reduce-scatter gradients with every microbatch, or once with the last; replica = HSDP: every, but all-reduce "
         "over replicas with the last",
         one_of(*ACCUMULATION_SYNC),
-        metavar="|".join(ACCUMULATION_SYNC),
     )
     freeze: tuple[str, ...] = option(
-        (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True
+        (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True, section="fine-tuning"
     )
     lora: int | None = option(
         None,
@@ -141,22 +141,15 @@ class Config:
     lora_targets: tuple[str, ...] = option(
         (), "LoRA: linear layers, by name pattern; repeatable; unset = all in blocks", patterns, many=True
     )
-    ema: float | None = option(
-        None, "keep an average of the weights, of which each step forgets 1 - this", or_off(number(0, 0.9999999))
-    )
-    seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
-    # How it is distributed.
-    strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), metavar="|".join(STRATEGIES))
+    strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), section="sharding")
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
     shard_modules: tuple[str, ...] = option(
         (), "the blocks, by name pattern, in place of those that are found; repeatable", patterns, many=True
     )
     shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", granularity)
     reshard_after_forward: bool | int | None = option(
-        None,
-        "true (root too), false, or N ranks; unset or auto = all but the root and the last group",
-        reshard_policy,
+        None, "true (root too), false, or N ranks; unset or auto = all but the root and the last group", reshard_policy
     )
     explicit_prefetching: int | None = option(
         None, "all-gather N groups ahead, forward and backward; bare = 2", or_off(whole(1)), bare=2
@@ -172,10 +165,9 @@ class Config:
         None,
         "DDP, ZeRO: MiB of gradients that one exchange takes; unset = 25",
         number(0, 2**20, open_minimum=True),
+        section="baselines: DDP, FSDP1, DeepSpeed ZeRO",
     )
-    fsdp1_sharding: str = option(
-        "full-shard", "FSDP1's sharding strategy", one_of(*fsdp1.SHARDING), metavar="|".join(fsdp1.SHARDING)
-    )
+    fsdp1_sharding: str = option("full-shard", "FSDP1's sharding strategy", one_of(*fsdp1.SHARDING))
     min_wrap_params: int | None = option(
         None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1, 10**15)
     )
@@ -187,19 +179,19 @@ class Config:
     deepspeed_config: str | None = option(
         None, "ZeRO: a DeepSpeed configuration that overrides what is made from the flags", location
     )
+    nvme_offload: str | None = option(
+        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
+    )
 
-    # What saves memory or time.
     mixed_precision: Literal["bf16", "fp16"] | None = option(
         None,
         "compute dtype; bare = bf16; fp16 has a gradient scaler",
         or_off(one_of("bf16", "fp16")),
         bare="bf16",
+        section="precision, memory, speed",
     )
     reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of(*DTYPES))
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
-    nvme_offload: str | None = option(
-        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
-    )
     activation_checkpointing: Literal["block", "op"] | None = option(
         None,
         "recompute activations in backward; bare = block; op keeps matmuls",
@@ -214,8 +206,7 @@ class Config:
     )
     compile: bool = option(False, "torch.compile each block", switch)
 
-    # The machine.
-    device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), section="machine")
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
     threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
 
@@ -237,18 +228,21 @@ class Config:
         whole(1, 10**6),
     )
 
-    # What is written and read.
-    run_dir: str | None = option(None, "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>", location)
+    run_dir: str | None = option(
+        None,
+        "folder or URL (s3://, gs://) of the run; unset = runs/<model>-<time>",
+        location,
+        section="checkpoints and weights",
+    )
     resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", resume_place)
     checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
-    keep: int = option(3, "newest checkpoints that are kept", whole(1))
+    keep: int = option(3, "newest checkpoints that are kept; older ones are deleted", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
     async_checkpoint: Literal["wait", "skip"] | None = option(
         None,
         "write checkpoints in the background; while one is in flight the next waits (bare) or is skipped",
         or_off(one_of("wait", "skip")),
         bare="wait",
-        metavar="wait|skip",
     )
     on_checkpoint_failure: str = option(
         "stop", "when a save fails: stop, or report it and continue", one_of("stop", "continue")
@@ -265,7 +259,6 @@ class Config:
         "hash",
         "what of a checkpoint is compared when a run resumes: each file's hash, while it is read, or its size alone",
         one_of("hash", "size"),
-        metavar="hash|size",
     )
     init_from: str | None = option(
         None,
@@ -279,12 +272,17 @@ class Config:
         optional_switch,
     )
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
-    inspect: bool = option(False, "print and assert what is sharded, where and in which dtype", switch)
+    inspect: bool = option(
+        False, "print and assert what is sharded, where and in which dtype", switch, section="reports"
+    )
     memory_snapshot: bool = option(
         False, "record what memory is allocated for; python -m fsdp2.memory RUN shows it", switch
     )
     memory_limit: int | None = option(
-        None, "end the run, as out of memory, when a rank's tensors take more: 500MB", or_off(byte_count)
+        None,
+        "end the run, as out of memory, when a rank's tensors take more: 500MB",
+        or_off(byte_count),
+        metavar="BYTES",
     )
     profile: bool = option(False, "trace the first 6 steps with torch.profiler, memory included", switch)
     tensorboard: bool = option(False, "also write TensorBoard event files", switch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.config import Config, parse
-from fsdp2.options.errors import ConfigError
+from fsdp2.config import Config, parse, parser
+from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.run import preflight as preflight_module
 from fsdp2.run import runtime
@@ -81,6 +82,23 @@ def test_the_guides_commands_parse() -> None:
 )
 def test_reshard_values(text: str, value: Any) -> None:
     assert parse(["--reshard-after-forward", text]).reshard_after_forward is value
+
+
+def test_help_says_of_each_flag_what_it_takes_under_a_title() -> None:
+    first, *sections = re.split(r"^(?=\S.*:$)", parser().format_help(), flags=re.MULTILINE)
+    assert first.startswith("usage: fsdp2.train [--config FILE] [flags]")
+    titles = [section.partition(":\n")[0] for section in sections]
+    assert titles[:3] == ["options", "model and data", "steps and batches"]
+    by_flag = {
+        flag: title
+        for title, text in zip(titles, sections, strict=True)
+        for flag in re.findall(r"^  (--\S+)", text, re.M)
+    }
+    named = [flag_of(field.name) for field in dataclasses.fields(Config)]
+    assert [flag.rstrip(",") for flag in by_flag][-len(named) :] == named
+    assert by_flag["--lora"] == "fine-tuning"
+    assert "--documents apart|together" in "".join(sections)
+    assert "--reshard-after-forward true|false|N|auto" in "".join(sections)
 
 
 def test_no_cuda_is_the_cpu() -> None:

@@ -44,6 +44,7 @@ def make_parser(
     """A parser with one flag for each field. It returns only what was given, for `read_values`."""
     parser = Parser(
         prog=prog,
+        usage="%(prog)s [--config FILE] [flags]",
         description=description,
         add_help=add_help,
         allow_abbrev=False,
@@ -59,19 +60,22 @@ def make_parser(
 
 def add_options(parser: argparse._ActionsContainer, options: type) -> None:
     """One flag for each field of a dataclass, in a parser or a group of one."""
+    place = parser
     for field in dataclasses.fields(options):
         meta, flag = field.metadata, flag_of(field.name)
-        shown = "unset" if field.default in (None, ()) else field.default
-        settings: dict[str, Any] = {"help": f"{meta['help']} (default: {shown})".replace("%", "%%")}
+        if meta["section"] is not None:
+            place = parser.add_argument_group(meta["section"])
+        default = "" if field.default in (None, (), False) else f" (default: {field.default})"
+        settings: dict[str, Any] = {"help": f"{meta['help']}{default}".replace("%", "%%")}
         if meta["parse"] in (switch, optional_switch):
             settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings["metavar"] = meta["metavar"] or "VALUE"
+            settings["metavar"] = meta["metavar"]
             if meta["bare"] is not None:
                 settings.update(nargs="?", const=meta["bare"])
             if meta["many"]:
                 settings["action"] = "append"
-        parser.add_argument(flag, **settings)
+        place.add_argument(flag, **settings)
 
 
 def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,23 @@ from fsdp2.checkpoint.refusal import is_name
 from fsdp2.options.errors import ConfigError, flag_of, shown, unknown
 
 Parse = Callable[[Any], Any]
+
+
+def word_of(parse: Parse) -> str:
+    """What stands for a value of this check in `--help`: its choices, N for a number, else VALUE."""
+    return str(getattr(parse, "word", "VALUE"))
+
+
+def stands_for(word: str) -> Callable[[Parse], Parse]:
+    """Give a check the word that `word_of` finds."""
+
+    def named(parse: Parse) -> Parse:
+        vars(parse)["word"] = word
+        return parse
+
+    return named
+
+
 # --- parse functions: text or value in, value out, ValueError with the reason otherwise ----------------
 
 # The most that an option without a bound of its own takes: it fits the 32 bits of what counts in C.
@@ -26,18 +43,26 @@ LONGEST_NAME, LONGEST_PATH = 255, 3840
 
 
 def option(
-    default: Any, help: str, parse: Parse, *, bare: Any = None, metavar: str | None = None, many: bool = False
+    default: Any,
+    help: str,
+    parse: Parse,
+    *,
+    bare: Any = None,
+    metavar: str | None = None,
+    many: bool = False,
+    section: str | None = None,
 ) -> Any:
     """Declare one option.
 
-    `bare` is the value of the flag when it stands alone (`--mixed-precision` means bf16); `many` lets it
-    be given more than once.
+    `bare` is the value of the flag when it stands alone (`--mixed-precision` means bf16); `many` lets it be given more
+    than once; `section` is the title of `--help` under which it and those after it stand.
     """
-    metadata = {"help": help, "parse": parse, "bare": bare, "metavar": metavar, "many": many}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": help, "parse": parse, "bare": bare, "many": many, "section": section}
+    return dataclasses.field(default=default, metadata=metadata | {"metavar": metavar or word_of(parse)})
 
 
 def whole(minimum: int, maximum: int = COUNT) -> Parse:
+    @stands_for("N")
     def parse(value: Any) -> int:
         try:
             if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
@@ -57,6 +82,7 @@ def whole(minimum: int, maximum: int = COUNT) -> Parse:
 
 
 def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Parse:
+    @stands_for("X")
     def parse(value: Any) -> float:
         try:
             if isinstance(value, bool) or (isinstance(value, str) and not value.isascii()):
@@ -76,6 +102,7 @@ def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Par
 
 
 def one_of(*choices: str) -> Parse:
+    @stands_for("|".join(choices))
     def parse(value: Any) -> str:
         if value not in choices:
             raise ValueError(unknown(shown(value), choices))
@@ -86,7 +113,12 @@ def one_of(*choices: str) -> Parse:
 
 def or_off(parse: Parse) -> Parse:
     """Let `off` on the command line undo what a file switched on."""
-    return lambda value: None if value is None or value == "off" else parse(value)
+
+    @stands_for(word_of(parse))
+    def either(value: Any) -> Any:
+        return None if value is None or value == "off" else parse(value)
+
+    return either
 
 
 def text(value: Any) -> str:
@@ -99,6 +131,7 @@ def text(value: Any) -> str:
     return value
 
 
+@stands_for("PATH")
 def location(value: Any) -> str:
     """The name of a file or folder, or a URL, that a system can have: else each use of it fails in a way of its own."""
     if max(len(part.encode()) for part in text(value).split("/")) > LONGEST_NAME:
@@ -139,6 +172,7 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
     return parse
 
 
+@stands_for("PATTERN")
 def patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (str, list, tuple)):
         raise ValueError("must be some text, or a list of texts")
@@ -160,6 +194,7 @@ def is_step(value: str) -> bool:
     return value.isascii() and value.isdigit()
 
 
+@stands_for("true|false|N|auto")
 def reshard_policy(value: Any) -> bool | int | None:
     # No `off`: it would read as false, and undo what a file says.
     if value is None or value == "auto":
@@ -172,10 +207,12 @@ def reshard_policy(value: Any) -> bool | int | None:
         raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule") from None
 
 
+@stands_for("N|off")
 def groups_ahead(value: Any) -> int | str:
     return "off" if value == "off" else whole(1)(value)
 
 
+@stands_for("auto|never|STEP|PATH")
 def resume_place(value: Any) -> str:
     if isinstance(value, str):
         return str(whole(0)(value)) if is_step(value) else location(value)
@@ -185,6 +222,7 @@ def resume_place(value: Any) -> str:
         raise ValueError("must be auto, never, a step, or the path of a checkpoint or run") from None
 
 
+@stands_for("N|layer|root")
 def granularity(value: Any) -> int | str:
     if value in ("layer", "root"):
         return value
@@ -194,6 +232,7 @@ def granularity(value: Any) -> int | str:
         raise ValueError("must be a number of blocks, layer or root") from None
 
 
+@stands_for("X,X")
 def betas(value: Any) -> tuple[float, float]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, others KiB
 
 
 def _samples_per_second(samples: int, seconds: float) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def end_with_launcher() -> None:
     the run directory from others.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if sys.platform == "linux":  # elsewhere `launcher_gone` tells, from the first step on
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if launcher_gone() or store_gone():  # before that call
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -163,7 +164,9 @@ def set_threads(threads: int | None, world: World) -> int:
     Set here and not left to the launcher: torchrun sets one thread only if it starts more than one rank, Ray
     chooses otherwise, and the number of threads changes the last bits of the losses.
     """
-    count = threads or max(1, len(os.sched_getaffinity(0)) // world.local_world_size)
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    count = threads or max(1, cores // world.local_world_size)
     torch.set_num_threads(count)
     return count
 
