@@ -49,6 +49,10 @@ $(VENV)/.bench: $(VENV)/.deepspeed
 	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,deepspeed,bench]'
 	@touch $@
 
+$(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
+	$(UV) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.tools: $(BIN)/uv constraints.txt
 	$(UV) tox tox-uv
 	@touch $@
@@ -181,7 +185,7 @@ migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSD
 	PATH="$(abspath $(BIN)):$$PATH" ARGS="$(ARGS)" bash docs/migration/demo.sh
 
 .PHONY: bench
-bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/step-benchmark.md)
+bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/notes/step-benchmark.md)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/torchrun --nproc_per_node $(NPROC) benchmarks/steps.py $(ARGS)
 
 .PHONY: ray-train
@@ -239,7 +243,7 @@ test-gpu: $(VENV)/.tools  ## the tests that need a GPU, some of them two (FSDP2_
 bench-gpu: $(VENV)/.installed  ## the documentation's tables with GPU rows, each within 8 minutes
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-# For a machine that has no network and only a Python with torch (docs/gpu.md): that Python, and what fits its torch.
+# For a machine that has no network and only a Python with torch (docs/notes/gpu.md): that Python, and what fits its torch.
 GPU_PYTHON ?= 3.12
 GPU_TORCHVISION ?= 0.26.0
 GPU_PLATFORMS = $(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform any
@@ -263,6 +267,11 @@ FUZZ_MINUTES ?= 60
 fuzz: $(VENV)/.tools  ## bad input of every kind, each time another, for an hour (FUZZ_MINUTES=5)
 	$(BIN)/tox run -e fuzz -- --minutes $(FUZZ_MINUTES) $(ARGS)
 
+.PHONY: docs
+docs: $(VENV)/.docs  ## the documentation as a site in build/docs; fails at a link that leads nowhere
+	$(BIN)/zensical build --strict --clean
+	@echo "read it: python3 -m http.server --directory build/docs"
+
 lint: $(VENV)/.tools  ## ruff and the type checker
 	$(BIN)/tox run -e lint
 
@@ -270,5 +279,5 @@ format: $(VENV)/.tools  ## let ruff rewrite the layout
 	$(BIN)/tox run -e format
 
 clean:  ## remove environments and caches, but not runs
-	rm -rf .venv .tox build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .tox build .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py --quick
 
 All sides save the same state in one session: each once in every round, in an order that rotates, into a fresh
-folder that is deleted afterwards. What was measured is written as a page into docs/.
+folder that is deleted afterwards. What was measured is written as a page into docs/notes/.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import runtime
 
-PAGE = Path(__file__).parent.parent / "docs" / "checkpoint-benchmark.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "checkpoint-benchmark.md"
 WIDTH = 2048  # of a block: a Linear of WIDTH x WIDTH
 SETTLE_SECONDS = 1.0
 PLAIN_STEPS = 4
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(), help="where to save (default: the current folder)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument("--seconds", type=float, help="begin no round after so many")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where the results go (default: docs/)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the results go (default: docs/notes/)")
     given = parser.parse_args()
     began = time.perf_counter()
     usual = 20_000_000 if given.quick else 200_000_000

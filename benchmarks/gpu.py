@@ -1,6 +1,6 @@
 """All pages of docs/ that have a GPU's figures:  python3 benchmarks/gpu.py
 
-With any Python that has torch, also one without our environment (docs/gpu.md). Each part ends by itself within 8
+With any Python that has torch, also one without our environment (docs/notes/gpu.md). Each part ends by itself within 8
 minutes and rewrites its page after each row or round, so that an interruption leaves what was measured until then.
 """
 
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="(default: all)")
     parser.add_argument("--nproc", type=int, help="ranks (default: one for each GPU)")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of each part at most (default: 480)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="where the pages go (default: docs)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "notes", help="where the pages go")
     parser.add_argument("--dir", type=Path, default=ROOT, help="where saves are measured, a disk (default: here)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny models, to try it")

@@ -28,7 +28,7 @@ from fsdp2.run import runtime
 from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
 
-PAGE = Path(__file__).parent.parent / "docs" / "memory-benchmark.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "memory-benchmark.md"
 MB = 1e6
 ROWS = (
     "",

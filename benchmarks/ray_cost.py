@@ -3,7 +3,7 @@
     python benchmarks/ray_cost.py --pairs 5 --epochs 20
 
 Both sides of a pair run one after the other, and the order alternates. What was measured is written as a page into
-docs/.
+docs/notes/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp2.compare.report import markdown_table
 from fsdp2.options.parser import Parser
 from launchers.parity import command
 
-PAGE = Path(__file__).parent.parent / "docs" / "ray-benchmark.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "ray-benchmark.md"
 WARM_UP_STEPS = 10
 Times = dict[str, float]
 

@@ -4,7 +4,7 @@
 
 All sides live in the same processes and take turns: in every round each does a few steps, in an order that rotates, so
 that they share the machine's good and bad moments. Each starts from the same weights and gets the same batches; one
-whose losses aren't those of the others is an error. What was measured is written as a page into docs/.
+whose losses aren't those of the others is an error. What was measured is written as a page into docs/notes/.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import runtime
 
-PAGE = Path(__file__).parent.parent / "docs" / "step-benchmark.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3
 # Rounding alone differs: sides compute their loss in other orders, and Adam amplifies what little that is.
 TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""The documentation names only what exists: tests, make targets, files and flags."""
+"""The documentation names only what exists: tests, make targets, files and flags; and it is a site that builds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import contextlib
 import io
 import json
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,12 @@ import pytest
 from fsdp2.config import parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+MOST_PAGES = 25  # of the site, notes apart: who looks for an answer reads a list of them
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     assert "\u0000" not in text
@@ -40,6 +46,44 @@ def test_what_a_page_names_exists(page: Path) -> None:
     commands = re.findall(r"(?:-m fsdp2\.train|fsdp2\.train)((?: +\S+)*)", text)
     for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", " ".join(commands)):
         assert flag in flags, flag
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_a_page_reads_the_same_on_the_site(page: Path) -> None:
+    text = _without_code(page.read_text())
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).resolve().is_relative_to(DOCS), f"{link} isn't part of the site: name it as `code`"
+    # Python-Markdown, unlike GitHub, takes a list right below a paragraph for a part of it.
+    lists = re.findall(r"^(?![-*] |[|>#]|\d+\. | |$).+\n(?:[-*]|1\.) .*", text, flags=re.MULTILINE)
+    assert not lists, f"an empty line is missing before the list: {lists}"
+
+
+def _listed(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in _listed(part)]
+
+
+def test_the_site_lists_each_page_once_and_is_small() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    assert sorted(_listed(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES[1:])
+    assert len(_listed([part for part in nav if "Notes" not in part])) <= MOST_PAGES
+
+
+def test_the_site_builds_without_a_link_that_leads_nowhere_or_to_a_network(tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    (tmp_path / "zensical.toml").write_text((ROOT / "zensical.toml").read_text())
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (tmp_path / "build" / "docs").rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="?(https?:[^" >]*)', page.read_text())
+        fetched += re.findall(r'<link[^>]* href="?(https?:[^" >]*)', page.read_text())
+        assert not fetched, page
 
 
 @pytest.mark.parametrize("notebook", ["tutorial.ipynb", "deepspeed_tutorial.ipynb"])

@@ -24,7 +24,7 @@ from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, inside, is_ther
 
 MARKER = "COMMIT.json"
 METADATA = ".metadata"  # DCP's, of what is in the other files
-# As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/log.md).
+# As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/notes/log.md).
 # `b3sum` computes it too.
 HASH, new_hash = "blake3", blake3
 STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"  # as `Store.name` writes it: no other name is a checkpoint's
