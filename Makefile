@@ -23,9 +23,10 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help train resume infer test test-slow test-oldest test-ray test-zero test-gpu chaos fuzz lint format clean
 
 help:  ## show this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-32s %s\n", $$1, $$2}'
-	@echo "  Each train-… also as ray-train-…, through Ray; ray-zero1, 2, 3 for ZeRO."
-	@echo "  All honour NPROC=4 and ARGS=\"--epochs 3\"."
+	@awk -F ':.*## ' '/^##@ /{print "\n" substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-34s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "Each train-… also as ray-train-…, through Ray; ray-zero1, 2, 3 for ZeRO."
+	@echo "Minutes are those of 2 cores. All honour NPROC=4 and ARGS=\"--epochs 3\"."
 
 # --- set-up -------------------------------------------------------------------------------------------
 
@@ -57,13 +58,23 @@ $(VENV)/.tools: $(BIN)/uv constraints.txt
 	$(UV) tox tox-uv
 	@touch $@
 
-# --- training: a target for each variant ---------------------------------------------------------------
+##@ Train, go on, predict
 
 train: $(VENV)/.installed  ## train a sharded ViT on the embedded digits, 2 ranks on the CPU
 	$(TRAIN) $(ARGS)
 
+resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
+	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
+	$(TRAIN) --config "$(RUN:%/=%)/config.json" --run-dir "$(RUN:%/=%)" $(ARGS)
+
+infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… another)
+	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
+	$(BIN)/python -m fsdp2.infer "$(RUN:%/=%)" $(ARGS)
+
+##@ A language model
+
 .PHONY: train-llama
-train-llama: $(VENV)/.installed  ## a Llama of 9.7M parameters on the standard library's source: minutes, then it writes
+train-llama: $(VENV)/.installed  ## a Llama of 9.7M parameters on the standard library's source, which then writes (15 min)
 	$(TRAIN) --model llama --model-size 10m --dataset source-text --seq-len 256 --batch-size 8 --max-steps 250 \
 	  --optimizer adamw --lr 1e-3 --betas 0.9,0.95 --weight-decay 0.1 --schedule cosine --warmup-steps 25 \
 	  --lr-floor 0.1 --clip-grad-norm --run-dir runs/llama-10m $(ARGS)
@@ -75,6 +86,8 @@ finetune-lora: $(VENV)/.installed  ## adapters beside what `make train-llama` le
 	  --batch-size 8 --max-steps 60 --optimizer adamw --lr 3e-3 --schedule cosine --run-dir runs/llama-10m-lora $(ARGS)
 	$(BIN)/python -m fsdp2.infer runs/llama-10m-lora --prompt "The checkpoint " --new-tokens 200
 
+##@ What FSDP2 can do, a flag each
+
 .PHONY: train-prefetch
 train-prefetch: $(VENV)/.installed  ## all-gather two groups ahead, and the root before the data is there
 	$(TRAIN) --explicit-prefetching $(ARGS)
@@ -84,7 +97,7 @@ train-bf16: $(VENV)/.installed  ## compute in bf16, reduce and update in fp32
 	$(TRAIN) --mixed-precision bf16 $(ARGS)
 
 .PHONY: train-fp16
-train-fp16: $(VENV)/.installed  ## compute in fp16 with a gradient scaler
+train-fp16: $(VENV)/.installed  ## compute in fp16 with a gradient scaler (10 min)
 	$(TRAIN) --mixed-precision fp16 $(ARGS)
 
 .PHONY: train-offload
@@ -96,7 +109,7 @@ train-no-reshard: $(VENV)/.installed  ## keep parameters gathered between forwar
 	$(TRAIN) --reshard-after-forward false $(ARGS)
 
 .PHONY: train-all
-train-all: $(VENV)/.installed  ## all memory savers together: fp16, offload, reshard of the root too
+train-all: $(VENV)/.installed  ## all memory savers together: fp16, offload, reshard of the root too (10 min)
 	$(TRAIN) --config configs/all-savers.toml $(ARGS)
 
 .PHONY: train-dcp-api
@@ -124,17 +137,21 @@ train-hsdp: NPROC = 4
 train-hsdp: $(VENV)/.installed  ## HSDP: two replicas of a model sharded over two ranks, 4 ranks
 	$(TRAIN) --replicas 2 $(ARGS)
 
+##@ Other models and data
+
 .PHONY: train-vit-fashion
 train-vit-fashion: $(VENV)/.installed  ## the ViT on Fashion-MNIST (downloads, or --data-root)
 	$(TRAIN) --config configs/vit-fashion-mnist.toml $(ARGS)
 
 .PHONY: train-transformer
-train-transformer: $(VENV)/.installed  ## the guide's transformer on random tokens (minutes on a CPU)
+train-transformer: $(VENV)/.installed  ## the guide's transformer on random tokens (20 min)
 	$(TRAIN) --config configs/transformer.toml $(ARGS)
 
 .PHONY: train-cnn-mnist
 train-cnn-mnist: $(VENV)/.installed  ## the CNN on MNIST (downloads, or --data-root)
 	$(TRAIN) --config configs/cnn-mnist.toml $(ARGS)
+
+##@ Other strategies, through the same loop
 
 .PHONY: train-ddp
 train-ddp: $(VENV)/.installed  ## the baseline: a full copy on each rank
@@ -167,6 +184,8 @@ train-zero-offload: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer 
 train-zero-nvme: $(VENV)/.deepspeed  ## ZeRO-3 with parameters and optimizer state in files (needs libaio-dev)
 	$(ZERO) zero3 --nvme-offload runs/nvme --mixed-precision $(ARGS)
 
+##@ Measure, compare, move from FSDP1
+
 .PHONY: train-snapshot
 train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and show it
 	$(TRAIN) --memory-snapshot --run-dir runs/snapshot-$(STAMP) --max-steps 12 $(ARGS)
@@ -187,6 +206,8 @@ migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSD
 .PHONY: bench
 bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/notes/step-benchmark.md)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/torchrun --nproc_per_node $(NPROC) benchmarks/steps.py $(ARGS)
+
+##@ Through Ray
 
 .PHONY: ray-train
 ray-train: $(VENV)/.installed  ## the same training through Ray Train, 2 workers
@@ -209,31 +230,21 @@ parity: $(VENV)/.installed  ## both launchers with the same flags, and every los
 ray-tune: $(VENV)/.installed  ## search over flags with Ray Tune: 4 learning rates, 3 epochs each
 	$(BIN)/python -m launchers.ray_tune --num-workers $(NPROC) --search "lr=loguniform(1e-4, 1e-2)" --trials 4 --epochs 3 $(ARGS)
 
-# --- what a run leaves --------------------------------------------------------------------------------
+##@ Develop
 
-resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
-	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
-	$(TRAIN) --config "$(RUN:%/=%)/config.json" --run-dir "$(RUN:%/=%)" $(ARGS)
-
-infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… another)
-	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
-	$(BIN)/python -m fsdp2.infer "$(RUN:%/=%)" $(ARGS)
-
-# --- development --------------------------------------------------------------------------------------
-
-test: $(VENV)/.tools  ## the tests, with the newest torch
+test: $(VENV)/.tools  ## the tests, with the newest torch (20 min)
 	$(BIN)/tox run -e newest -- $(ARGS)
 
 test-slow: $(VENV)/.tools  ## the tests that take minutes each
 	$(BIN)/tox run -e newest -- -m slow $(ARGS)
 
-test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes each)
+test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes)
 	$(BIN)/tox run -e ray -- $(ARGS)
 
 test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; builds DeepSpeed)
 	$(BIN)/tox run -e zero -- $(ARGS)
 
-test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported
+test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported (20 min)
 	$(BIN)/tox run -e oldest -- $(ARGS)
 
 test-gpu: $(VENV)/.tools  ## the tests that need a GPU, some of them two (FSDP2_TEST_DEVICE=cpu: the same on the CPU)
@@ -257,7 +268,7 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 	du -sh build/wheels
 
 .PHONY: models
-models: $(VENV)/.tools  ## every architecture that transformers knows, sharded beside a plain loop (an hour; writes docs/models.md)
+models: $(VENV)/.tools  ## every architecture that transformers knows, sharded beside a plain loop (95 min; writes docs/models.md)
 	$(BIN)/tox run -e models -- $(ARGS)
 
 chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
