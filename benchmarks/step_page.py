@@ -59,7 +59,7 @@ losses are from those of the first row, relatively.
 
 
 def quartiles(values: list[float], digits: int) -> str:
-    """Median and quartiles: one round in which something else ran shall not be what the table shows."""
+    """Median and quartiles: one round in which something else ran is not what the table shows."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

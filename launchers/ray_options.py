@@ -86,7 +86,7 @@ def parse_groups(arguments: Sequence[str] | None, prog: str, groups: Mapping[str
 def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple[str, str, Config]:
     """Ray's storage path and name, and the Config of a run there: its run directory is `storage/name`.
 
-    Raises ConfigError if that is said twice or makes no path.
+    Raises ConfigError if that is given twice or makes no path.
     """
     if config.run_dir is not None:
         for flag, value in (("--storage-path", options.storage_path), ("--name", options.name)):

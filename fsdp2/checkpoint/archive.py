@@ -161,7 +161,7 @@ class _Archive:
         signature, name_length, extra_length = _HEADER.unpack_from(self.content, info.header_offset)
         start = info.header_offset + _HEADER.size + name_length + extra_length
         if signature != b"PK\x03\x04" or start + info.file_size > len(self.content):
-            raise ValueError("an entry isn't where it is said to be")
+            raise ValueError("an entry isn't where the directory says")
         return self.content[start : start + info.file_size]
 
     # --- what a pickle's names make. Whatever these raise, the file is refused. ---
@@ -210,7 +210,7 @@ class _Archive:
         return self.memories[key, dtype]
 
     def _from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        """A tensor of a subclass: of what isn't known here only what is said of it is kept."""
+        """A tensor of a subclass: what isn't known here is kept as a description."""
         if kind.named not in _PLAIN:
             return Unread(kind.named, arguments, state)
         return self.known[function.named](*arguments)

@@ -1,6 +1,6 @@
 """One writer to a run at a URL: an object store has no lock that dies with its holder, so the lease expires.
 
-The holder writes LEASE.json anew every few seconds. Who wants it watches that object: one that doesn't change
+The holder rewrites LEASE.json every few seconds. Who wants it watches that object: one that doesn't change
 for its time to live has lost its holder and is taken over. No clock is compared with another machine's.
 
     FSDP2_LEASE_SECONDS  that time to live; 30
@@ -117,7 +117,7 @@ class Lease:
             raise LeaseLost(f"{self._files}: {self._lost}; this run writes nothing more there")
 
     def _renew(self) -> None:
-        """Write the lease anew if it is still ours. Raises LeaseLost if it isn't, OSError if that isn't known."""
+        """Rewrite the lease if it is still ours. Raises LeaseLost if it isn't, OSError if that isn't known."""
         with self._renewing:
             began = time.monotonic()
             self._require_mine()

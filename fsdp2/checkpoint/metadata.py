@@ -140,7 +140,7 @@ def _index(index: Any) -> MetadataIndex:
 def _place(index: Any, info: Any) -> _StorageInfo:
     fields = _fields(info, "_StorageInfo")
     if fields.get("transform_descriptors"):
-        raise Refused("has shards that are compressed or otherwise changed, which are not read here")
+        raise Refused("has shards that are compressed or transformed in another way, which is not supported here")
     offset, length = (_a(int, fields[name], name) for name in ("offset", "length"))
     if not (0 <= offset < _MAX and 0 <= length < _MAX):
         raise Refused(f"has an entry of {length} bytes at {offset}")

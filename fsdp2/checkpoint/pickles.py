@@ -209,7 +209,7 @@ class _Machine:
         if len(module) + len(name) > _MAX_NAME:
             raise ValueError("a name in it is too long")
         named = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        # They can't be changed, neither by BUILD nor otherwise.
+        # Neither BUILD nor anything else can change them.
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             self.stack.append(dtype)

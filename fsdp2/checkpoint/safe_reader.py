@@ -142,7 +142,7 @@ class SafeReader(dcp.FileSystemReader):
 def read_slice(stream: IO[bytes], size: int, offset: int, length: int) -> memoryview:
     """Bytes of a file of that size, in memory of their own. Raises Refused if the file is shorter."""
     if offset + length > size:
-        raise Refused(f"is said to end at {offset + length}, and the file has {size} bytes")
+        raise Refused(f"should end at {offset + length}, and the file has {size} bytes")
     content = torch.empty(length, dtype=torch.uint8).numpy().data
     stream.seek(offset)
     at = 0

@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
             self.mark(kind, tensors)
 
     def alive(self) -> list[Allocation]:
-        """What is allocated now, each with the kind that it has if nothing more is said of it."""
+        """What is allocated now, each with the kind that it has if nothing more is known of it."""
         there = [allocation for _, allocation in self._live.values()]
         return [replace(a, kind=a.kind or kind_of(a, self.phases)) for a in there]
 

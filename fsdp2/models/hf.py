@@ -92,7 +92,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
                 raise ValueError("accelerate isn't installed; pip install 'fsdp2-reference[hf]'")
             settings["device_map"] = "meta"
         verbosity = words.get_verbosity()
-        words.set_verbosity_error()  # its report of them is a table, and what it says is said here
+        words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
         try:
             model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
         except Exception as error:

@@ -70,7 +70,7 @@ PARTICULAR = {
 
 
 def check_strategy(config: Any) -> None:
-    """Raises ConfigError for an option that the strategy of a Config can't honour, or honours only otherwise."""
+    """Raises ConfigError for an option that the strategy of a Config can't honour, or honours only in another way."""
     strategy, rules = config.strategy, STRATEGIES[config.strategy]
     for option, lack in PARTICULAR.items():
         if option in rules.honours or not asked_for(config, option):

@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Name -> content of what the run directory shall hold beside the flags."""
+        """Name -> content of what the run directory holds beside the flags."""
         return {}
 
     def held(self) -> dict[str, list[Tensor]]:

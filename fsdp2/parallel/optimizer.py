@@ -57,7 +57,7 @@ def plain_optimizer(
     """An optimizer by its name, with further settings of its own, of groups or of the parameters that are trained.
 
     With `fused=None`, fused on a GPU where the optimizer has it; elsewhere foreach. On the CPU foreach and not fused:
-    the fused kernels round differently, and offloaded parameters shall train to the same losses as others.
+    the fused kernels round differently, and offloaded parameters train to the same losses as others.
     """
     groups = [group for group in groups if isinstance(group, dict) or group.requires_grad]
     trained = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]

@@ -77,7 +77,7 @@ class Checkpoints:
         self._failed: Outcome | None = None
 
     def open(self, reports: Reports, info: Mapping[str, Any]) -> None:
-        """Begin, with where to report to and what each marker shall say."""
+        """Begin, with where to report to and what each marker says."""
         self._reports, self._info = reports, info
 
     def save(self, epoch: int, *, last: bool = False) -> None:

@@ -145,7 +145,7 @@ class WriterLock:
 class SwapFiles:
     """The files in which DeepSpeed keeps a rank's state. They are one run's at a time, and removed when it ends.
 
-    After a kill they stay until the next run writes them anew: a checkpoint doesn't need them.
+    After a kill they stay until the next run rewrites them: a checkpoint doesn't need them.
     """
 
     def __init__(self, folder: str, rank: int) -> None:

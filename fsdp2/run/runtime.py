@@ -162,7 +162,7 @@ def set_threads(threads: int | None, world: World) -> int:
     """Set torch's CPU threads, by default this node's cores divided by its ranks.
 
     Set here and not left to the launcher: torchrun sets one thread only if it starts more than one rank, Ray
-    chooses otherwise, and the number of threads changes the last bits of the losses.
+    chooses another, and the number of threads changes the last bits of the losses.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -122,7 +122,7 @@ def _point_elsewhere(metadata: Metadata) -> None:
     [
         (_lose_a_chunk, "its chunks have 16 of 32 elements"),
         (_overlap, "its chunks overlap"),
-        (_say_more, "is said to have 4611686018427387904 bytes, and its files have"),
+        (_say_more, "needs 4611686018427387904 bytes, and its files have"),
         (_forget_where, "is not in .metadata's list of what is where"),
         (_point_elsewhere, "can't be read"),
     ],

@@ -124,7 +124,7 @@ class DcpTensors:
         needed = math.prod(size) * self.tensors[name].itemsize
         stored = self._stored(name, chunks) if needed else 0
         if stored < needed:
-            raise DamagedCheckpoint(f"{self.files}: {name} is said to have {needed} bytes, and its files have {stored}")
+            raise DamagedCheckpoint(f"{self.files}: {name} needs {needed} bytes, and its files have {stored}")
         try:
             return torch.empty(size, dtype=self.tensors[name].dtype)
         except RuntimeError as error:

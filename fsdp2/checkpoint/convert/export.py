@@ -97,7 +97,7 @@ def export(
 
 
 def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:
-    """The path of what shall be written. Raises Refused for a URL, or with the hint for what exists."""
+    """The path to write to. Raises Refused for a URL, or with the hint for what exists."""
     if "://" in out:
         raise Refused(f"{out}: is a URL; write to a local path and copy it from there")
     path = Path(out).absolute()

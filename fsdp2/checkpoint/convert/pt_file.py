@@ -79,7 +79,7 @@ def write_pt(
     Args:
         tensors: name -> tensor on `meta`.
         read: name -> that tensor on the CPU, contiguous.
-        arrange: makes what is saved of that dict, where it shall be nested.
+        arrange: makes what is saved of that dict, where it is to be nested.
     """
     with LocalFiles(path.parent).create(path.name) as target:
         torch.save(arrange(spool(tensors, read, path.parent)), target)

@@ -3,7 +3,7 @@
 Stage 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too. Source: https://arxiv.org/abs/1910.02054
 DeepSpeed is configured by one dictionary, which the run directory gets as `deepspeed.json`.
 
-Left to its defaults DeepSpeed trains otherwise than everything else here: it clips gradients to a norm of 1.0 without
+Left to its defaults DeepSpeed trains differently from everything else here: it clips gradients to a norm of 1.0 without
 being asked, and its optimizer named Adam is AdamW. Here it clips as the flag says and has torch's optimizer; then its
 losses are bit-equal in fp32.
 

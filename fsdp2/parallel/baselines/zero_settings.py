@@ -30,7 +30,7 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlap_comm}
     if stage == 3:
         # Its own linear layer, put in torch's place, rounds a product before it adds the bias: in bf16 the model would
-        # evaluate otherwise here than in inference. Torch's keeps no copy of the parameters either.
+        # evaluate differently here than in inference. Torch's keeps no copy of the parameters either.
         zero["memory_efficient_linear"] = False
     # DeepSpeed's own is 500 million elements, allocated whole in each backward: 2 GB, however small the model.
     elements = max(1, int(bucket_mb * MIB_OF_FP32))
