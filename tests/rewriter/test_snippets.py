@@ -208,11 +208,12 @@ def initial_values() -> None:
     named: list[nn.Module] = []
     snippets.initialise(outer, torch.device("cpu"), named.append)
     assert named == [outer, outer[0], outer[1]], "from the outside in, as FSDP1"
-    outer[1] = outer[0]
-    outer.append(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,))))
+    outer[1] = nn.Sequential(outer[0])
+    outer.append(nn.Linear(2, 2))
+    fully_shard(outer[2], mesh=init_device_mesh("cpu", (2,)))
     named.clear()
     snippets.initialise(outer, torch.device("cpu"), named.append)
-    assert named == [outer, outer[0]], "a module in two places once, and a group that is sharded not again"
+    assert named == [outer, outer[0], outer[1]], "a module in two places once, and a group that is sharded not again"
 
 
 def test_values_for_the_meta_device(ranks: Ranks) -> None:
