@@ -89,6 +89,12 @@ class Arguments:
         return None if self.sharding_strategy in full else False
 
     @property
+    def replicas_of_one_rank(self) -> bool:
+        """Whether a hybrid strategy has nothing to shard over: NO_SHARD's mesh is the same one, and meant."""
+        meant = self.sharding_strategy is ShardingStrategy.NO_SHARD
+        return not meant and self.mesh.ndim == 2 and self.mesh.shape[0] > 1 and self.mesh.shape[1] == 1
+
+    @property
     def root_casts(self) -> bool:
         """Whether the outermost unit's inputs are cast to `param_dtype`."""
         return self.mixed_precision is not None and self.mixed_precision.cast_root_forward_inputs

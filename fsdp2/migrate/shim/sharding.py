@@ -13,7 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrateg
 
 from fsdp2.migrate.shim import stale
 from fsdp2.migrate.shim.arguments import Arguments, Unsupported
-from fsdp2.migrate.shim.explain import constructor_code, original_class, say
+from fsdp2.migrate.shim.explain import constructor_code, original_class, say, warn
 from fsdp2.migrate.shim.units import Ignored, alone, chosen, materialize, own_modules, synchronize
 
 
@@ -62,6 +62,12 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
     on_meta = False
     for module in (*changes, model):
         own = _changed(arguments, changes.get(module, {}), module)
+        if own.replicas_of_one_rank:
+            warn(
+                f"{own.sharding_strategy} over shard groups of one rank: FSDP1 makes NO_SHARD within each rank of it, "
+                "and the replicas never meet. Here their gradients are averaged, and losses differ from FSDP1's for "
+                "that reason"
+            )
         in_fp32 = module is not model and isinstance(module, alone(arguments))
         on_meta |= materialize(module, own, ignored)
         buffer_dtypes = {} if in_fp32 else _cast_buffers(module, own, ignored)

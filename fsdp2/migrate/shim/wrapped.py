@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule
 
-from fsdp2.migrate.shim import optimizer_states
+from fsdp2.migrate.shim import gradients, optimizer_states
 from fsdp2.migrate.shim.arguments import Arguments, Unsupported
 from fsdp2.migrate.shim.clip import clip_grad_norm
 from fsdp2.migrate.shim.explain import original_class, say
@@ -114,6 +114,7 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         self._require_root("no_sync()")
         require_fine_sums(self.modules())
         say("no_sync()", "model.set_requires_gradient_sync(False)\n...  # and True before the last microbatch")
+        gradients.sums(self)
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -125,6 +126,10 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         self._require_root("clip_grad_norm_()")
         say("clip_grad_norm_(x)", "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), x).full_tensor()")
         return clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        gradients.clear(self, set_to_none)
 
     @staticmethod
     def summon_full_params(
