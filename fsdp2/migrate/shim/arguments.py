@@ -5,6 +5,7 @@ Each row of the table of options (`python -m fsdp2.migrate options`) that concer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,11 @@ class Arguments:
             raise Unsupported(
                 "MixedPrecision(keep_low_precision_grads=True): FSDP2 keeps gradients in the dtype of the sharded "
                 "parameters. Leave it out, or shard a model that is in the low precision"
+            )
+        if precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+            raise Unsupported(
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 with mixed_precision: FSDP2 evaluates in the precision that it trains "
+                "in. Unset it, or evaluate a second model that is sharded without mixed_precision"
             )
         if not dist.is_initialized():
             raise ValueError("FSDP needs a process group: call torch.distributed.init_process_group() first")
