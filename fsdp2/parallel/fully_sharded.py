@@ -80,7 +80,7 @@ def shard(
         policy = False if kept else reshard_after_forward
         _shard_norms(group, policy, settings)
         for module in group:
-            module.register_forward_hook(_outlive)  # before fully_shard's own hook, which frees
+            module.register_forward_hook(outlive)  # before fully_shard's own hook, which frees
         for part in [*of_other_dtypes(group, shared), group]:
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
@@ -93,7 +93,7 @@ def shard(
     return heads
 
 
-def _outlive(module: nn.Module, _: object, output: Any) -> Any:
+def outlive(module: nn.Module, _: object, output: Any) -> Any:
     """A forward hook: what shares its memory with a parameter of the module is copied, for that memory is freed.
 
     A layer of learned positions returns its table, or a view of it. Whoever reads it after the forward would find what
@@ -103,15 +103,16 @@ def _outlive(module: nn.Module, _: object, output: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     whole = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
-    freed = {parameter.untyped_storage().data_ptr(): parameter for parameter in whole}
+    freed = {parameter.untyped_storage().data_ptr() for parameter in whole}
 
     def outliving(one: Tensor) -> Tensor:
-        owner = freed.get(one.untyped_storage().data_ptr())
-        return (
-            one
-            if owner is None
-            else owner.clone().as_strided(one.size(), one.stride(), one.storage_offset() - owner.storage_offset())
-        )
+        if one.untyped_storage().data_ptr() not in freed:
+            return one
+        once = one
+        for dimension in range(one.dim()):
+            if one.stride(dimension) == 0:  # expanded, and stays so
+                once = once.narrow(dimension, 0, 1)
+        return once.clone().expand(one.shape)
 
     return tree_map_only(Tensor, outliving, output)
 

@@ -16,6 +16,7 @@ SAMPLE = [
     ("causal", "deepseek_v3"),  # experts, latent attention
     ("causal", "gemma3_text"),  # layers of two kinds, a softcap
     ("masked", "modernbert"),
+    ("audio", "hubert"),  # a spec of one's own
 ]
 GOOD = Row("good", "causal", 10, 3, True, 0.0, True, True, 0.0, True, 0.0)
 

@@ -43,13 +43,14 @@ def test_losses_are_those_of_a_plain_loop_and_of_a_resumed_run(ranks: Ranks, tmp
     assert [accuracy] * 2 == ranks.run(partial(_accuracy, str(tmp_path / "cut"), sharded=True))
 
 
-def test_a_layer_that_returns_its_own_weight(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_layer_that_returns_its_own_weight(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     """It is a group of its own, whose memory is freed after its forward: before what it returned is used."""
     name = "tests.others.own:positions"
     torch.manual_seed(SEED)
     expected = plain_losses(own.positions(), 3, models.get(name))
-    found, *_ = ranks.run(main_in_ranks, flags(name, tmp_path / "run", "--max-steps=3", "--no-save-model"))
-    assert losses(found) == expected
+    line = flags(name, tmp_path / "run", f"--strategy={strategy}", "--max-steps=3", "--no-save-model")
+    assert losses(ranks.run(main_in_ranks, line)[0]) == expected
 
 
 def test_a_run_goes_on_without_the_folder_that_its_model_came_from(ranks: Ranks, tmp_path: Path) -> None:
