@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from fsdp2.checkpoint.refusal import printable
 from rewriter.configs import Config, read_config
-from rewriter.finding import Finding, sort
+from rewriter.finding import Finding, make, sort
 from rewriter.program import Program
 from rewriter.source import Source, Unreadable, find, read
 from rewriter.survey import survey
+
+SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
 
 
 def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
@@ -48,6 +53,17 @@ def check(paths: Sequence[str]) -> tuple[list[Finding], list[str]]:
     findings = survey(program)
     configs, unread = configurations(files)
     findings += [finding for config in configs for finding in config.findings()]
+    read = {source.path for source in program.sources.values()}
+    missing = [path for path in files if path.suffix in (".py", ".ipynb") and path not in read and _names_fsdp1(path)]
+    findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read") for path in missing]
     notes += unread
     notes += [f"{printable(str(program.sources[p].path))}: {why}" for p, why in program.unparsable.items()]
     return sort(findings), notes
+
+
+def _names_fsdp1(path: Path) -> bool:
+    """Whether a file that is too large, or not text, holds FSDP1's name all the same."""
+    if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return SURE.search(data) is not None

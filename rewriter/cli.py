@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from fsdp2.options.errors import ConfigError
-from rewriter.finding import FORMATS
+from rewriter.finding import FORMATS, text
 
 LIBRARIES = {"libcst": "Python", "ruamel.yaml": "YAML"}
 
@@ -17,11 +17,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     check = commands.add_parser(
         "check",
         help="every use of FSDP1 in files and folders",
-        description="Prints every use of FSDP1 in PATH…: Python files, notebooks, configuration files, or folders of "
-        "them. Exit status 1 if there is any, 0 if nothing is left to do.",
+        description="Finds every use of FSDP1 in PATH…: Python files, notebooks, configuration files, or folders of "
+        "them. Prints those about which something has to be decided, then where it is imported, and counts the rest. "
+        "Exit status 1 if there is any use, 0 if nothing is left to do.",
     )
     check.add_argument("paths", nargs="+", metavar="PATH")
-    check.add_argument("--format", choices=FORMATS, default="text", help="default: text")
+    check.add_argument("--all", action="store_true", help="list what needs no decision too, as the other formats do")
+    check.add_argument("--format", choices=("text", *FORMATS), default="text", help="default: text")
     check.set_defaults(run=run_check)
     rewrite = commands.add_parser(
         "rewrite",
@@ -49,9 +51,9 @@ def run_check(given: argparse.Namespace) -> int:
     from rewriter.check import check
 
     findings, notes = check(given.paths)
-    text = FORMATS[given.format](findings)
-    if text:
-        print(text)
+    printed = text(findings, given.all) if given.format == "text" else FORMATS[given.format](findings)
+    if printed:
+        print(printed)
     for note in notes:
         print(f"fsdp2: {note}", file=sys.stderr)
     return 1 if findings else 0

@@ -12,6 +12,7 @@ from fsdp2.migrate.row import DECIDE, EXACT, REFUSED
 from rewriter.symbols import BY_CODE
 
 DOCS = "docs/migration-options.md"
+IMPORTS = ("FC01", "FX07")
 SHOWN = {EXACT: "exact", DECIDE: "needs a decision", REFUSED: "refused"}
 LEVELS = {EXACT: "notice", DECIDE: "warning", REFUSED: "error"}
 SARIF_LEVELS = {EXACT: "note", DECIDE: "warning", REFUSED: "error"}
@@ -39,6 +40,10 @@ class Finding:
         cell = f"cell {self.cell}:" if self.cell is not None else ""
         return f"{printable(self.file)}:{cell}{self.line}:{self.col}"
 
+    @property
+    def line_of_text(self) -> str:
+        return f"{self.place} {self.code} [{SHOWN[self.status]}] {self.message} -> {self.replacement} ({self.link})"
+
 
 def make(
     file: str,
@@ -58,12 +63,33 @@ def sort(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(set(findings), key=lambda f: (f.file, f.cell or 0, f.line, f.col, f.code, f.message))
 
 
-def text(findings: Sequence[Finding]) -> str:
-    lines = [f"{f.place} {f.code} [{SHOWN[f.status]}] {f.message} -> {f.replacement} ({f.link})" for f in findings]
+def text(findings: Sequence[Finding], everything: bool = False) -> str:
+    """What has to be decided, then a line for each file's imports; with `everything` also what needs no decision."""
+    if not findings:
+        return "no use of FSDP1 is left"
+    imports = [f for f in findings if f.code in IMPORTS and f.status == EXACT]
+    exact = [f for f in findings if f.status == EXACT and f not in imports]
+    shown = [f for f in findings if f.status != EXACT]
+    lines_of: dict[str, list[str]] = {}
+    for f in imports:
+        lines_of.setdefault(printable(f.file), []).append(
+            f.place.removeprefix(f"{printable(f.file)}:").rpartition(":")[0]
+        )
+    lines = [f.line_of_text for f in shown]
+    lines += [f"{file}: imports of FSDP1 in lines {', '.join(dict.fromkeys(at))}" for file, at in lines_of.items()]
+    lines += [f.line_of_text for f in exact if everything]
     files = len({f.file for f in findings})
-    counts = ", ".join(f"{sum(f.status == s for f in findings)} {name}" for s, name in SHOWN.items())
-    end = f"{len(findings)} uses of FSDP1 in {files} files: {counts}" if findings else "no use of FSDP1 is left"
-    return "\n".join([*lines, end])
+    refused = sum(f.status == REFUSED for f in findings)
+    hidden = "" if everything or not exact else f" (--all lists {'them' if len(exact) > 1 else 'it'})"
+    counts = [
+        (len(shown) - refused, "to decide"),
+        (refused, "refused"),
+        (len(imports), "import" + "s" * (len(imports) != 1)),
+        (len(exact), "exact" + hidden),
+    ]
+    end = f"{len(findings)} use{'s' * (len(findings) != 1)} of FSDP1 in {files} file{'s' * (files != 1)}: "
+    end += ", ".join(f"{count} {name}" for count, name in counts if count)
+    return "\n".join([*lines, f"{end}; `rewrite` shows what it moves"])
 
 
 def as_json(findings: Sequence[Finding]) -> str:
@@ -132,4 +158,4 @@ def sarif(findings: Sequence[Finding]) -> str:
     )
 
 
-FORMATS = {"text": text, "json": as_json, "github": github, "sarif": sarif}
+FORMATS = {"json": as_json, "github": github, "sarif": sarif}  # which hold all findings

@@ -13,6 +13,7 @@ import libcst as cst
 from fsdp2.checkpoint.refusal import printable
 from rewriter import (
     beyond,
+    cleared,
     each_parameter,
     imports,
     inner_parts,
@@ -164,6 +165,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
         precision.move_unread(rewriting)
     sharded_reads.move(scene)
     each_parameter.move(scene)
+    cleared.move(scene)
     undecided += rewriting.unaccounted()
     rewriting.remove_unread()
     policies.move(scene)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from fsdp2.migrate.row import CLASS
-from rewriter import beyond, each_parameter, imports, spawn
+from rewriter import beyond, cleared, each_parameter, imports, spawn
 from rewriter.construct import OLD, code_of
 from rewriter.finding import Finding, make
 from rewriter.given import ORDER, added
@@ -159,6 +159,8 @@ class Survey:
                 self._add(module, attribute, "FC26")
             if each_parameter.shape_of_parameter(self.scene, module, attribute):
                 self._add(module, attribute, "FC28")
+        for call, _ in cleared.calls(self.scene, module):
+            self._add(module, call, "FC35")
         for target in module.all(cst.AssignTarget):
             if each_parameter.frozen(self.scene, module, target):
                 self._add(module, target, "FC18")

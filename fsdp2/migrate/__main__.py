@@ -1,7 +1,7 @@
 """From FSDP1 to FSDP2.  python -m fsdp2.migrate {options,check,rewrite,checkpoint,prove}
 
 `options` prints what FSDP1's options mean in FSDP2: all of them, or those whose name or code holds NAME.
-`check` lists every use of FSDP1 in code and configurations, `rewrite` moves it.
+`check` finds every use of FSDP1 in code and configurations, `rewrite` moves it.
 `checkpoint` converts a checkpoint of FSDP1, and proves that nothing changed.
 `prove` runs two programs, or one on one rank and on several, and says where they differ and why.
 """

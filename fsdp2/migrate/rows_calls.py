@@ -45,7 +45,9 @@ METHODS = rows(
         "model.set_requires_gradient_sync(False) … True for the last microbatch",
         EXACT,
         "Set it back on every path, exceptions included. Both add up whole gradients on each rank: FSDP1 in the dtype "
-        "of the computation, FSDP2 in reduce_dtype. Where the two differ, so do the sums.",
+        "of the computation, FSDP2 in reduce_dtype. Where the two differ, so do the sums. Microbatches that are given "
+        "up, as at the end of an epoch, are cleared by zero_grad() in FSDP1 and not in FSDP2: let the last one reduce, "
+        "or call model.reset_iter_state() (torch 2.15) too.",
     ),
     (
         "clip_grad_norm_()",

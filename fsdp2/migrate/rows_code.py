@@ -223,6 +223,13 @@ IN_CODE = rows(
         EXACT,
         "FSDP1 kept them in one flat parameter. FSDP2 has them one by one, as shards once the group isn't gathered.",
     ),
+    (
+        "zero_grad() of a sharded model",
+        "the same, after module.reshard() for each FSDPModule that is gathered; or optimizer.zero_grad()",
+        EXACT,
+        "It clears nothing of a gathered group, as the outermost one is from forward to backward and after an "
+        "evaluation. FSDP1 had this fault with SHARD_GRAD_OP and use_orig_params=True alone.",
+    ),
 )
 
 IN_CONFIGURATIONS = rows(

@@ -105,7 +105,13 @@ SHARDING = rows(
         EXACT,
         "The root keeps its parameters for backward, which needs them first.",
     ),
-    ("SHARD_GRAD_OP", "reshard_after_forward=False", EXACT, "Parameters stay gathered from forward to backward."),
+    (
+        "SHARD_GRAD_OP",
+        "reshard_after_forward=False",
+        EXACT,
+        "Parameters stay gathered from forward to backward, where zero_grad() of the model clears nothing: let the "
+        "optimizer do it. FSDP1 had this fault too, with use_orig_params=True alone.",
+    ),
     (
         "NO_SHARD",
         "DistributedDataParallel(model)",
@@ -118,7 +124,9 @@ SHARDING = rows(
         "HYBRID_SHARD",
         'mesh=init_device_mesh(…, (replicas, shards), mesh_dim_names=("replicate", "shard"))',
         DECIDE,
-        "Not reshard_after_forward=True alone. Decide the sizes: FSDP1 takes the ranks of a node for a shard group.",
+        "Not reshard_after_forward=True alone. Decide the sizes: FSDP1 takes the ranks of a node for a shard group. "
+        "Where that is one rank, it never synchronised the replicas, each of which trained a model of its own; FSDP2 "
+        "averages their gradients, so losses differ.",
     ),
     (
         "_HYBRID_SHARD_ZERO2",

@@ -53,14 +53,26 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_findings_as_text(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decisions_stand_first_and_what_needs_none_is_counted(
+    program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decision = f"{program}:6:22 FA14 [needs a decision] use_orig_params=True: "
+    imports = f"{program}: imports of FSDP1 in lines 2, 9"
+    program.write_text(PROGRAM + "\nfrom torch.distributed.fsdp import ShardingStrategy\n")
     assert run("check", program) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{program}:2:36 FC01 [exact] FullyShardedDataParallel as FSDP: ")
-    assert lines[1].startswith(f"{program}:6:10 FA01 [exact] FSDP: ")
-    assert lines[2].startswith(f"{program}:6:22 FA14 [needs a decision] use_orig_params=True: ")
-    assert lines[2].endswith("-> nothing (docs/migration-options.md#fa14)")
-    assert lines[3] == "3 uses of FSDP1 in 1 files: 2 exact, 1 needs a decision, 0 refused"
+    first, second, *end = capsys.readouterr().out.splitlines()
+    assert first.startswith(decision)
+    assert first.endswith("-> nothing (docs/migration-options.md#fa14)")
+    assert second == imports
+    assert end == [
+        "4 uses of FSDP1 in 1 file: 1 to decide, 2 imports, 1 exact (--all lists it); `rewrite` shows what it moves"
+    ]
+    assert run("check", "--all", program) == 1
+    first, second, third, *end = capsys.readouterr().out.splitlines()
+    assert first.startswith(decision)
+    assert second == imports
+    assert third.startswith(f"{program}:6:10 FA01 [exact] FSDP: ")
+    assert end == ["4 uses of FSDP1 in 1 file: 1 to decide, 2 imports, 1 exact; `rewrite` shows what it moves"]
     page = (Path(__file__).parent.parent.parent / "docs" / "migration-options.md").read_text()
     assert '<a id="fa14"></a>' in page
 
@@ -246,8 +258,10 @@ def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "norm = model.clip_grad_norm_(1.0)",
     )
     path.write_text(notebook(*cells))
-    assert run("check", path) == 1
-    assert f"{path}:cell 4:2:9 FA01" in capsys.readouterr().out
+    assert run("check", "--all", path) == 1
+    printed = capsys.readouterr().out
+    assert f"{path}:cell 4:2:9 FA01" in printed
+    assert f"{path}: imports of FSDP1 in lines cell 1:3\n" in printed
     assert run("rewrite", "--write", path) == 0
     assert path.read_text() == notebook(
         "!pip install torch\nimport torch\nfrom torch.distributed.fsdp import fully_shard",
@@ -289,6 +303,22 @@ def test_files_that_cannot_be_read(
     printed = capsys.readouterr().err
     assert part in printed
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("text", ["FSDP = fsdp.FullyShardedDataParallel", "from torch.distributed.fsdp import *"])
+def test_a_file_that_cannot_be_read_and_names_fsdp1_is_something_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """As a notebook whose pictures make it too large."""
+    path = tmp_path / "huge.ipynb"
+    path.write_text(" " * LIMIT + text)
+    assert run("check", path) == 1
+    printed = capsys.readouterr()
+    assert f"{path}:1:1 FC24 [refused] " in printed.out
+    assert "aren't read" in printed.err
+    path.write_text(" " * LIMIT + "import torch")
+    assert run("check", path) == 0
+    assert "no use of FSDP1 is left\n" in capsys.readouterr().out
 
 
 def test_control_characters_of_a_file_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ Each row of the table of options (`python -m fsdp2.migrate options`) that concer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,11 @@ class Arguments:
                 "MixedPrecision(keep_low_precision_grads=True): FSDP2 keeps gradients in the dtype of the sharded "
                 "parameters. Leave it out, or shard a model that is in the low precision"
             )
+        if precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+            raise Unsupported(
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 with mixed_precision: FSDP2 evaluates in the precision that it trains "
+                "in. Unset it, or evaluate a second model that is sharded without mixed_precision"
+            )
         if not dist.is_initialized():
             raise ValueError("FSDP needs a process group: call torch.distributed.init_process_group() first")
 
@@ -87,6 +93,12 @@ class Arguments:
         """None is FSDP2's own rule, which is FULL_SHARD's: units are resharded, and the root not."""
         full = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         return None if self.sharding_strategy in full else False
+
+    @property
+    def replicas_of_one_rank(self) -> bool:
+        """Whether a hybrid strategy has nothing to shard over: NO_SHARD's mesh is the same one, and meant."""
+        meant = self.sharding_strategy is ShardingStrategy.NO_SHARD
+        return not meant and self.mesh.ndim == 2 and self.mesh.shape[0] > 1 and self.mesh.shape[1] == 1
 
     @property
     def root_casts(self) -> bool:

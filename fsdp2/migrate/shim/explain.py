@@ -20,8 +20,12 @@ _said: set[str] = set()
 
 
 def say(what: str, code: str) -> None:
-    """Log once in a process, on rank 0 alone. At the level of a warning, since that is what is seen by default."""
-    text = f"{what} is, in FSDP2:\n" + "\n".join(f"    {line}" for line in code.splitlines())
+    """At the level of a warning, since that is what is seen by default."""
+    warn(f"{what} is, in FSDP2:\n" + "\n".join(f"    {line}" for line in code.splitlines()))
+
+
+def warn(text: str) -> None:
+    """Once in a process, on rank 0 alone."""
     if text not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         _said.add(text)
         log.warning(text)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy, fully_shard
 
-from fsdp2.migrate.shim import stale
+from fsdp2.migrate.shim import optimizers
 from fsdp2.migrate.shim.arguments import Arguments, Unsupported
-from fsdp2.migrate.shim.explain import constructor_code, original_class, say
+from fsdp2.migrate.shim.explain import constructor_code, original_class, say, warn
 from fsdp2.migrate.shim.units import Ignored, alone, chosen, materialize, own_modules, synchronize
 
 
@@ -62,6 +62,12 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
     on_meta = False
     for module in (*changes, model):
         own = _changed(arguments, changes.get(module, {}), module)
+        if own.replicas_of_one_rank:
+            warn(
+                f"{own.sharding_strategy} over shard groups of one rank: FSDP1 makes NO_SHARD within each rank of it, "
+                "and the replicas never meet. Here their gradients are averaged, and losses differ from FSDP1's for "
+                "that reason"
+            )
         in_fp32 = module is not model and isinstance(module, alone(arguments))
         on_meta |= materialize(module, own, ignored)
         buffer_dtypes = {} if in_fp32 else _cast_buffers(module, own, ignored)
@@ -69,9 +75,15 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
         if own.sync_module_states:
             synchronize(module, own.mesh, ignored, synchronized)
         plan[module] = own.fully_shard_arguments(in_fp32=in_fp32) | {"ignored_params": ignored.parameters}
-        with stale.watching(module):
+        with optimizers.watching(module):
             fully_shard(prepare(module), **plan[module])
+        if not own.use_orig_params:
+            optimizers.was_flat(
+                module, [p for inner in own_modules(module, ignored) for p in inner.parameters(recurse=False)]
+            )
         module._fsdp1 = Unit(own, ignored, module is model, buffer_dtypes)  # type: ignore[assignment]
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.15 on
+            module.register_forward_pre_hook(_expect_whole_gradient)
         if module is model and own.root_casts:
             module.register_forward_pre_hook(_cast_inputs_of_root, with_kwargs=True)
             plan[model]["mp_policy"] = replace(plan[model]["mp_policy"], cast_forward_inputs=True)
@@ -105,6 +117,17 @@ def _cast_buffers(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> di
                 before[f"{path}.{name}".lstrip(".")] = buffer.dtype
                 buffer.data = buffer.to(precision.buffer_dtype)
     return before
+
+
+def _expect_whole_gradient(module: nn.Module, args: Any) -> None:
+    """Of a unit that ran FSDP1 has one flat gradient, with zeros for what wasn't used in it: weight decay and momentum
+    go on there. Of a unit that didn't run it has none."""
+    unit = unit_of(module)
+    assert unit is not None  # the hook is registered on units
+    assert isinstance(module, FSDPModule)
+    if unit.is_root:
+        module.set_reduce_scatter_unused_params(False)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _cast_inputs_of_root(module: nn.Module, args: Any, kwargs: Any) -> Any:

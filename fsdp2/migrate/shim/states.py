@@ -182,8 +182,21 @@ def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def shard_like(value: Tensor, like: DTensor) -> DTensor:
     """This rank's part of a whole tensor, as `like` is sharded; a DTensor as it is. On the mesh's device: where the
-    shards are offloaded, whatever it is copied to is elsewhere."""
+    shards are offloaded, whatever it is copied to is elsewhere.
+
+    Raises Unsupported for a ShardedTensor, as `load_sharded_optimizer_state_dict` makes them, with other shards.
+    """
     if isinstance(value, DTensor):
         return value
-    whole = value.to(like.device_mesh.device_type)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, placements = like.device_mesh, like.placements
+    if not hasattr(value, "local_shards"):
+        return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    shape = like.to_local().shape
+    shards = [shard.tensor for shard in value.local_shards()] or [torch.empty(shape, dtype=value.dtype)[:0]]
+    if len(shards) > 1 or shards[0].shape != shape:
+        raise Unsupported(
+            f"a ShardedTensor of shape {tuple(value.shape)} has {tuple(shards[0].shape)} of it here, and the model "
+            f"{tuple(shape)}: fill optim_state_dict(model, optim) by torch.distributed.checkpoint.load instead"
+        )
+    local = shards[0].to(mesh.device_type)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())

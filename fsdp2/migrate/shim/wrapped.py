@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, FSDPModule
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
-from fsdp2.migrate.shim import optimizer_states
+from fsdp2.migrate.shim import gradients, optimizer_states
 from fsdp2.migrate.shim.arguments import Arguments, Unsupported
 from fsdp2.migrate.shim.clip import clip_grad_norm
 from fsdp2.migrate.shim.explain import original_class, say
@@ -89,11 +89,16 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
             unit = unit_of(self)
             if unit is None:
                 raise
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name](self, unit)
             if name in INNER_PARTS:
                 raise InnerPart(f".{name} is an inner part of FSDP1's wrapper: {INNER_PARTS[name]}") from None
-            if name not in ATTRIBUTES:
-                raise
-            return ATTRIBUTES[name](self, unit)
+            if hasattr(WRAPPER, name) or (name.startswith("_") and not name.startswith("__")):
+                what = (
+                    f"{original_class(self).__name__} has no .{name}, nor has FSDP2 any inner part of FSDP1's wrapper"
+                )
+                raise InnerPart(f"{what}: {_GIVEN}; {_GATHERED}; {_IN_ORDER}") from None
+            raise
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
@@ -114,6 +119,7 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         self._require_root("no_sync()")
         require_fine_sums(self.modules())
         say("no_sync()", "model.set_requires_gradient_sync(False)\n...  # and True before the last microbatch")
+        gradients.sums(self)
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -125,6 +131,10 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         self._require_root("clip_grad_norm_()")
         say("clip_grad_norm_(x)", "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), x).full_tensor()")
         return clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        gradients.clear(self, set_to_none)
 
     @staticmethod
     def summon_full_params(
@@ -186,14 +196,19 @@ ATTRIBUTES: dict[str, Callable[[nn.Module, Unit], Any]] = {
     "module": lambda module, unit: module,
     "_fsdp_wrapped_module": lambda module, unit: module,
     "sharding_strategy": lambda module, unit: unit.arguments.sharding_strategy,
-    "mixed_precision": lambda module, unit: unit.arguments.mixed_precision,
-    "cpu_offload": lambda module, unit: unit.arguments.cpu_offload,
+    "mixed_precision": lambda module, unit: unit.arguments.mixed_precision or MixedPrecision(),
+    "cpu_offload": lambda module, unit: unit.arguments.cpu_offload or CPUOffload(),
+    "backward_prefetch": lambda module, unit: unit.arguments.backward_prefetch,
+    "forward_prefetch": lambda module, unit: unit.arguments.forward_prefetch,
+    "limit_all_gathers": lambda module, unit: unit.arguments.limit_all_gathers,
     "compute_device": lambda module, unit: unit.arguments.device,
     "process_group": lambda module, unit: unit.process_group,
     "rank": lambda module, unit: unit.process_group.rank(),
     "world_size": lambda module, unit: unit.process_group.size(),
 }
 
+WRAPPER = torch.distributed.fsdp.FullyShardedDataParallel
+_GIVEN = "what FSDP was given is in .sharding_strategy, .mixed_precision and so on, and check_is_root() knows the root"
 _NOT_FLAT = (
     "FSDP2 has no flat parameter. A unit's parameters are in named_parameters() under their own names, each a DTensor "
     "of its own shape; .to_local() is this rank's shard"
@@ -207,6 +222,7 @@ INNER_PARTS = {
     **dict.fromkeys(("params", "flat_params", "_flat_param", "flat_param"), _NOT_FLAT),
     **dict.fromkeys(("_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle"), _GATHERED),
     **dict.fromkeys(("_streams", "_exec_order_data", "_unshard_stream", "_post_backward_stream"), _IN_ORDER),
+    "training_state": "FSDP2 tells nobody what it is doing; hooks of modules run before and after forward and backward",
 }
 
 

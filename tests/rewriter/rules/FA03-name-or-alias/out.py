@@ -7,20 +7,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-def sharding_options(strategy, device_type):
+def sharding_options(strategy, device_type, mesh=None):
     """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
     if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
-    shards = ranks = torch.distributed.get_world_size()
-    if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
-        shards = 1
-    elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # over the devices of a node, with a replica on each
-        shards = torch.get_device_module(device_type).device_count()
-    shape, names = ((ranks,), None) if shards == ranks else ((ranks // shards, shards), ("replicate", "shard"))
-    return {
-        "mesh": init_device_mesh(device_type, shape, mesh_dim_names=names),
-        "reshard_after_forward": None if strategy in (None, "FULL_SHARD", "HYBRID_SHARD") else False,
-    }
+    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    if mesh is None:
+        shards = ranks = torch.distributed.get_world_size()
+        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
+            shards = 1
+        elif hybrid:  # over the devices of a node, with a replica on each
+            shards = torch.get_device_module(device_type).device_count()
+        two = shards != ranks
+        shape, names = ((ranks // shards, shards), ("replicate", "shard")) if two else ((ranks,), None)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != hybrid:
+        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
+    resharded = strategy in (None, "FULL_SHARD", "HYBRID_SHARD")
+    return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
 
 
 class Block(nn.Module):

@@ -7,14 +7,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-def shard_by_policy(module, policy, is_root=True, **options):
+def shard_by_policy(module, policy, first=None, is_root=True, **options):
     """Shard what an FSDP1 wrapping policy chooses, inner modules first; returns how many parameters are in groups."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
-    taken = sum(shard_by_policy(child, policy, False, **options) for child in module.children())
+    taken = sum(shard_by_policy(child, policy, first, False, **options) for child in module.children())
     if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
         return taken
+    if first is not None:
+        first(module)
     fully_shard(module, **options)
     return numel
 

@@ -16,20 +16,24 @@ def inner_first(module):
 
 
 @torch.no_grad()
-def initialise(group, device, init=None):
-    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them."""
+def initialise(group, device, init=None, sync=False):
+    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them; with
+    `sync`, FSDP1's sync_module_states, every rank then gets the values of rank 0."""
     modules = [group]
     for module in modules:
         modules += [c for c in module.children() if not isinstance(c, FSDPModule) and c not in modules]
     tensors = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules}
-    if not any(tensor.is_meta for own in tensors.values() for tensor in own):
-        return
-    for module in modules:
-        if init is not None:
-            init(module)
-        elif tensors[module]:
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()
+    if any(tensor.is_meta for own in tensors.values() for tensor in own):
+        for module in modules:
+            if init is not None:
+                init(module)
+            elif tensors[module]:
+                module.to_empty(device=device, recurse=False)
+                module.reset_parameters()
+    for module in modules if sync else ():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            tensor.data = tensor.data.to(device)
+            torch.distributed.broadcast(tensor, src=0)
 
 
 class Block(nn.Module):
