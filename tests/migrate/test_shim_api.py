@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from typing import Any
@@ -354,15 +355,32 @@ def test_the_function_of_a_custom_policy_can_be_read() -> None:
     assert custom_decision(CustomPolicy(decide)) is decide
 
 
-def test_names_come_from_the_package_too() -> None:
-    from fsdp2 import migrate
-
-    assert migrate.FullyShardedDataParallel is shim().FullyShardedDataParallel
+def test_every_import_of_fsdp1_works_from_the_package() -> None:
+    """With fsdp2.migrate in the place of torch.distributed.fsdp, second names and private policies included."""
     names: dict[str, Any] = {}
-    exec("from fsdp2.migrate import *", names)
-    assert names.keys() - {"__builtins__"} == set(shim().__all__)
-    with pytest.raises(AttributeError, match="options FlatParameter"):
-        _ = migrate.FlatParameter
+    exec(
+        "from fsdp2.migrate import *\n"
+        "import fsdp2.migrate as fsdp\n"
+        "from fsdp2.migrate import wrap, api\n"
+        "from fsdp2.migrate.wrap import _or_policy, wrap as wrap_one, enable_wrap\n"
+        "from fsdp2.migrate.api import MixedPrecision as Precision\n"
+        "from fsdp2.migrate.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP, StateDictType\n"
+        "from fsdp2.migrate.sharded_grad_scaler import ShardedGradScaler as Scaler\n"
+        "from fsdp2.migrate import fully_shard, MixedPrecisionPolicy\n",
+        names,
+    )
+    assert {*torch.distributed.fsdp.__all__} < names.keys()
+    assert names["FSDP"] is names["FullyShardedDataParallel"] is names["fsdp"].FullyShardedDataParallel
+    assert names["FSDP"] is shim().FullyShardedDataParallel
+    assert names["fsdp"].wrap.transformer_auto_wrap_policy is shim().transformer_auto_wrap_policy
+    assert names["wrap"].wrap is names["wrap_one"]
+    assert names["fully_shard"] is torch.distributed.fsdp.fully_shard
+
+
+def test_a_name_that_is_gone_says_so_at_the_import() -> None:
+    with pytest.raises(ImportError, match=r"no FlatParameter: .* a DTensor of its own shape"):
+        exec("from fsdp2.migrate import FlatParameter")
+    assert not hasattr(importlib.import_module("fsdp2.migrate"), "of_another_program")
 
 
 def test_offload_on_a_cpu_trains_as_without(ranks: Ranks) -> None:
