@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import libcst as cst
-from libcst.metadata import Assignment
 
 from rewriter.edits import Edits, call
 from rewriter.module import Module
@@ -53,11 +52,8 @@ def packages(statement: cst.Import | cst.ImportFrom) -> list[str]:
 
 def used(module: Module, name: Name) -> bool:
     """Whether anything reads an imported name. Names that a module exports by __all__ are read."""
-    scope = module.scope(name.statement)
-    if scope is None:
-        return True
     head = name.bound.partition(".")[0]
-    bindings = [b for b in scope[head] if isinstance(b, Assignment)]
+    bindings = module.scope(name.statement).find(head)
     if any(binding.references for binding in bindings if binding.node is name.statement):
         # `import a.b` and `import a.c` share the name a.
         if "." in name.bound and not name.alias.asname:

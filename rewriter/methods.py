@@ -12,7 +12,6 @@ from rewriter.each_parameter import changes_each
 from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
-from rewriter.program import top_level
 from rewriter.scene import Scene
 from rewriter.symbols import CLASS
 from rewriter.translate import FSDP, constant
@@ -251,7 +250,7 @@ def _no_sync(scene: Scene, module: Module, node: cst.Call, receiver: cst.BaseExp
 
 
 def _no_sync_helper(scene: Scene, module: Module, node: cst.CSTNode) -> None:
-    if any(known.name == "no_sync" for known in top_level(module)):
+    if "no_sync" in module.top_level:
         raise Undecided("FM12", "no_sync is a function of this file already", node, module, blocking=False)
     edits = scene.edits(module)
     edits.modules["contextlib"] = "contextlib"

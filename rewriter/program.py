@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 
 from rewriter.module import Module
+from rewriter.scopes import module_name
 from rewriter.source import Source, Unreadable
 from rewriter.symbols import canonical
 
@@ -111,6 +113,10 @@ class Program:
     @property
     def parsed(self) -> list[Module]:
         return [module for module in self._modules.values() if module is not None]
+
+    def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
+        """Module.named, of all files."""
+        return [(node, module) for module in self.parsed for node in module.named(kind, name)]
 
     def said_elsewhere(self, name: str) -> bool:
         """Whether a file that hasn't been parsed has this word."""
@@ -282,9 +288,7 @@ class Program:
         module = self.module(path)
         if module is None or depth > DEPTH:
             return None
-        if any(known.name == name for known in top_level(module)):
-            return module, name
-        if top_assignments(module, name):
+        if name in module.top_level or top_assignments(module, name):
             return module, name
         for statement in module.all(cst.ImportFrom):
             target = module_name(statement)
@@ -299,26 +303,6 @@ class Program:
                 if found is not None:
                     return found
         return None
-
-
-def module_name(statement: cst.ImportFrom) -> str:
-    """What `from … import` says, with its dots."""
-    name = cst.helpers.get_full_name_for_node(statement.module) if statement.module is not None else ""
-    return "." * len(statement.relative) + (name or "")
-
-
-class _Named:
-    def __init__(self, name: str, node: cst.FunctionDef | cst.ClassDef) -> None:
-        self.name, self.node = name, node
-
-
-def top_level(module: Module) -> list[_Named]:
-    """Functions and classes of the module itself."""
-    found = []
-    for node in module.all(cst.FunctionDef, cst.ClassDef):
-        if module.enclosing(node, cst.FunctionDef, cst.ClassDef) is None:
-            found.append(_Named(node.name.value, node))
-    return found
 
 
 def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:

@@ -56,7 +56,7 @@ class Tracked:
             return self._held(node, module)
         if isinstance(node, cst.Subscript):
             held = self._holders.get(module.code(node.value), [])
-            home, here = module.function(node), module.span(node)[0]
+            home, here = module.function(node), module.order(node)
             later = any(function is home and here < since for function, since in held)
             return bool(held) and not later and self.is_model(node.value, module)
         if isinstance(node, cst.Name):
@@ -64,7 +64,7 @@ class Tracked:
                 return False
             if self._made and self._included(node, module):
                 return True
-            here = module.span(node)[0]
+            here = module.order(node)
             others = self._otherwise(node, module)
             for binding in module.assignments(node):
                 since = self._bound.get(id(binding.node))
@@ -315,7 +315,7 @@ class Tracked:
         if assign.value is None:
             return
         targets = [t.target for t in assign.targets] if isinstance(assign, cst.Assign) else [assign.target]
-        since = module.span(assign)[0]
+        since = module.order(assign)
         for target in targets:
             if isinstance(target, (cst.Tuple, cst.List)):
                 self._unpacked(target, assign.value, module, since)
