@@ -18,6 +18,7 @@ from rewriter import (
     inner_parts,
     marks,
     methods,
+    names,
     optimizers,
     partials,
     policies,
@@ -65,11 +66,12 @@ class Result:
 def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
     """Every call of FSDP1's class, and of a partial of it, inner ones first."""
     found: list[tuple[cst.Call, Module, Leaf | None]] = []
+    travels = any(names.travels(program, module) for module in program.relevant())
     for module in program.relevant():
         for node in module.all(cst.Call):
             if program.symbol(node.func, module) == CLASS:
                 found.append((node, module, None))
-            elif isinstance(node.func, (cst.Name, cst.Attribute)):
+            elif travels and isinstance(node.func, (cst.Name, cst.Attribute)):
                 presets = [leaf for leaf in _called(values, node.func, module) if leaf.kind in ("partial", "symbol")]
                 ours = [leaf for leaf in presets if leaf.symbol == CLASS]
                 if ours:
@@ -151,8 +153,8 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     strategies.move(scene)
     for node, module, preset in calls:
         try:
-            names = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
-            entries = {name: scene.maybe_without(node, module, name) for name in names}
+            called = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
+            entries = {name: scene.maybe_without(node, module, name) for name in called}
             Emission(Construction(rewriting, node, module, preset), entries).emit()
             if preset is not None:
                 rewriting.drop(node.func, module)
@@ -190,7 +192,7 @@ def _by_library(program: Program) -> list[Undecided]:
     if not any(LIBRARY.search(module.text) for module in program.parsed):
         return []
     why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
-    found = [(module, beyond.uses(module, program.symbol)) for module in program.parsed]
+    found = [(module, names.uses(module, program.symbol)) for module in program.parsed]
     return [Undecided("FC21", why, known[0][0], module) for module, known in found if known]
 
 

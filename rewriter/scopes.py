@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -25,22 +25,26 @@ LAYOUT = re.compile(
     r"|indent|operator|asynchronous|relative|open_|close_|separator|star$|default_|has_|encoding|newline|arrow|bar"
 )
 _FIELDS: dict[type, tuple[str, ...]] = {}
+_TEXT = {str, type(None), bool, cst.MaybeSentinel}  # asking whether one is a node is slow
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-def children(node: cst.CSTNode) -> Iterator[Child]:
+def children(node: cst.CSTNode) -> list[Child]:
     """The nodes right below a node that hold code, in the text's order. libcst's own way copies the node."""
     kind = type(node)
     names = _FIELDS.get(kind)
     if names is None:
         names = ORDER.get(kind) or tuple(f for f in kind.__dataclass_fields__ if not LAYOUT.match(f))
         _FIELDS[kind] = names
+    found: list[Child] = []
     for name in names:
         value = getattr(node, name)
-        if isinstance(value, (list, tuple)):
-            yield from (one for one in value if isinstance(one, cst.CSTNode))
-        elif isinstance(value, cst.CSTNode):
-            yield value
+        held = type(value)
+        if held is list or held is tuple:
+            found += [one for one in value if type(one) not in _TEXT]
+        elif held not in _TEXT and isinstance(value, cst.CSTNode):
+            found.append(value)
+    return found
 
 
 @dataclass(eq=False)
