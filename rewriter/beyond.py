@@ -66,7 +66,7 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             statement = module.statement(node)
             if id(statement) in said and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
                 continue  # a rule has said what there is to decide
-            if symbol == CLASS and remove_alias(scene, module, node):
+            if (symbol == CLASS or symbol.startswith("module:")) and remove_alias(scene, module, node):
                 continue
             code = code_of(symbol, node, module, scene.symbol)
             code = "FC04" if code == "FC01" and symbol == CLASS else code
@@ -148,8 +148,9 @@ def asked_of_a_part(scene: Scene, module: Module, node: cst.Call) -> str:
         own = part and name in OWN and scene.is_model(base, module)
     else:
         name = string(node.args[1].value) or "" if len(node.args) >= 2 else ""
-        own = module.code(node.func) in ("getattr", "hasattr") and name in OWN
-        own = own and not (scene.is_model(node.args[0].value, module) and (name == "no_sync" or len(node.args) == 2))
+        called = module.code(node.func)
+        own = called in ("getattr", "hasattr") and name in OWN
+        own = own and not (scene.is_model(node.args[0].value, module) and (name == "no_sync" or called == "hasattr"))
     return ROWS[f"{CLASS}.{name}()"].code if own else ""
 
 

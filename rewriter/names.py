@@ -72,8 +72,10 @@ def alias(node: cst.CSTNode, module: Module, symbol_of: SymbolOf) -> cst.Name | 
         names = [target] if holder is node else [element.value for element in held]
         for name in names:
             if isinstance(name, cst.Name) and bound_value(name, module) is node:
-                reads = module.references(name)
-                return name if all(symbol_of(read, module) == CLASS for read in reads) else None
+                if isinstance(module.enclosing(name, cst.FunctionDef, cst.ClassDef), cst.ClassDef):
+                    return None
+                known = symbol_of(node, module)
+                return name if all(symbol_of(read, module) == known for read in module.references(name)) else None
     return None
 
 
@@ -136,7 +138,8 @@ def in_annotation(node: cst.SimpleString, module: Module, symbol_of: SymbolOf) -
 def uses(module: Module, symbol_of: SymbolOf) -> list[tuple[Any, str]]:
     """Every read of a name of FSDP1, the longest expression that is one, with its canonical name."""
     found = []
-    looked_up = (*module.named(cst.Call, "getattr"), *module.named(cst.Call, "import_module"))
+    holders = [module.parent(held) for held in module.named(cst.Attribute, "__dict__")]
+    looked_up = (*module.named(cst.Call, "getattr"), *module.named(cst.Call, "import_module"), *holders)
     for text in module.all(cst.SimpleString):
         if in_annotation(text, module, symbol_of) or (string(text) == CLASS and compared(
             module.parent(module.parent(text) or text), module, symbol_of
@@ -146,7 +149,12 @@ def uses(module: Module, symbol_of: SymbolOf) -> list[tuple[Any, str]]:
         above = module.parent(node)
         if isinstance(above, cst.Attribute) and (above.attr is node or symbol_of(above, module) is not None):
             continue
-        if isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Import, cst.Param)):
+        if (
+            isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Import))
+            or getattr(above, "name", None) is node
+        ):
+            continue
+        if node is None or (isinstance(node, cst.Attribute) and node.attr.value == "__dict__"):
             continue
         if isinstance(above, cst.Arg) and above.keyword is node:
             continue

@@ -43,6 +43,7 @@ class Program:
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
         self._files: dict[tuple[str, Path], Path | None] = {}
+        self._lines: dict[Path, list[tuple[str, str, str]]] = {}
         self._handed: dict[tuple[str, str, Path], set[Path]] = {}
         self._symbols: dict[int, str | None] = {}  # nodes live as long as the modules here
         self._by_last_name: dict[str, list[Path]] = {}
@@ -100,10 +101,15 @@ class Program:
         }
         return found | below
 
+    def _import_lines(self, path: Path) -> list[tuple[str, str, str]]:
+        if path not in self._lines:
+            self._lines[path] = IMPORTS.findall(self.sources[path].text)
+        return self._lines[path]
+
     def _imported(self, path: Path) -> set[Path]:
         """The given files that a file imports something of, found without parsing it."""
         found: set[Path] = set()
-        for package, listed, plain in IMPORTS.findall(self.sources[path].text):
+        for package, listed, plain in self._import_lines(path):
             if package:
                 found |= {file for name in re.findall(r"\w+", listed) for file in self._behind(package, name, path)}
             for name in re.findall(r"[\w.]+", plain):
@@ -113,15 +119,15 @@ class Program:
         return found - {path}
 
     def _behind(self, package: str, name: str, path: Path, depth: int = 0) -> set[Path]:
-        """The files that `from package import name` may get it from: a package hands on what it imports itself."""
+        """The files that `from package import name` may get it from: each hands on what it imports itself."""
         key = (package, name, path)
         if key not in self._handed:
             self._handed[key] = set()  # for imports in circles
             below = self._file_of(f"{package}{'' if package.endswith('.') else '.'}{name}", path)
             file = below or self._file_of(package, path)
             found = {file} if file is not None else set()
-            if below is None and file is not None and file.stem == "__init__" and depth < DEPTH:
-                for source, listed, _ in IMPORTS.findall(self.sources[file].text):
+            if below is None and file is not None and depth < DEPTH:
+                for source, listed, _ in self._import_lines(file):
                     if source and ("*" in listed or re.search(rf"\b{name}\b", listed)):
                         found |= self._behind(source, name, file, depth + 1)
             self._handed[key] = found

@@ -117,7 +117,8 @@ def _rewrite(program: Program, given: Program) -> Result:
         if stays and not edits.changed:
             continue
         path = module.path.resolve()
-        made = _finished(edits, given.sources[path], exported.get(path, set()), tidy=not stays)
+        lost = [] if stays else [name.bound for name in imports.imported(module) if _lost(program, module, name)]
+        made = _finished(edits, given.sources[path], exported.get(path, set()), lost, tidy=not stays)
         if made is not None:
             result.files.append(made)
     return result
@@ -213,10 +214,18 @@ def _exported(program: Program) -> dict[Path, set[str]]:
     return found
 
 
-def _finished(edits: Edits, source: Source, exported: set[str], tidy: bool) -> Rewritten | None:
+def _lost(program: Program, module: Module, name: imports.Name) -> bool:
+    """Whether another file of the program gives its class of FSDP1 under this name."""
+    if not name.package or imports.fsdp1(name):
+        return False
+    dotted = f"{name.package}{'' if name.package.endswith('.') else '.'}{name.name}"
+    return program.symbol_of(dotted, module) == CLASS
+
+
+def _finished(edits: Edits, source: Source, exported: set[str], lost: list[str], tidy: bool) -> Rewritten | None:
     text = edits.render((0, len(edits.module.text)))
     if tidy:
-        text = imports.tidy(edits, text, exported)
+        text = imports.tidy(edits, text, exported, lost)
     if text == source.text:
         return None
     cells: list[str] = [f" cell {cell.index}" for cell in source.cells] or [""]
