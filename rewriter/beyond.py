@@ -87,7 +87,7 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
         for text in module.all(cst.SimpleString):
             if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
                 said.add(id(line))
-                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module, blocking=False))
+                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
             if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
                 problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
@@ -166,6 +166,7 @@ def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) 
         call.args[0].value
         for call, where in scene.calls
         if where is module and module.function(call) is home and module.span(call)[0] < here and call.args
+        if not module.exclusive(call, node)
     ]
     return scene.is_model(called.value, module) or module.code(called.value) in [module.code(one) for one in given]
 

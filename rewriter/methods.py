@@ -8,7 +8,7 @@ import libcst as cst
 
 from rewriter.bindings import arguments
 from rewriter.blocks import can_unwrap, unwrap
-from rewriter.each_parameter import changes_each
+from rewriter.each_parameter import changes_each, is_whole
 from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
@@ -126,7 +126,7 @@ def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
         text = f"next({edits.code(node.value)}.parameters()).device_mesh.get_group(-1)"
         edits.replace(module.span(node), text)
     elif code and not edits.covers(node):
-        raise Undecided(code, "FSDP2's models don't have it", node, module, blocking=False)
+        raise Undecided(code, "FSDP2's models don't have it", node, module)
 
 
 def _unwrapped(scene: Scene, module: Module, node: cst.Attribute) -> None:
@@ -331,12 +331,16 @@ def _summon(
     with_item = module.parent(node)
     block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
     read_only = constant(args.get("writeback"), True) is False
+    whole = isinstance(block, cst.With) and is_whole(scene, module, block)
     if (
         isinstance(block, cst.With)
         and isinstance(with_item, cst.WithItem)
         and not spread
         and can_unwrap(module, block)
-        and (changes_each(scene, module, block) or (not scene.lowered and _only_calls(scene, module, block, model)))
+        and (
+            (changes_each(scene, module, block) and not whole)
+            or (not scene.lowered and _only_calls(scene, module, block, model))
+        )
     ):
         unwrap(scene.edits(module), block, with_item)
         return
@@ -349,7 +353,7 @@ def _summon(
     if not isinstance(block, cst.With):
         if scene.lowered or not read_only:
             raise stop("it isn't opened by a with statement")
-    elif not read_only and not _reads_only(module, block):
+    elif not read_only and not whole and not _reads_only(module, block):
         raise stop("what is written to the parameters would be lost; set_model_state_dict keeps it")
     else:
         for made in module.within(block.body, cst.Call):

@@ -121,6 +121,19 @@ class Module:
             yield above
             above = self._parents.get(above)
 
+    def exclusive(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Whether only one of two nodes is reached, as one stands in the else of the other's branch."""
+        for above in self.ancestors(one):
+            if isinstance(above, cst.If) and above.orelse is not None:
+                held = [[self._holds(part, node) for part in (above.body, above.orelse)] for node in (one, other)]
+                if held in ([[True, False], [False, True]], [[False, True], [True, False]]):
+                    return True
+        return False
+
+    def _holds(self, outer: cst.CSTNode, inner: cst.CSTNode) -> bool:
+        start, end = self._spans[id(outer)]
+        return start <= self.order(inner) < end
+
     def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
         return next((above for above in self.ancestors(node) if isinstance(above, kinds)), None)
 

@@ -36,7 +36,7 @@ from rewriter.construct import Construction
 from rewriter.edits import Edits, Undecided
 from rewriter.emit import Emission
 from rewriter.given import Given
-from rewriter.module import Module
+from rewriter.module import Module, last_name
 from rewriter.program import Program
 from rewriter.scene import Scene
 from rewriter.source import Source
@@ -66,12 +66,12 @@ class Result:
 def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
     """Every call of FSDP1's class, and of a partial of it, inner ones first."""
     found: list[tuple[cst.Call, Module, Leaf | None]] = []
-    travels = any(names.travels(program, module) for module in program.relevant())
+    held = names.holders(program)
     for module in program.relevant():
         for node in module.all(cst.Call):
             if program.symbol(node.func, module) == CLASS:
                 found.append((node, module, None))
-            elif travels and isinstance(node.func, (cst.Name, cst.Attribute)):
+            elif last_name(node) in held and isinstance(node.func, (cst.Name, cst.Attribute)):
                 presets = [leaf for leaf in _called(values, node.func, module) if leaf.kind in ("partial", "symbol")]
                 ours = [leaf for leaf in presets if leaf.symbol == CLASS]
                 if ours:
@@ -82,8 +82,6 @@ def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Modu
 def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> list[Leaf]:
     """What a called name may be, where that is worth asking: functions and classes aren't FSDP1's class."""
     if isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-        return []
-    if "FSDP" not in module.text and "FullyShardedDataParallel" not in module.text:
         return []
     return values.leaves(node, module)
 
