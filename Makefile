@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TRAIN = $(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.train
 UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
 # The newest run, for `make resume` and `make infer`.
-RUN ?= $(shell ls -td $$(dirname runs/*/config.json) 2>/dev/null | head -n 1)
+RUN ?= $(patsubst %/config.json,%,$(shell ls -t runs/*/config.json 2>/dev/null | head -n 1))
 
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 

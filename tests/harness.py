@@ -243,6 +243,16 @@ class _Tree:
         """Nothing was gathered."""
 
 
+class Payload:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
 def save(store: Store, state: Any, step: int, *, info: Mapping[str, Any] | None = None, keep: int = 1) -> None:
     """One save of an AppState, or of a tree of tensors, that is over when this returns. Raises SaveFailed."""
     app = state if isinstance(state, AppState) else cast(AppState, _Tree(state))

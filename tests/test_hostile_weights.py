@@ -23,7 +23,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
 from tests.fuzz.common import one_line
-from tests.harness import small
+from tests.harness import Payload, small
 from tests.test_weights import tiny
 
 State = dict[str, Tensor]
@@ -170,22 +170,12 @@ def test_what_is_no_file_hangs_nothing(state: State, tmp_path: Path) -> None:
         assert f"is {name} and no file" in refused(folder, run=tmp_path / "run")
 
 
-class Code:
-    """Leaves a mark when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
-
-
 def test_code_in_a_pickle_is_not_run(state: State, tmp_path: Path) -> None:
     mark, folder = tmp_path / "ran", tmp_path / "model"
     folder.mkdir()
-    torch.save({**state, "more": Code(mark)}, folder / "pytorch_model.bin")
+    torch.save({**state, "more": Payload(mark)}, folder / "pytorch_model.bin")
     assert "only plain tensors with data and plain values are read" in refused(folder, run=tmp_path / "run")
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({**state, "more": Code(mark)}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({**state, "more": Payload(mark)}))
     assert "is no whole archive of torch.save" in refused(folder, run=tmp_path / "run")
     index = {"weight_map": dict.fromkeys(state, "../pytorch_model.bin")}
     (folder / "pytorch_model.bin").rename(tmp_path / "pytorch_model.bin")

@@ -210,6 +210,15 @@ def test_make_train_resume_and_infer(tmp_path: Path) -> None:
     assert "of 10 samples right" in out
 
 
+def test_a_folder_that_is_no_run_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "minimal").mkdir(parents=True)
+    for target in ("resume", "infer"):
+        status, out, err = make(target, cwd=tmp_path)
+        assert status != 0
+        assert "runs/minimal" not in out + err
+        assert "no run" in out + err
+
+
 def test_make_test_runs_tox_and_help_lists_every_target() -> None:
     status, out, _ = make("-n", "test", "ARGS=-k nothing")
     assert status == 0

@@ -41,9 +41,14 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> int:
         except BlockingIOError:
             waiting()
             fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            if os.path.samestat(os.stat(folder / LOCK), os.fstat(lock)):
-                return lock
-        except FileNotFoundError:
-            pass  # its folder was moved while this process waited
+        if _is_at(folder / LOCK, lock):
+            return lock
         os.close(lock)
+
+
+def _is_at(path: Path, opened: int) -> bool:
+    """Whether an opened file is at its path still: its folder may have been moved while this process waited."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(opened))
+    except FileNotFoundError:
+        return False

@@ -78,7 +78,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
 
     def call(model: nn.Module, batch: Batch) -> Any:
         if task == "image":
-            return model(pixel_values=resized(batch.inputs, config))
+            return model(pixel_values=resized(batch.inputs, model, config))
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
@@ -138,9 +138,14 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
-def resized(images: Tensor, config: Any) -> Tensor:
-    """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them."""
-    channels, size = getattr(config, "num_channels", images.shape[1]), getattr(config, "image_size", None)
+def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
+    """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them.
+
+    Channels are those of its first convolution, the size is in its configuration or that of its part for images.
+    """
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    channels = images.shape[1] if first is None else first.in_channels
+    size = getattr(getattr(config, "vision_config", config), "image_size", None)
     if images.shape[1] == 1 != channels:
         images = images.expand(-1, channels, -1, -1)
     wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)

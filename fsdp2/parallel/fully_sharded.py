@@ -79,6 +79,8 @@ def shard(
         kept = reshard_after_forward is None and group is groups[-1]
         policy = False if kept else reshard_after_forward
         _shard_norms(group, policy, settings)
+        for module in group:
+            module.register_forward_hook(outlive)  # before fully_shard's own hook, which frees
         for part in [*of_other_dtypes(group, shared), group]:
             fully_shard(part, reshard_after_forward=policy, ignored_params=shared, **settings)  # type: ignore[call-overload]
         heads.append(cast(FSDPModule, group[0]))
@@ -89,6 +91,30 @@ def shard(
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     exchange_zeros(model)
     return heads
+
+
+def outlive(module: nn.Module, _: object, output: Any) -> Any:
+    """A forward hook: what shares its memory with a parameter of the module is copied, for that memory is freed.
+
+    A layer of learned positions returns its table, or a view of it. Whoever reads it after the forward would find what
+    lies there by then, and no error tells.
+    """
+    # Private, and what fully_shard's own hooks find the tensors of a library's output with; torch has no public one.
+    from torch.utils._pytree import tree_map_only
+
+    whole = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
+    freed = {parameter.untyped_storage().data_ptr() for parameter in whole}
+
+    def outliving(one: Tensor) -> Tensor:
+        if one.untyped_storage().data_ptr() not in freed:
+            return one
+        once = one
+        for dimension in range(one.dim()):
+            if one.stride(dimension) == 0:  # expanded, and stays so
+                once = once.narrow(dimension, 0, 1)
+        return once.clone().expand(one.shape)
+
+    return tree_map_only(Tensor, outliving, output)
 
 
 def _shard_norms(modules: Sequence[nn.Module], reshard: bool | int | None, settings: Mapping[str, Any]) -> None:

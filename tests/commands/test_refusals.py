@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp2.checkpoint.__main__ import main
 from tests.commands.common import Cli, change_metadata, refusal
-from tests.harness import python_environment
+from tests.harness import Payload, python_environment
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,6 @@ def test_as_a_program_into_a_pipe_that_closes(finished: Path) -> None:
 
 
 # --- strangers -------------------------------------------------------------------------------------------
-
-
-class Payload:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
 
 
 def _pt_with_code(place: Path, trace: Path) -> Path:

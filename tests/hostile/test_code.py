@@ -18,20 +18,10 @@ from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
-from tests.harness import Ranks
+from tests.harness import Payload, Ranks
 from tests.hostile.common import checkpoint_of, resume, vouch
 
 LEADS_OUT = ["../secret", "/etc/passwd", "a/../../secret", "..", "a\\..\\secret", "null\0byte"]
-
-
-class Payload:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
 
 
 def _messages(ranks: Ranks, run: Path) -> list[str]:

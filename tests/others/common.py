@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils._pytree import tree_map_only
 
 from fsdp2 import data, train
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.models import ModelSpec
+from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.precision import with_statistics
 from fsdp2.run import runtime
 
 SEED = 3
@@ -74,13 +79,23 @@ def save(name: str, folder: Path, seed: int = 0, **more: Any) -> str:
 
 
 def plain(model: str) -> nn.Module:
-    """The model of a folder as transformers loads it."""
+    """The model of a folder as transformers loads it, where torch would have put its memory.
+
+    A tensor that is mapped from a file lies where the file has it, and MKL rounds by how a matrix is aligned: the same
+    weights give other last bits from there.
+    """
     import transformers
 
     folder = model.removeprefix("hf:")
     named: list[str] = transformers.AutoConfig.from_pretrained(folder).architectures
-    loaded: nn.Module = getattr(transformers, named[0]).from_pretrained(folder, dtype=torch.float32)
-    return loaded
+    return aligned(getattr(transformers, named[0]).from_pretrained(folder, dtype=torch.float32))
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """A model with its tensors in memory that torch has allocated."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
 
 
 def flags(model: str, run: Path | str, *more: str) -> list[str]:
@@ -116,10 +131,48 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {re.sub(r"(_fsdp_wrapped_)?module\.", "", name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) -> list[float]:
+class Rounded:
+    """A model whose parameters are rounded for each forward, as `MixedPrecisionPolicy(param_dtype)` has them.
+
+    Inputs of the groups that `fully_shard` would be called on are rounded too, and batch norms stay as they are. What a
+    forward changes in buffers stays in the copy.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.model, self.copy = model, copy.deepcopy(model)
+        as_it_is = {parameter for norm in with_statistics([self.copy]) for parameter in norm.parameters()}
+        for parameter in set(self.copy.parameters()) - as_it_is:
+            parameter.data = parameter.data.to(dtype)
+
+        def cast(_: nn.Module, *given: Any) -> Any:
+            return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given)
+
+        groups = shard_groups(self.copy, spec.blocks(self.copy), 1)
+        for module in [self.copy, *(module for group in groups for module in group)]:
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+
+    def __enter__(self) -> nn.Module:
+        for whole, rounded in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            rounded.data.copy_(whole.data)
+            rounded.grad = None
+        return self.copy.train()
+
+    def __exit__(self, *_: object) -> None:
+        for whole, rounded in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            if rounded.grad is not None:
+                gradient = rounded.grad.to(whole.dtype)
+                whole.grad = gradient if whole.grad is None else whole.grad + gradient
+
+
+def plain_losses(
+    model: nn.Module, steps: int, spec: ModelSpec | None = None, compute: torch.dtype = torch.float32
+) -> list[float]:
     """The losses of a plain loop in one process, on what two ranks would get: two microbatches for each step.
 
     What a model draws by chance, such as dropout, it draws for a microbatch as the rank would that got it.
+
+    Args:
+        compute: the dtype of parameters and inputs in forward and backward; what the optimizer updates is the model's.
     """
     tasks: dict[str, tuple[str, int | None]] = {"t5": ("seq2seq", 0), "bert": ("masked", 255)}
     kind = vars(model)["config"].model_type if spec is None else spec.kind
@@ -150,18 +203,20 @@ def plain_losses(model: nn.Module, steps: int, spec: ModelSpec | None = None) ->
     for rank, one in enumerate(draws):
         runtime.seed_everything(SEED, rank)
         drawn.append(one.state_dict())
+    rounded = None if spec is None or compute == torch.float32 else Rounded(model, spec, compute)
     for microbatches in batches:
         parts = []
         for rank, batch in enumerate(microbatches):
             draws[rank].load_state_dict(drawn[rank])
-            if kind == "image":  # resized, which is all that happens to them
-                assert spec is not None
-                logits = spec.logits(spec.call(model, batch))
-            else:
-                named = {"input_ids" if kind != "vit" else "pixel_values": batch.inputs}
-                logits = model(**(batch.inputs if isinstance(batch.inputs, dict) else named)).logits
-            part = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
-            (part / batch.target_count).backward()
+            with rounded or nullcontext(model) as used:
+                if rounded or kind == "image":  # an image is resized, which is all that happens to it
+                    assert spec is not None
+                    logits = spec.logits(spec.call(used, batch))
+                else:
+                    named = {"input_ids" if kind != "vit" else "pixel_values": batch.inputs}
+                    logits = used(**(batch.inputs if isinstance(batch.inputs, dict) else named)).logits
+                part = F.cross_entropy(logits.float().flatten(0, -2), batch.targets.flatten(), reduction="sum")
+                (part / batch.target_count).backward()
             parts.append(part.detach())
             drawn[rank] = draws[rank].state_dict()
         optimizer.step()

@@ -51,12 +51,6 @@ class Normed(Block):
         return x + self.norm(self.linear(x))
 
 
-def normed() -> nn.Module:
-    model = Net()
-    model.blocks = nn.ModuleList([Normed() for _ in range(2)])
-    return model
-
-
 def net() -> nn.Module:
     return Net()
 
@@ -69,6 +63,41 @@ class Direct(Net):
         for block in self.blocks:
             x = block.forward(x)
         return self.head(x)
+
+
+class Table(nn.Module):
+    """Returns a view of its parameter, as layers of learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 49, 784))
+
+    def forward(self) -> Tensor:
+        return self.weight[0]
+
+
+class Positions(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Table(), Normed(), Normed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, *blocks = self.blocks
+        positions = table()
+        x = self.stem(x.flatten(1) + positions.mean(0))
+        for block in blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def positions() -> nn.Module:
+    return Positions()
+
+
+def normed() -> nn.Module:
+    model = Net()
+    model.blocks = nn.ModuleList([Normed() for _ in range(2)])
+    return model
 
 
 def direct() -> nn.Module:

@@ -16,8 +16,9 @@ SAMPLE = [
     ("causal", "deepseek_v3"),  # experts, latent attention
     ("causal", "gemma3_text"),  # layers of two kinds, a softcap
     ("masked", "modernbert"),
+    ("audio", "hubert"),  # a spec of one's own
 ]
-GOOD = Row("good", "causal", 10, 3, True, 0.0, True, True, True, True, 0.0)
+GOOD = Row("good", "causal", 10, 3, True, 0.0, True, True, 0.0, True, 0.0)
 
 
 @pytest.mark.parametrize(("kind", "name"), SAMPLE)
@@ -49,7 +50,8 @@ def test_the_page_counts_what_passed() -> None:
         {"apart": float("nan")},
         {"resumed": False},
         {"checkpointed": None},
-        {"bf16": False},
+        {"bf16": None},
+        {"bf16": 0.1},
         {"exported": False},
         {"failed": "no"},
     ],

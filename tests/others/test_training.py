@@ -8,13 +8,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from fsdp2 import infer
+from fsdp2 import infer, models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
-from tests.others.common import MODELS, WORDS, flags, plain, plain_losses, save
+from tests.others import own
+from tests.others.common import MODELS, SEED, WORDS, flags, plain, plain_losses, save
 
 
 def _accuracy(run: str, *, sharded: bool) -> float:
@@ -39,6 +41,16 @@ def test_losses_are_those_of_a_plain_loop_and_of_a_resumed_run(ranks: Ranks, tmp
     accuracy = of_kind(rest, "eval")[-1]["accuracy"]
     assert [accuracy] == ranks.run(partial(_accuracy, str(tmp_path / "cut"), sharded=False), ranks=1)
     assert [accuracy] * 2 == ranks.run(partial(_accuracy, str(tmp_path / "cut"), sharded=True))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_layer_that_returns_its_own_weight(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    """It is a group of its own, whose memory is freed after its forward: before what it returned is used."""
+    name = "tests.others.own:positions"
+    torch.manual_seed(SEED)
+    expected = plain_losses(own.positions(), 3, models.get(name))
+    line = flags(name, tmp_path / "run", f"--strategy={strategy}", "--max-steps=3", "--no-save-model")
+    assert losses(ranks.run(main_in_ranks, line)[0]) == expected
 
 
 def test_a_run_goes_on_without_the_folder_that_its_model_came_from(ranks: Ranks, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_polic
 from fsdp2.parallel.baselines.rules import Baseline, Options, SetWeights, Start
 from fsdp2.parallel.baselines.start import fill, materialise, model_of, on_meta, ties_weights
 from fsdp2.parallel.engine import Engine, Microbatch
+from fsdp2.parallel.fully_sharded import outlive
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import DTYPES
@@ -95,6 +96,8 @@ def wrap(
         )
         # Sharded, so that state dicts need no rank to hold the whole model.
         FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
+    for unit in FullyShardedDataParallel.fsdp_modules(sharded):
+        unit.module.register_forward_hook(outlive)
     return sharded
 
 

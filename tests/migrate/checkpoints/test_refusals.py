@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2.migrate.checkpoints.names import stripped
+from tests.harness import Payload
 from tests.migrate.checkpoints.conftest import Cli, Saved, everything
 
 State = dict[str, Tensor]
@@ -42,16 +43,6 @@ def named(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """The same with names, as FSDP.optim_state_dict gives it."""
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in optimizer["param_groups"]]
     return {"state": {names[n]: state for n, state in optimizer["state"].items()}, "param_groups": groups}
-
-
-class Payload:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
 
 
 def _nothing(place: Path, trace: Path) -> list[Any]:
