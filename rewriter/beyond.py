@@ -3,80 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import libcst as cst
 
 from fsdp2.migrate.row import CLASS
 from rewriter import each_parameter
 from rewriter.edits import Undecided
-from rewriter.methods import PREFIX
 from rewriter.module import Module
+from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
-from rewriter.symbols import AROUND, BY_CODE, ENUMS, row_of
+from rewriter.symbols import AROUND, BY_CODE, ENUMS, PREFIX, ROWS
 from rewriter.values import string
-
-SymbolOf = Callable[[cst.CSTNode, Module], str | None]
-
 
 # Asked for by name, to be shared among models.
 STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")
 
 
-def code_of(symbol: str, node: cst.CSTNode, module: Module) -> str:
-    """The row that a use of FSDP1's name is about."""
-    if symbol.startswith("private:"):
-        return "FC33" if symbol.endswith("_runtime_utils._reshard") else "FC06"
-    if symbol.startswith("library:"):
-        return "FC21"
-    if symbol.startswith("fairscale:"):
-        return "FC22"
-    if symbol.startswith("module:"):
-        return "FX07"
-    if symbol == CLASS:
-        above = module.parent(node)
-        if isinstance(above, cst.Call) and above.func is node:
-            return "FA01"
-        if isinstance(above, cst.Arg) and isinstance(module.parent(above), cst.ClassDef):
-            return "FC05"
-        if module.enclosing(node, cst.Annotation) is not None:
-            return "FC03"
-        call = module.parent(above) if isinstance(above, cst.Arg) else None
-        if isinstance(call, cst.Call) and module.code(call.func) in ("isinstance", "issubclass"):
-            return "FC02"
-        return "FC04"
-    row = row_of(symbol)
-    if row is not None:
-        return row.code
-    head = symbol.partition(".")[0]
-    whole = {"ShardingStrategy": "FA03", "MixedPrecision": "FA07", "CPUOffload": "FA04", "BackwardPrefetch": "FA06",
-             "StateDictType": "FM07", "OptimStateKeyType": "FD19", "StateDictSettings": "FD16"}  # fmt: skip
-    if head in whole:
-        return whole[head]
-    if head.endswith("Config"):
-        return "FM07"
-    return "FA05" if "policy" in head.lower() else "FC06"
-
-
-def uses(module: Module, symbol_of: SymbolOf) -> list[tuple[cst.Name | cst.Attribute, str]]:
-    """Every read of a name of FSDP1, the longest expression that is one, with its canonical name."""
-    found = []
-    for node in module.all(cst.Name, cst.Attribute):
-        above = module.parent(node)
-        if isinstance(above, cst.Attribute) and (above.attr is node or symbol_of(above, module) is not None):
-            continue
-        if isinstance(above, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Import, cst.Param)):
-            continue
-        if isinstance(above, cst.Arg) and above.keyword is node:
-            continue
-        if isinstance(above, (cst.AssignTarget, cst.FunctionDef, cst.ClassDef)):
-            continue
-        if _in_import(node, module):
-            continue
-        symbol = symbol_of(node, module)
-        if symbol is not None:
-            found.append((node, symbol))
-    return found
+def remove_alias(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
+    """Take such a name away, if what reads it has moved."""
+    name = alias(node, module, scene.rewriting.program.symbol)
+    edits, line = scene.edits(module), module.statement(node)
+    if name is None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+        return False
+    for read in module.references(name):
+        if not edits.goes(read) and not (alias(read, module, scene.symbol) and remove_alias(scene, module, read)):
+            return False
+    assign = line.body[0]
+    assert isinstance(assign, cst.Assign)
+    target, value = assign.targets[0].target, assign.value
+    if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
+        both = [pair for pair in zip(target.elements, value.elements, strict=True) if pair[1].value is not node]
+        sides = [", ".join(edits.code(pair[side].value) for pair in both) for side in (0, 1)]
+        edits.replace(module.span(assign), " = ".join(sides))
+    else:
+        edits.remove(line)
+    return True
 
 
 def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
@@ -86,19 +47,12 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
         return f"what {head} says here stands in the calls of fully_shard now, and nothing reads it any more: remove it"
     if head in ENUMS and not isinstance(module.parent(node), cst.Call):
         return f"{head} goes with FSDP1: a string or an enumeration of your own, where it only tells cases apart"
-    row = BY_CODE[code_of(symbol, node, module)]
+    row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
+    if row.code in ("FC04", "FC01") and symbol == CLASS:
+        return how_it_travels(node, module)
     if row.status == "exact" or not row.note:
         return f"not moved, since nothing is known of where it goes; it would be {row.becomes}"
     return row.note
-
-
-def _in_import(node: cst.CSTNode, module: Module) -> bool:
-    above = module.parent(node)
-    while isinstance(above, (cst.Attribute, cst.ImportAlias)):
-        if isinstance(above, cst.ImportAlias):
-            return True
-        above = module.parent(above)
-    return isinstance(above, (cst.Import, cst.ImportFrom))
 
 
 def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
@@ -112,7 +66,10 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             statement = module.statement(node)
             if id(statement) in said and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
                 continue  # a rule has said what there is to decide
-            code = code_of(symbol, node, module)
+            if (symbol == CLASS or symbol.startswith("module:")) and remove_alias(scene, module, node):
+                continue
+            code = code_of(symbol, node, module, scene.symbol)
+            code = "FC04" if code == "FC01" and symbol == CLASS else code
             why = _why(symbol, node, module, scene)
             problem = Undecided(code, why, node, module, blocking=False)
             # What wrap() makes is a part of a model, and a model is never half moved; nor is what another function, or
@@ -130,7 +87,7 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
         for text in module.all(cst.SimpleString):
             if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
                 said.add(id(line))
-                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module, blocking=False))
+                problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
             if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
                 problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
@@ -152,6 +109,8 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
     if by_library(module, node):
         return left("FC21")
     first = node.args[0].value if node.args and not node.args[0].star else None
+    if code := asked_of_a_part(scene, module, node):
+        return left(code)
     if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
         called = first.func if isinstance(first, cst.Call) else None
         ours = isinstance(called, cst.Attribute) and scene.is_model(called.value, module)
@@ -174,6 +133,27 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
     return []
 
 
+OWN = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
+
+
+def asked_of_a_part(scene: Scene, module: Module, node: cst.Call) -> str:
+    """The row of a method of FSDP1's on a part of a model, or by name of what isn't followed."""
+    if scene.edits(module).covers(node) or not scene.calls:
+        return ""
+    if isinstance(node.func, cst.Attribute):
+        name, base = node.func.attr.value, node.func.value
+        part = isinstance(base, (cst.Attribute, cst.Subscript)) and not scene.is_model(base, module)
+        while part and isinstance(base, (cst.Attribute, cst.Subscript)):
+            base = base.value
+        own = part and name in OWN and scene.is_model(base, module)
+    else:
+        name = string(node.args[1].value) or "" if len(node.args) >= 2 else ""
+        called = module.code(node.func)
+        own = called in ("getattr", "hasattr") and name in OWN
+        own = own and not (scene.is_model(node.args[0].value, module) and (name == "no_sync" or called == "hasattr"))
+    return ROWS[f"{CLASS}.{name}()"].code if own else ""
+
+
 DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)
 
 
@@ -186,6 +166,7 @@ def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) 
         call.args[0].value
         for call, where in scene.calls
         if where is module and module.function(call) is home and module.span(call)[0] < here and call.args
+        if not module.exclusive(call, node)
     ]
     return scene.is_model(called.value, module) or module.code(called.value) in [module.code(one) for one in given]
 

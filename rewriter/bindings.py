@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import libcst as cst
-from libcst.metadata import Assignment
 
 from rewriter.members import (
     class_attributes,
@@ -17,7 +16,8 @@ from rewriter.members import (
     returned_by,
 )
 from rewriter.module import Module
-from rewriter.program import Program, top_assignments, top_level
+from rewriter.program import Program, top_assignments
+from rewriter.scopes import Binding
 
 Bound = cst.BaseExpression | cst.FunctionDef | cst.ClassDef
 
@@ -102,7 +102,7 @@ class Bindings(ABC):
         return found, ""
 
     @staticmethod
-    def _reaching(name: cst.Name, module: Module) -> list[Assignment]:
+    def _reaching(name: cst.Name, module: Module) -> list[Binding]:
         """The bindings that a read may see: not those that one beside the read, and before it, has replaced."""
         bindings = module.assignments(name)
         home = module.function(name)
@@ -127,9 +127,8 @@ class Bindings(ABC):
         return bindings
 
     def _defined(self, module: Module, name: str) -> tuple[list[tuple[Bound, Module]] | None, str]:
-        for known in top_level(module):
-            if known.name == name:
-                return [(known.node, module)], ""
+        if name in module.top_level:
+            return [(module.top_level[name], module)], ""
         values = top_assignments(module, name)
         return ([(value, module) for value in values], "") if values else (None, f"{name} isn't found")
 
@@ -246,21 +245,14 @@ class Bindings(ABC):
     def calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         """Calls of a function or method, in all files that are parsed. Methods are told apart by name alone."""
         name = function.name.value
-        method = isinstance(module.enclosing(function, cst.ClassDef, cst.FunctionDef), cst.ClassDef)
-        found: list[tuple[cst.Call, Module]] = []
-        for where in self.program.parsed:
-            if name not in where.text and name != "__init__":
-                continue
-            for call in where.all(cst.Call):
-                called = call.func
-                if method:
-                    owner = module.enclosing(function, cst.ClassDef)
-                    made = owner is not None and name == "__init__" and where.code(called) == owner.name.value
-                    if made or (isinstance(called, cst.Attribute) and called.attr.value == name):
-                        found.append((call, where))
-                elif self.function(called, where) is function:
-                    found.append((call, where))
-        return found
+        owner = module.enclosing(function, cst.ClassDef, cst.FunctionDef)
+        if isinstance(owner, cst.ClassDef):
+            made = self.program.named(cst.Call, owner.name.value) if name == "__init__" else []
+            found = [(c, where) for c, where in made if isinstance(c.func, cst.Name)]
+            named = self.program.named(cst.Call, name)
+            return found + [(c, where) for c, where in named if isinstance(c.func, cst.Attribute)]
+        named = self.program.named(cst.Call, name) + self.program.named(cst.Call, "")
+        return [(call, where) for call, where in named if self.function(call.func, where) is function]
 
     def function(self, node: cst.CSTNode, module: Module) -> cst.FunctionDef | None:
         """The function of the program that a called expression is."""
@@ -278,9 +270,9 @@ class Bindings(ABC):
         if isinstance(node, (cst.Name, cst.Attribute)):
             place = self.program.definition(node, module)
             if place is not None:
-                for known in top_level(place[0]):
-                    if known.name == place[1] and isinstance(known.node, cst.FunctionDef):
-                        return known.node, place[0]
+                known = place[0].top_level.get(place[1])
+                if isinstance(known, cst.FunctionDef):
+                    return known, place[0]
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "self":
             owner = module.enclosing(node, cst.ClassDef)
             if owner is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from rewriter.helpers import HELPERS
-from rewriter.module import Module
+from rewriter.module import Module, last_name
 from rewriter.scene import Scene
 from rewriter.values import assignment, string
 
@@ -19,7 +19,9 @@ SHAPES = ("ndim", "dim", "shape", "size")
 
 
 def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Whether something is done with each of the parameters of a sharded model."""
+    """Whether something is done with each of the parameters of a sharded model, and they aren't whole there."""
+    if _summoned(scene, module, node):
+        return False
     for above in module.ancestors(node):
         if isinstance(above, cst.FunctionDef):
             return False
@@ -212,7 +214,7 @@ def _summoned(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
     """Whether summon_full_params is open, and stays: then parameters aren't sharded."""
     opened = [above for above in module.ancestors(node) if isinstance(above, cst.With)]
     whole = [w for w in opened if any("summon_full_params" in module.code(item.item) for item in w.items)]
-    return any(not changes_each(scene, module, block) for block in whole)
+    return any(not changes_each(scene, module, block) or is_whole(scene, module, block) for block in whole)
 
 
 def changes_each(scene: Scene, module: Module, block: cst.With) -> bool:
@@ -239,6 +241,36 @@ def changes_each(scene: Scene, module: Module, block: cst.With) -> bool:
             if not isinstance(called, cst.Attribute) or called.attr.value not in IN_PLACE:
                 return False
     return True
+
+
+def keeps_copies(scene: Scene, module: Module, block: cst.With) -> bool:
+    """Whether a block keeps copies of whole parameters: what is added to them later has to be whole too."""
+    assigned = module.within(block.body, cst.Assign, cst.AnnAssign)
+    calls = [call for line in assigned if line.value is not None for call in module.within(line.value, cst.Call)]
+    copied = [c for c in calls if last_name(c) in ("clone", "deepcopy")]
+    return bool(copied) and not changes_each(scene, module, block)
+
+
+def is_whole(scene: Scene, module: Module, block: cst.With) -> bool:
+    """Whether a block changes copies that another one has kept of whole parameters. One decision for both."""
+    return _changes_others(scene, module, block) and any(keeps_copies(scene, m, other) for other, m in scene.summoned)
+
+
+def _changes_others(scene: Scene, module: Module, block: cst.With) -> bool:
+    """Whether a block that `changes_each` changes something else than the parameters of sharded models: an average."""
+    others = []
+    for loop in module.within(block.body, cst.For):
+        names = [name.value for name in module.within(loop.target, cst.Name)]
+        given = loop.iter.args if isinstance(loop.iter, cst.Call) and module.code(loop.iter.func) == "zip" else ()
+        listed = [name for name, arg in zip(names, given, strict=False) if _models(scene, module, arg.value)]
+        own = listed if given else names
+        for call in module.within(loop.body, cst.Call):
+            root = call.func
+            while isinstance(root, (cst.Attribute, cst.Call, cst.Subscript)):
+                root = root.func if isinstance(root, cst.Call) else root.value
+            changed = last_name(call) in IN_PLACE and isinstance(root, cst.Name)
+            others += [root.value not in own] if changed else []
+    return bool(others) and all(others)
 
 
 def _models(scene: Scene, module: Module, over: cst.CSTNode) -> list[cst.BaseExpression]:

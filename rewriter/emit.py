@@ -72,14 +72,11 @@ class Emission:
         """Comments inside of the statement go above it."""
         assert self.statement is not None
         self.comments: list[str] = []
-        start, end = self.module.span(self.statement)
-        for comment in self.module.within(self.statement, cst.Comment):
-            if not start <= self.module.span(comment)[0] < end:
-                continue  # above the statement, where it stays
-            words = comment.value.lstrip("# ")
+        for _, comment in self.module.comments(self.statement):
+            words = comment.lstrip("# ")
             # A line of code that was commented out in the call makes no sense outside of it.
-            if not re.match(r"[\w.*]+\s*[=(]|[\w.*]+,\s*$|\w+$", words) and comment.value not in self.comments:
-                self.comments.append(comment.value)
+            if not re.match(r"[\w.*]+\s*[=(]|[\w.*]+,\s*$|\w+$", words) and comment not in self.comments:
+                self.comments.append(comment)
 
     def _put(self, lines: str) -> None:
         assert self.statement is not None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import libcst as cst
-from libcst.metadata import Assignment
 
 from rewriter.edits import Edits, call
 from rewriter.module import Module
@@ -53,11 +53,8 @@ def packages(statement: cst.Import | cst.ImportFrom) -> list[str]:
 
 def used(module: Module, name: Name) -> bool:
     """Whether anything reads an imported name. Names that a module exports by __all__ are read."""
-    scope = module.scope(name.statement)
-    if scope is None:
-        return True
     head = name.bound.partition(".")[0]
-    bindings = [b for b in scope[head] if isinstance(b, Assignment)]
+    bindings = module.scope(name.statement).find(head)
     if any(binding.references for binding in bindings if binding.node is name.statement):
         # `import a.b` and `import a.c` share the name a.
         if "." in name.bound and not name.alias.asname:
@@ -72,8 +69,9 @@ def fsdp1(name: Name) -> bool:
     return known is not None and not known.startswith(("library:", "fairscale:")) and qualified not in AROUND
 
 
-def tidy(edits: Edits, text: str, exported: set[str]) -> str:
-    """The text with its imports in order. `exported`: names that other files import from here."""
+def tidy(edits: Edits, text: str, exported: set[str], lost: Collection[str] = ()) -> str:
+    """The text with its imports in order. `exported`: names that other files import from here; `lost`: names that
+    were FSDP1's class in another file, which has it no more."""
     source = edits.module.source
     before = {(n.package, n.name, n.bound) for n in imported(edits.module) if not used(edits.module, n)}
     module = Module(Source(source.path, text, source.encoding, source.bom, notebook=source.notebook))
@@ -82,8 +80,8 @@ def tidy(edits: Edits, text: str, exported: set[str]) -> str:
         name
         for name in imported(module)
         if not used(module, name)
-        and name.bound not in exported
-        and (fsdp1(name) or (name.package, name.name, name.bound) not in before)
+        and (name.bound not in exported or name.bound in lost)
+        and (name.bound in lost or fsdp1(name) or (name.package, name.name, name.bound) not in before)
     ]
     there = {(n.package, n.name): n.bound for n in imported(module) if module.function(n.statement) is None}
     lines = _lines(edits, there)

@@ -11,10 +11,12 @@ import libcst as cst
 from rewriter.helpers import HELPERS
 from rewriter.methods import attribute_of_model
 from rewriter.module import Module
+from rewriter.names import uses
 from rewriter.scene import Scene
 from rewriter.translate import FSDP
 from rewriter.values import assignment, is_none
 
+NO_SHARD = "ShardingStrategy.NO_SHARD"
 HANDLES = ("_handle", "_handles")
 
 
@@ -47,7 +49,7 @@ def _sharded(scene: Scene, module: Module, node: cst.Attribute, resharded: list[
         return
     (target,) = compared.comparisons
     differs = isinstance(target.operator, (cst.IsNot, cst.NotEqual))
-    if not differs or scene.symbol(target.comparator, module) != "ShardingStrategy.NO_SHARD":
+    if not differs or scene.symbol(target.comparator, module) != NO_SHARD or _maybe_whole(scene):
         return
     asked: list[tuple[cst.CSTNode, Module]] = [(compared, module)]
     if isinstance(module.enclosing(compared, cst.If, cst.Return, cst.FunctionDef), cst.Return):
@@ -59,6 +61,12 @@ def _sharded(scene: Scene, module: Module, node: cst.Attribute, resharded: list[
     edits = scene.edits(module)
     edits.need(FSDP, "FSDPModule")
     edits.replace(module.span(compared), f"isinstance({edits.code(node.value)}, FSDPModule)")
+
+
+def _maybe_whole(scene: Scene) -> bool:
+    """Whether some model may not be sharded: then being an FSDPModule doesn't say that it is."""
+    named = [(node, m) for m in scene.modules for node, symbol in uses(m, scene.symbol) if symbol == NO_SHARD]
+    return scene.rewriting.by_name or any(not isinstance(m.parent(n), cst.ComparisonTarget) for n, m in named)
 
 
 def _guards(guard: cst.If | None, module: Module, asked: cst.CSTNode, resharded: list[cst.Call]) -> bool:

@@ -26,13 +26,7 @@ def method_of_any(program: Program, node: cst.Attribute, module: Module) -> tupl
     name = node.attr.value
     if any(imported for _, imported in module.qualified(node)) or any(hasattr(known, name) for known in ELSEWHERE):
         return None
-    found = [
-        (function, where)
-        for where in program.parsed
-        if name in where.text
-        for function in where.all(cst.FunctionDef)
-        if function.name.value == name
-    ]
+    found = program.named(cst.FunctionDef, name)
     owner = found[0][1].enclosing(found[0][0], cst.ClassDef, cst.FunctionDef) if len(found) == 1 else None
     return found[0] if isinstance(owner, cst.ClassDef) else None
 
@@ -46,8 +40,8 @@ def field_of_any(program: Program, name: str) -> list[tuple[Bound, Module]]:
             known: list[tuple[Bound, Module]] = [(v, where) for target, v in class_attributes(owner) if target == name]
             found += known + (constructed(program, owner, name) if known else [])
             fields += len(known)
-        for function in where.all(cst.FunctionDef) if name in where.text else ():
-            if function.name.value == name and is_property(function):
+        for function in where.named(cst.FunctionDef, name):
+            if is_property(function):
                 found += returned_by(function, where)
                 properties += 1
     return found if fields + properties == 1 else []
@@ -60,9 +54,7 @@ def constructed(program: Program, owner: cst.ClassDef, name: str) -> list[tuple[
               and isinstance(s.target, cst.Name)]  # fmt: skip
     found: list[tuple[Bound, Module]] = []
     for where in program.parsed:
-        for call in where.all(cst.Call) if owner.name.value in where.text else ():
-            if where.code(call.func).rpartition(".")[2] not in (owner.name.value, "replace"):
-                continue
+        for call in (*where.named(cst.Call, owner.name.value), *where.named(cst.Call, "replace")):
             for place, arg in enumerate(call.args):
                 by_place = arg.keyword is None and not arg.star and place < len(fields) and fields[place] == name
                 if (arg.keyword is not None and arg.keyword.value == name) or by_place:

@@ -8,17 +8,16 @@ import libcst as cst
 
 from rewriter.bindings import arguments
 from rewriter.blocks import can_unwrap, unwrap
-from rewriter.each_parameter import changes_each
+from rewriter.each_parameter import changes_each, is_whole
 from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
-from rewriter.program import top_level
+from rewriter.names import compared, in_annotation
 from rewriter.scene import Scene
-from rewriter.symbols import CLASS
+from rewriter.symbols import CLASS, PREFIX
 from rewriter.translate import FSDP, constant
 from rewriter.values import string
 
-PREFIX = "_fsdp_wrapped_module"
 # What FSDP1's models have of their own, and FSDP2's haven't.
 ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device",
               "training_state", "_handle", "_handles", "_flat_param", "params", "_streams")  # fmt: skip
@@ -36,6 +35,13 @@ def move(scene: Scene) -> list[Undecided]:
     for module in scene.modules:
         for node in module.all(cst.Name, cst.Attribute):
             _class(scene, module, node)
+        for asked in module.all(cst.Comparison):
+            _compared(scene, module, asked)
+        for text in module.all(cst.SimpleString):
+            if word := in_annotation(text, module, scene.symbol):
+                edits = scene.edits(module)
+                edits.need(FSDP, "FSDPModule")
+                edits.replace(module.span(text), re.sub(rf"\b{word}\b", "FSDPModule", module.code(text)))
         for attribute in module.all(cst.Attribute):
             _unwrapped(scene, module, attribute)
             try:
@@ -82,6 +88,23 @@ def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None
         edits.replace(module.span(node), name)
 
 
+def _compared(scene: Scene, module: Module, node: cst.Comparison) -> None:
+    """`type(model) is FSDP`, in whatever words: the class of a sharded model is its own, and an FSDPModule."""
+    model = compared(node, module, scene.symbol)
+    operator = node.comparisons[0].operator
+    if model is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+        edits = scene.edits(module)
+        edits.need(FSDP, "FSDPModule")
+        differs = "not " if isinstance(operator, (cst.IsNot, cst.NotEqual)) else ""
+        edits.replace(module.span(node), f"{differs}isinstance({edits.code(model)}, FSDPModule)")
+
+
+def by_name(scene: Scene, module: Module, node: cst.Call) -> bool:
+    """getattr(model, "no_sync", …), which finds nothing in FSDP2's models."""
+    named = module.code(node.func) == "getattr" and len(node.args) in (2, 3) and string(node.args[1].value) == "no_sync"
+    return bool(scene.calls) and named and scene.is_model(node.args[0].value, module)
+
+
 def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
     """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
     name = node.attr.value
@@ -103,7 +126,7 @@ def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
         text = f"next({edits.code(node.value)}.parameters()).device_mesh.get_group(-1)"
         edits.replace(module.span(node), text)
     elif code and not edits.covers(node):
-        raise Undecided(code, "FSDP2's models don't have it", node, module, blocking=False)
+        raise Undecided(code, "FSDP2's models don't have it", node, module)
 
 
 def _unwrapped(scene: Scene, module: Module, node: cst.Attribute) -> None:
@@ -150,6 +173,15 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         if module.code(node.args[0].value) == module.code(node.args[2].value):
             edits = scene.edits(module)
             edits.replace(module.span(node), edits.code(node.args[0].value))
+        return
+    if by_name(scene, module, node):
+        edits, called, model = scene.edits(module), module.parent(node), node.args[0].value
+        _no_sync_helper(scene, module, node)
+        if isinstance(called, cst.Call) and called.func is node:
+            edits.replace(module.span(called), f"no_sync({edits.code(model)})")
+        else:
+            edits.modules["functools"] = "functools"
+            edits.replace(module.span(node), f"functools.partial(no_sync, {edits.code(model)})")
         return
     if asks_for_method(scene, module, node):
         edits = scene.edits(module)
@@ -251,7 +283,7 @@ def _no_sync(scene: Scene, module: Module, node: cst.Call, receiver: cst.BaseExp
 
 
 def _no_sync_helper(scene: Scene, module: Module, node: cst.CSTNode) -> None:
-    if any(known.name == "no_sync" for known in top_level(module)):
+    if "no_sync" in module.top_level:
         raise Undecided("FM12", "no_sync is a function of this file already", node, module, blocking=False)
     edits = scene.edits(module)
     edits.modules["contextlib"] = "contextlib"
@@ -299,12 +331,16 @@ def _summon(
     with_item = module.parent(node)
     block = module.parent(with_item) if isinstance(with_item, cst.WithItem) else None
     read_only = constant(args.get("writeback"), True) is False
+    whole = isinstance(block, cst.With) and is_whole(scene, module, block)
     if (
         isinstance(block, cst.With)
         and isinstance(with_item, cst.WithItem)
         and not spread
         and can_unwrap(module, block)
-        and (changes_each(scene, module, block) or (not scene.lowered and _only_calls(scene, module, block, model)))
+        and (
+            (changes_each(scene, module, block) and not whole)
+            or (not scene.lowered and _only_calls(scene, module, block, model))
+        )
     ):
         unwrap(scene.edits(module), block, with_item)
         return
@@ -317,7 +353,7 @@ def _summon(
     if not isinstance(block, cst.With):
         if scene.lowered or not read_only:
             raise stop("it isn't opened by a with statement")
-    elif not read_only and not _reads_only(module, block):
+    elif not read_only and not whole and not _reads_only(module, block):
         raise stop("what is written to the parameters would be lost; set_model_state_dict keeps it")
     else:
         for made in module.within(block.body, cst.Call):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import (
-    Assignment,
-    MetadataWrapper,
-    PositionProvider,
-    Scope,
-    ScopeProvider,
-)
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
 from fsdp2.checkpoint.refusal import printable
+from rewriter.scopes import Binding, Scope, Scopes, children
 from rewriter.source import Source, Unreadable
 
 Node = TypeVar("Node", bound=cst.CSTNode)
@@ -34,14 +30,12 @@ class Module:
         self.source = source
         text = source.parsable()
         try:
-            wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-            self.tree = wrapper.module
-            self._positions = wrapper.resolve(PositionProvider)
-            self._scopes: Mapping[cst.CSTNode, Scope | None] = wrapper.resolve(ScopeProvider)
+            self.tree = cst.parse_module(text)
             # libcst has providers of parents and of qualified names too; each walks all of the file once more.
             self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
             self._all: list[cst.CSTNode] = []
             self._spans: dict[int, Span] = {}  # of a node and all below it, among all nodes
+            self._of_type: dict[type, list[int]] = {}
             self._number(self.tree)
         except cst.ParserSyntaxError as error:
             cell, line, _ = source.place(self._offset_in(text, error.raw_line, 0))
@@ -52,6 +46,14 @@ class Module:
         self.text = source.text
         self._lines = self._line_starts(text)
         self._of_kinds: dict[tuple[type, ...], list[Any]] = {}
+
+    @functools.cached_property
+    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+        return MetadataWrapper(self.tree, unsafe_skip_copy=True).resolve(PositionProvider)
+
+    @functools.cached_property
+    def _scopes(self) -> Scopes:
+        return Scopes(self.tree)
 
     @staticmethod
     def _line_starts(text: str) -> list[int]:
@@ -75,6 +77,10 @@ class Module:
             self._lines[where.start.line - 1] + where.start.column,
             self._lines[where.end.line - 1] + where.end.column,
         )
+
+    def order(self, node: cst.CSTNode) -> int:
+        """Where a node stands among all nodes, which is known before its position is."""
+        return self._spans[id(node)][0]
 
     def code(self, node: cst.CSTNode) -> str:
         start, end = self.span(node)
@@ -115,6 +121,19 @@ class Module:
             yield above
             above = self._parents.get(above)
 
+    def exclusive(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Whether only one of two nodes is reached, as one stands in the else of the other's branch."""
+        for above in self.ancestors(one):
+            if isinstance(above, cst.If) and above.orelse is not None:
+                held = [[self._holds(part, node) for part in (above.body, above.orelse)] for node in (one, other)]
+                if held in ([[True, False], [False, True]], [[False, True], [True, False]]):
+                    return True
+        return False
+
+    def _holds(self, outer: cst.CSTNode, inner: cst.CSTNode) -> bool:
+        start, end = self._spans[id(outer)]
+        return start <= self.order(inner) < end
+
     def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
         return next((above for above in self.ancestors(node) if isinstance(above, kinds)), None)
 
@@ -137,55 +156,91 @@ class Module:
     def all(self, *kinds: type[cst.CSTNode]) -> list[Any]:
         """Every node of these kinds, in the text's order."""
         if kinds not in self._of_kinds:
-            self._of_kinds[kinds] = [node for node in self._all if isinstance(node, kinds)]
+            self._of_kinds[kinds] = self._between(0, len(self._all), kinds)
         return self._of_kinds[kinds]
+
+    @functools.cached_property
+    def _named(self) -> dict[tuple[type, str], list[Any]]:
+        found: dict[tuple[type, str], list[Any]] = {}
+        for node in self.all(cst.FunctionDef, cst.ClassDef, cst.Attribute, cst.Call, cst.Name):
+            found.setdefault((type(node), last_name(node)), []).append(node)
+        for alias in self.all(cst.ImportAlias):  # calls under another name are found by the name of the definition too
+            if alias.asname is not None:
+                other = found.get((cst.Call, alias.evaluated_alias), [])
+                found.setdefault((cst.Call, last_name(alias.name)), []).extend(other)
+        return found
+
+    def named(self, kind: type[cst.CSTNode], name: str) -> list[Any]:
+        """Functions, classes, attributes, names and calls by their last name; "" for calls of what has none."""
+        return self._named.get((kind, name), [])
+
+    @functools.cached_property
+    def top_level(self) -> dict[str, cst.FunctionDef | cst.ClassDef]:
+        """Functions and classes of the module itself."""
+        known = self.all(cst.FunctionDef, cst.ClassDef)
+        return {n.name.value: n for n in reversed(known) if self.enclosing(n, cst.FunctionDef, cst.ClassDef) is None}
 
     def within(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> list[Any]:
         if id(node) in self._spans:
-            start, end = self._spans[id(node)]
-            return [found for found in self._all[start:end] if isinstance(found, kinds)]
+            return self._between(*self._spans[id(node)], kinds)
         return [found for found in self._walk(node) if isinstance(found, kinds)]  # one that isn't of the text
+
+    def _between(self, start: int, end: int, kinds: tuple[type[cst.CSTNode], ...]) -> list[cst.CSTNode]:
+        lists = [numbers for kind, numbers in self._of_type.items() if issubclass(kind, kinds)]
+        found = [n for one in lists for n in one[bisect.bisect_left(one, start) : bisect.bisect_left(one, end)]]
+        return [self._all[number] for number in (sorted(found) if len(lists) > 1 else found)]
+
+    def comments(self, node: cst.CSTNode) -> list[tuple[int, str]]:
+        """Comments between the first and the last position of a node, each with its own position."""
+        start, end = self.span(node)
+        strings = [self.span(known) for known in self.within(node, cst.SimpleString, cst.FormattedString)]
+        return [
+            (start + found.start(), found[0].rstrip("\r"))
+            for found in re.finditer(r"#[^\n]*", self.text[start:end])
+            if not any(first <= start + found.start() < last for first, last in strings)
+        ]
 
     def _number(self, node: cst.CSTNode) -> None:
         """Once, since asking libcst for the nodes below a node is slow."""
         start = len(self._all)
         self._all.append(node)
-        for child in node.children:
+        self._of_type.setdefault(type(node), []).append(start)
+        for child in children(node):
             self._parents[child] = node
             self._number(child)
         self._spans[id(node)] = start, len(self._all)
 
     def _walk(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield node
-        for child in node.children:
+        for child in children(node):
             yield from self._walk(child)
 
     # --- what names are ---
 
     def qualified(self, node: cst.CSTNode) -> list[tuple[str, bool]]:
         """Qualified names that a name or attribute may have, and whether they come from an import."""
-        scope = self._scopes.get(node)
-        found = scope.get_qualified_names_for(node) if scope is not None else ()
-        return sorted((name.name, name.source.name == "IMPORT") for name in found)
+        return self._scopes.qualified(node)
 
-    def scope(self, node: cst.CSTNode) -> Scope | None:
-        for above in (node, *self.ancestors(node)):
-            scope = self._scopes.get(above)
-            if scope is not None:
-                return scope
-        return None
+    def scope(self, node: cst.CSTNode) -> Scope:
+        return next(
+            self._scopes.of[id(above)] for above in (node, *self.ancestors(node)) if id(above) in self._scopes.of
+        )
 
-    def assignments(self, name: cst.Name) -> list[Assignment]:
+    def assignments(self, name: cst.Name) -> list[Binding]:
         """What binds a name that is read here."""
-        scope = self.scope(name)
-        if scope is None:
-            return []
-        return [known for known in scope[name.value] if isinstance(known, Assignment)]
+        return self.scope(name).find(name.value)
 
     def references(self, name: cst.Name) -> list[cst.CSTNode]:
         """All reads of the variable that a name is, whatever binding they see."""
-        found: dict[int, cst.CSTNode] = {}
-        for known in self.assignments(name):
-            for access in known.references:
-                found[id(access.node)] = access.node
-        return list(found.values())
+        return list({id(read): read for known in self.assignments(name) for read in known.references}.values())
+
+
+def last_name(node: cst.CSTNode) -> str:
+    """What stands behind the last dot of a name; of a call, of what is called."""
+    if isinstance(node, cst.Attribute):
+        return node.attr.value
+    if isinstance(node, cst.Call):
+        return "" if isinstance(node.func, cst.Call) else last_name(node.func)
+    if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+        return node.name.value
+    return node.value if isinstance(node, cst.Name) else ""

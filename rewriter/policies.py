@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewriter.beyond import uses
 from rewriter.bindings import Leaf
 from rewriter.conditions import POLICY_CLASSES, SIZE
 from rewriter.edits import Undecided
 from rewriter.helpers import HELPERS
 from rewriter.members import returned_by
 from rewriter.module import Module
+from rewriter.names import uses
 from rewriter.scene import Scene
 from rewriter.strategies import RESHARDING
 from rewriter.translate import Rewriting

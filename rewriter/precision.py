@@ -122,11 +122,7 @@ def move_unread(rewriting: Rewriting) -> None:
 def _with_comments(leaf: Leaf, parts: list[str]) -> str:
     """The policy with an argument a line and the comments that stood above each; "" if there were none."""
     module, node = leaf.module, leaf.node
-    comments = [
-        (module.span(comment)[0], comment.value)
-        for comment in module.within(node, cst.Comment)
-        if module.span(node)[0] < module.span(comment)[0] < module.span(node)[1]
-    ]
+    comments = module.comments(node)
     if not comments or not isinstance(node, cst.Call):
         return ""
     lines, done = [], module.span(node)[0]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 
-from rewriter.module import Module
+from rewriter.module import Module, last_name
+from rewriter.scopes import module_name
 from rewriter.source import Source, Unreadable
-from rewriter.symbols import canonical
+from rewriter.symbols import CLASS, PACKAGE, canonical
 
 # Cheap words, one of which is in every file that uses FSDP1 or a model that another file has sharded.
 MENTIONS = re.compile(
@@ -25,6 +27,7 @@ SURE = re.compile(
     r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
     r"|_fsdp_wrapped_module"
 )
+USES = re.compile(r"FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp|_fsdp_wrapped_module")
 IMPORTS = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
@@ -40,6 +43,8 @@ class Program:
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
         self._files: dict[tuple[str, Path], Path | None] = {}
+        self._lines: dict[Path, list[tuple[str, str, str]]] = {}
+        self._handed: dict[tuple[str, str, Path], set[Path]] = {}
         self._symbols: dict[int, str | None] = {}  # nodes live as long as the modules here
         self._by_last_name: dict[str, list[Path]] = {}
         for path in self.sources:
@@ -84,33 +89,57 @@ class Program:
         return [module for path in paths if (module := self.module(path)) is not None]
 
     def _near(self, sure: set[Path]) -> set[Path]:
-        """Files that use FSDP1, those that import one of them, through a package's __init__.py too, and what these
-        import that does something with parameters: a model goes from one to the other under any name."""
+        """Files that use FSDP1, those that import something of one of them, through a package's __init__.py too, and
+        what these import that does something with parameters: a model goes from one to the other under any name."""
         imported = {path: self._imported(path) for path in self.sources} if sure else {}
-        shared, found = set(sure), set(sure)
-        while True:
-            new = {path for path, others in imported.items() if others & shared} - found
-            found |= new
-            if not (more := {path for path in new if path.stem == "__init__"} - shared):
-                break
-            shared |= more
+        users = {path for path in sure if USES.search(self.sources[path].text)}  # the others may only talk of it
+        while more := {path for path in sure - users if imported[path] & users}:
+            users |= more
+        found = sure | {path for path, others in imported.items() if others & users}
         below = {
             other for path in found for other in imported.get(path, ()) if HANDLES.search(self.sources[other].text)
         }
         return found | below
 
+    def _import_lines(self, path: Path) -> list[tuple[str, str, str]]:
+        if path not in self._lines:
+            self._lines[path] = IMPORTS.findall(self.sources[path].text)
+        return self._lines[path]
+
     def _imported(self, path: Path) -> set[Path]:
-        """The given files that a file imports, found without parsing it."""
-        names: list[str] = []
-        for package, listed, plain in IMPORTS.findall(self.sources[path].text):
-            between = "" if package.endswith(".") else "."
-            names += [package, *(package + between + name for name in re.findall(r"\w+", listed))] if package else []
-            names += re.findall(r"[\w.]+", plain)
-        return {found for name in names if (found := self._file_of(name, path)) is not None and found != path}
+        """The given files that a file imports something of, found without parsing it."""
+        found: set[Path] = set()
+        for package, listed, plain in self._import_lines(path):
+            if package:
+                found |= {file for name in re.findall(r"\w+", listed) for file in self._behind(package, name, path)}
+            for name in re.findall(r"[\w.]+", plain):
+                if (file := self._file_of(name, path)) is not None:
+                    used = re.findall(rf"\b{re.escape(name)}\.(\w+)", self.sources[path].text)
+                    found |= {file, *(other for one in used for other in self._behind(name, one, path))}
+        return found - {path}
+
+    def _behind(self, package: str, name: str, path: Path, depth: int = 0) -> set[Path]:
+        """The files that `from package import name` may get it from: each hands on what it imports itself."""
+        key = (package, name, path)
+        if key not in self._handed:
+            self._handed[key] = set()  # for imports in circles
+            below = self._file_of(f"{package}{'' if package.endswith('.') else '.'}{name}", path)
+            file = below or self._file_of(package, path)
+            found = {file} if file is not None else set()
+            if below is None and file is not None and depth < DEPTH:
+                for source, listed, _ in self._import_lines(file):
+                    if source and ("*" in listed or re.search(rf"\b{name}\b", listed)):
+                        found |= self._behind(source, name, file, depth + 1)
+            self._handed[key] = found
+        return self._handed[key]
 
     @property
     def parsed(self) -> list[Module]:
         return [module for module in self._modules.values() if module is not None]
+
+    def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
+        """Module.named, of all files."""
+        return [(node, module) for module in self.parsed for node in module.named(kind, name)]
 
     def said_elsewhere(self, name: str) -> bool:
         """Whether a file that hasn't been parsed has this word."""
@@ -137,7 +166,7 @@ class Program:
         candidates = self._by_last_name.get(parts[-1], [])
         if not candidates:
             return None
-        folders = [importer.parent, *importer.parents]
+        folders = importer.parents
         for folder in folders:  # the nearest one wins, as it does when a script is run from its folder
             found = self._under(folder, dotted)
             if found in candidates:
@@ -174,6 +203,8 @@ class Program:
 
     def symbol(self, node: cst.CSTNode, module: Module, depth: int = 0) -> str | None:
         """FSDP1's own name for a name or attribute, whatever it is called here; None if it isn't FSDP1's."""
+        if isinstance(node, (cst.Call, cst.Subscript)):
+            return self._looked_up(node, module, depth)
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
         if depth:
@@ -193,11 +224,46 @@ class Program:
             base = self.symbol(node.value, module, depth)
             if base is not None and not base.startswith(("private:", "library:", "fairscale:")):
                 if base.startswith("module:"):
-                    return canonical(f"torch.distributed.fsdp.{base[7:]}.{node.attr.value}")
+                    return canonical(f"{PACKAGE}.{base[7:]}".rstrip(".") + f".{node.attr.value}")
                 return f"{base}.{node.attr.value}"
         if isinstance(node, cst.Name) and not module.qualified(node):
             return self._starred(node.value, module, depth)
-        return None
+        return self._alias(node, module, depth) if isinstance(node, cst.Name) and depth <= DEPTH else None
+
+    def _alias(self, node: cst.Name, module: Module, depth: int) -> str | None:
+        """The class, or a module of FSDP1's, under another name: `Wrapper = FullyShardedDataParallel`."""
+        found = set()
+        for binding in module.assignments(node):
+            value = bound_value(binding.node, module)
+            if not isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
+                return None
+            if not (isinstance(value, cst.Name) and value.value == "None"):
+                found.add(self.symbol(value, module, depth + 1) if value is not node else None)
+        known = found.pop() if len(found) == 1 else None
+        return known if known == CLASS or (known or "").startswith("module:") else None
+
+    def _looked_up(self, node: cst.Call | cst.Subscript, module: Module, depth: int) -> str | None:
+        """`getattr(fsdp, "FullyShardedDataParallel")`, `fsdp.__dict__["…"]`, `importlib.import_module("…")`."""
+        name, holder = "", None
+        if isinstance(node, cst.Call):
+            values = [arg.value for arg in node.args]
+            called = last_name(node)
+            if called == "import_module" and values and isinstance(values[0], cst.SimpleString):
+                return canonical(str(values[0].evaluated_value) + ".")
+            if called == "getattr" and len(values) >= 2 and isinstance(values[1], cst.SimpleString):
+                holder, name = values[0], str(values[1].evaluated_value)
+        elif isinstance(node.value, cst.Attribute) and node.value.attr.value == "__dict__":
+            index = node.slice[0].slice
+            if isinstance(index, cst.Index) and isinstance(index.value, cst.SimpleString):
+                holder, name = node.value.value, str(index.value.evaluated_value)
+        if holder is None:
+            return None
+        base = self.symbol(holder, module, depth + 1)
+        packages = [f"{PACKAGE}.{base[7:]}".rstrip(".")] if base is not None and base.startswith("module:") else [
+            qualified for qualified, imported in module.qualified(holder) if imported
+        ]  # fmt: skip
+        found = [canonical(f"{package}.{name}") for package in packages]
+        return CLASS if CLASS in found else None
 
     def symbol_of(self, qualified: str, module: Module, depth: int = 0) -> str | None:
         known = canonical(qualified)
@@ -240,10 +306,10 @@ class Program:
                 if bound == name:
                     sep = "" if target.endswith(".") else "."
                     return self.symbol_of(f"{target}{sep}{alias.evaluated_name}", module, depth + 1)
-        for assign in module.all(cst.Assign):
-            target_node = assign.targets[0].target
-            if isinstance(target_node, cst.Name) and target_node.value == name and module.function(assign) is None:
-                return self.symbol(assign.value, module, depth + 1)
+        for target in module.named(cst.Name, name):
+            value = bound_value(target, module) if module.function(target) is None else None
+            if value is not None and (known := self.symbol(value, module, depth + 1)) is not None:
+                return known
         return None
 
     def _starred(self, name: str, module: Module, depth: int) -> str | None:
@@ -282,9 +348,7 @@ class Program:
         module = self.module(path)
         if module is None or depth > DEPTH:
             return None
-        if any(known.name == name for known in top_level(module)):
-            return module, name
-        if top_assignments(module, name):
+        if name in module.top_level or top_assignments(module, name):
             return module, name
         for statement in module.all(cst.ImportFrom):
             target = module_name(statement)
@@ -301,24 +365,21 @@ class Program:
         return None
 
 
-def module_name(statement: cst.ImportFrom) -> str:
-    """What `from … import` says, with its dots."""
-    name = cst.helpers.get_full_name_for_node(statement.module) if statement.module is not None else ""
-    return "." * len(statement.relative) + (name or "")
-
-
-class _Named:
-    def __init__(self, name: str, node: cst.FunctionDef | cst.ClassDef) -> None:
-        self.name, self.node = name, node
-
-
-def top_level(module: Module) -> list[_Named]:
-    """Functions and classes of the module itself."""
-    found = []
-    for node in module.all(cst.FunctionDef, cst.ClassDef):
-        if module.enclosing(node, cst.FunctionDef, cst.ClassDef) is None:
-            found.append(_Named(node.name.value, node))
-    return found
+def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
+    """What a name is given where it is a target, also one of `a, b = x, y`."""
+    above = module.parent(target)
+    if isinstance(above, cst.AnnAssign):
+        return above.value
+    index = None
+    if isinstance(above, cst.Element) and isinstance(pair := module.parent(above), (cst.Tuple, cst.List)):
+        index, above = [element is above for element in pair.elements].index(True), module.parent(pair)
+    assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
+    if not isinstance(assign, cst.Assign):
+        return None
+    if index is None:
+        return assign.value
+    held = assign.value.elements if isinstance(assign.value, (cst.Tuple, cst.List)) else ()
+    return held[index].value if index < len(held) else None
 
 
 def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:

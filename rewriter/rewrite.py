@@ -19,6 +19,7 @@ from rewriter import (
     inner_parts,
     marks,
     methods,
+    names,
     optimizers,
     partials,
     policies,
@@ -36,7 +37,7 @@ from rewriter.construct import Construction
 from rewriter.edits import Edits, Undecided
 from rewriter.emit import Emission
 from rewriter.given import Given
-from rewriter.module import Module
+from rewriter.module import Module, last_name
 from rewriter.program import Program
 from rewriter.scene import Scene
 from rewriter.source import Source
@@ -66,11 +67,12 @@ class Result:
 def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
     """Every call of FSDP1's class, and of a partial of it, inner ones first."""
     found: list[tuple[cst.Call, Module, Leaf | None]] = []
+    held = names.holders(program)
     for module in program.relevant():
         for node in module.all(cst.Call):
             if program.symbol(node.func, module) == CLASS:
                 found.append((node, module, None))
-            elif isinstance(node.func, (cst.Name, cst.Attribute)):
+            elif last_name(node) in held and isinstance(node.func, (cst.Name, cst.Attribute)):
                 presets = [leaf for leaf in _called(values, node.func, module) if leaf.kind in ("partial", "symbol")]
                 ours = [leaf for leaf in presets if leaf.symbol == CLASS]
                 if ours:
@@ -81,8 +83,6 @@ def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Modu
 def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> list[Leaf]:
     """What a called name may be, where that is worth asking: functions and classes aren't FSDP1's class."""
     if isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-        return []
-    if "FSDP" not in module.text and "FullyShardedDataParallel" not in module.text:
         return []
     return values.leaves(node, module)
 
@@ -116,7 +116,8 @@ def _rewrite(program: Program, given: Program) -> Result:
         if stays and not edits.changed:
             continue
         path = module.path.resolve()
-        made = _finished(edits, given.sources[path], exported.get(path, set()), tidy=not stays)
+        lost = [] if stays else [name.bound for name in imports.imported(module) if _lost(program, module, name)]
+        made = _finished(edits, given.sources[path], exported.get(path, set()), lost, tidy=not stays)
         if made is not None:
             result.files.append(made)
     return result
@@ -152,8 +153,8 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     strategies.move(scene)
     for node, module, preset in calls:
         try:
-            names = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
-            entries = {name: scene.maybe_without(node, module, name) for name in names}
+            called = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
+            entries = {name: scene.maybe_without(node, module, name) for name in called}
             Emission(Construction(rewriting, node, module, preset), entries).emit()
             if preset is not None:
                 rewriting.drop(node.func, module)
@@ -192,7 +193,7 @@ def _by_library(program: Program) -> list[Undecided]:
     if not any(LIBRARY.search(module.text) for module in program.parsed):
         return []
     why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
-    found = [(module, beyond.uses(module, program.symbol)) for module in program.parsed]
+    found = [(module, names.uses(module, program.symbol)) for module in program.parsed]
     return [Undecided("FC21", why, known[0][0], module) for module, known in found if known]
 
 
@@ -213,10 +214,18 @@ def _exported(program: Program) -> dict[Path, set[str]]:
     return found
 
 
-def _finished(edits: Edits, source: Source, exported: set[str], tidy: bool) -> Rewritten | None:
+def _lost(program: Program, module: Module, name: imports.Name) -> bool:
+    """Whether another file of the program gives its class of FSDP1 under this name."""
+    if not name.package or imports.fsdp1(name):
+        return False
+    dotted = f"{name.package}{'' if name.package.endswith('.') else '.'}{name.name}"
+    return program.symbol_of(dotted, module) == CLASS
+
+
+def _finished(edits: Edits, source: Source, exported: set[str], lost: list[str], tidy: bool) -> Rewritten | None:
     text = edits.render((0, len(edits.module.text)))
     if tidy:
-        text = imports.tidy(edits, text, exported)
+        text = imports.tidy(edits, text, exported, lost)
     if text == source.text:
         return None
     cells: list[str] = [f" cell {cell.index}" for cell in source.cells] or [""]

@@ -93,6 +93,16 @@ class Scene:
             if of_class or any(self.is_model(arg.value, module) for arg in call.args):
                 yield call, symbol.partition(".")[2]
 
+    @functools.cached_property
+    def summoned(self) -> list[tuple[cst.With, Module]]:
+        """with statements that open summon_full_params."""
+        return [
+            (block, module)
+            for module in self.modules
+            for block in (module.all(cst.With) if "summon_full_params" in module.text else ())
+            if any("summon_full_params" in module.code(item.item) for item in block.items)
+        ]
+
     @property
     def evaluates(self) -> bool:
         """Whether something is computed without gradients, after which groups stay gathered."""

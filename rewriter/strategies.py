@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewriter.beyond import uses
 from rewriter.bindings import Leaf
 from rewriter.edits import Undecided
 from rewriter.module import Module
+from rewriter.names import uses
 from rewriter.scene import Scene
 from rewriter.symbols import MEMBERS, name_or
 from rewriter.translate import Rewriting

@@ -5,11 +5,11 @@ from __future__ import annotations
 import libcst as cst
 
 from fsdp2.migrate.row import CLASS
-from rewriter import beyond, cleared, each_parameter, imports, spawn
+from rewriter import beyond, cleared, each_parameter, imports, names, spawn
 from rewriter.construct import OLD, code_of
 from rewriter.finding import Finding, make
 from rewriter.given import ORDER, added
-from rewriter.methods import PREFIX, asked_for, asks_for_method, attribute_of_model, calls_forward
+from rewriter.methods import asked_for, asks_for_method, attribute_of_model, by_name, calls_forward
 from rewriter.module import Module
 from rewriter.optimizers import made_before
 from rewriter.placement import meta_calls
@@ -17,7 +17,7 @@ from rewriter.precision import FIELDS
 from rewriter.program import Program, module_name
 from rewriter.rewrite import constructions
 from rewriter.scene import Scene
-from rewriter.symbols import AROUND, CONFIGS, ROWS, SURE_IMPORTS, canonical
+from rewriter.symbols import AROUND, CONFIGS, PREFIX, ROWS, SURE_IMPORTS, canonical
 from rewriter.tracked import Tracked
 from rewriter.translate import Rewriting
 from rewriter.values import dictionary, string
@@ -51,7 +51,7 @@ class Survey:
                 self._add(module, optimizer, "FC14")
         for module in self.program.parsed:
             self._imports(module)
-            for use, symbol in beyond.uses(module, self.scene.symbol):
+            for use, symbol in names.uses(module, self.scene.symbol):
                 self._use(module, use, symbol)
             self._models(module)
             for text in module.all(cst.SimpleString):
@@ -101,7 +101,7 @@ class Survey:
     def _use(self, module: Module, node: cst.Name | cst.Attribute, symbol: str) -> None:
         if symbol in AROUND.values() and not self.scene.calls:
             return  # nothing of FSDP1's by itself
-        code = "FX02" if symbol in AROUND.values() else beyond.code_of(symbol, node, module)
+        code = "FX02" if symbol in AROUND.values() else names.code_of(symbol, node, module, self.scene.symbol)
         self._add(module, node, code)
         above = module.parent(node)
         if isinstance(above, cst.Call) and above.func is node:
@@ -165,6 +165,8 @@ class Survey:
             if each_parameter.frozen(self.scene, module, target):
                 self._add(module, target, "FC18")
         for call in module.all(cst.Call):
+            if by_name(self.scene, module, call):
+                self._add(module, call, ROWS[f"{CLASS}.no_sync()"].code)
             if asks_for_method(self.scene, module, call):
                 self._add(module, call, "FC03")
             if isinstance(call.func, cst.Attribute):

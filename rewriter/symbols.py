@@ -11,6 +11,7 @@ ROWS: dict[str, Row] = {row.name: row for row in TABLE}
 BY_CODE: dict[str, Row] = {row.code: row for row in TABLE}
 
 PACKAGE = "torch.distributed.fsdp"
+PREFIX = "_fsdp_wrapped_module"
 CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # What torch.distributed.fsdp and its modules export of FSDP1, by the name that it has there.
@@ -105,8 +106,11 @@ def canonical(qualified: str) -> str | None:
         return "library:" + qualified
     if qualified in FAIRSCALE or qualified.startswith("fairscale.nn.data_parallel.fully_sharded"):
         return "fairscale:" + qualified
+    if qualified == PACKAGE + ".":  # the package itself, as a value
+        return "module:"
     if not qualified.startswith(PACKAGE + "."):
         return None
+    qualified = qualified.rstrip(".")
     parts = qualified[len(PACKAGE) + 1 :].split(".")
     if parts[0] in MODULES and len(parts) > 1 and not (parts[0] == "wrap" and parts[1] in ("__name__", "__doc__")):
         parts = parts[1:]

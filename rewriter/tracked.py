@@ -6,7 +6,8 @@ from __future__ import annotations
 import libcst as cst
 
 from rewriter.bindings import arguments
-from rewriter.module import Module
+from rewriter.module import Module, last_name
+from rewriter.names import in_annotation
 from rewriter.program import Program
 from rewriter.symbols import CLASS
 from rewriter.values import Values
@@ -56,7 +57,7 @@ class Tracked:
             return self._held(node, module)
         if isinstance(node, cst.Subscript):
             held = self._holders.get(module.code(node.value), [])
-            home, here = module.function(node), module.span(node)[0]
+            home, here = module.function(node), module.order(node)
             later = any(function is home and here < since for function, since in held)
             return bool(held) and not later and self.is_model(node.value, module)
         if isinstance(node, cst.Name):
@@ -64,9 +65,11 @@ class Tracked:
                 return False
             if self._made and self._included(node, module):
                 return True
-            here = module.span(node)[0]
+            here = module.order(node)
             others = self._otherwise(node, module)
             for binding in module.assignments(node):
+                if binding.imported and self._imported(node, module):
+                    return True
                 since = self._bound.get(id(binding.node))
                 if since is None or (others and self._conditions(binding.node, module) & others):
                     continue
@@ -224,8 +227,32 @@ class Tracked:
         loops = {id(loop) for loop in module.ancestors(binding) if isinstance(loop, (cst.For, cst.While))}
         return not any(id(loop) in loops for loop in module.ancestors(read))
 
+    def _annotated(self, annotation: cst.Annotation, module: Module) -> None:
+        """What a program says is FSDP1's: `model: FSDP`, `model: "FSDP | None"`."""
+        names = module.within(annotation, cst.Name, cst.Attribute, cst.SimpleString)
+        symbol = self.program.symbol
+        said = any(symbol(name, module) == CLASS or in_annotation(name, module, symbol) for name in names)
+        around = {last_name(one.value) for one in module.within(annotation, cst.Subscript)}
+        holder = module.parent(annotation)
+        if not said or not around <= {"Optional", "Union"}:
+            return
+        if isinstance(holder, cst.Param):
+            self._bound.update({id(holder): 0, id(holder.name): 0})
+        elif isinstance(holder, cst.AnnAssign):
+            self._target(holder.target, module, 0)
+
+    def _imported(self, name: cst.Name, module: Module) -> bool:
+        """Whether another file's variable is a sharded model."""
+        place = self.program.definition(name, module)
+        return place is not None and any(
+            id(target) in self._bound and place[0].function(target) is None
+            for target in place[0].named(cst.Name, place[1])
+        )
+
     def _grow(self) -> None:
         for module in self.program.parsed:
+            for annotation in module.all(cst.Annotation) if "F" in module.text else ():
+                self._annotated(annotation, module)
             for call in module.all(cst.Call):
                 self._seed(call, module)
         for _ in range(ROUNDS):
@@ -315,7 +342,7 @@ class Tracked:
         if assign.value is None:
             return
         targets = [t.target for t in assign.targets] if isinstance(assign, cst.Assign) else [assign.target]
-        since = module.span(assign)[0]
+        since = module.order(assign)
         for target in targets:
             if isinstance(target, (cst.Tuple, cst.List)):
                 self._unpacked(target, assign.value, module, since)

@@ -35,11 +35,6 @@ HEAD = (
             "FC32",
             "net.init_weights()",
         ),
-        (
-            "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
-            "FC31",
-            "two._streams",
-        ),
     ],
 )
 def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code: str, kept: str) -> None:
@@ -58,6 +53,8 @@ def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code:
         # Whoever gets what wraps isn't in the program.
         "from functools import partial\n\n\ndef wrapper():\n    return partial(FSDP, use_orig_params=True)\n\n\n"
         "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
+        # Who reads FSDP1's inner parts would find none.
+        "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
         # Something else changes the options.
         "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
         # Somebody else gets them too.
@@ -140,3 +137,35 @@ def test_a_file_that_only_passes_a_model_on_is_moved_with_the_rest(tmp_path: Pat
     )
     assert run("rewrite", "--write", tmp_path) == 0
     assert "module.reshard()" in (tmp_path / "loop.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Whole parameters have whole shapes.
+        "def sizes(net):\n    model = FSDP(net)\n    with FSDP.summon_full_params(model, writeback=False):\n"
+        "        return [p.shape for p in model.parameters()], sum(p.numel() for p in model.parameters())\n",
+        # Where nothing is sharded, values may be drawn.
+        "def made(net, sharded):\n    if sharded:\n        net = FSDP(net)\n    else:\n        net.init_weights()\n"
+        "    return net\n",
+    ],
+)
+def test_what_goes_on_meaning_the_same_is_not_marked(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + program)
+    assert run("rewrite", "--write", path) == 0
+    assert "# fsdp2:" not in path.read_text()
+
+
+def test_what_tells_sharded_models_from_whole_ones_is_asked(tmp_path: Path) -> None:
+    """NO_SHARD too becomes an FSDPModule, where it is more than DDP."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "from torch.distributed.fsdp import ShardingStrategy\n"
+        "from torch.distributed.fsdp._runtime_utils import _reshard\n\n\n"
+        "def made(net):\n    return FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)\n\n\n"
+        "def free(net):\n    model = made(net)\n    if model.sharding_strategy is not ShardingStrategy.NO_SHARD:\n"
+        "        _reshard(model, model._handle, True)\n"
+    )
+    assert run("rewrite", "--write", path) == 1
+    assert "# fsdp2: FC31 " in path.read_text()
