@@ -6,15 +6,15 @@ import re
 
 import libcst as cst
 
+from rewriter import instances
 from rewriter.bindings import arguments
 from rewriter.blocks import can_unwrap, unwrap
 from rewriter.each_parameter import changes_each, is_whole
 from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
-from rewriter.names import compared, in_annotation
 from rewriter.scene import Scene
-from rewriter.symbols import CLASS, PREFIX
+from rewriter.symbols import PREFIX
 from rewriter.translate import FSDP, constant
 from rewriter.values import string
 
@@ -33,15 +33,7 @@ READING = {
 def move(scene: Scene) -> list[Undecided]:
     problems: list[Undecided] = []
     for module in scene.modules:
-        for node in module.all(cst.Name, cst.Attribute):
-            _class(scene, module, node)
-        for asked in module.all(cst.Comparison):
-            _compared(scene, module, asked)
-        for text in module.all(cst.SimpleString):
-            if word := in_annotation(text, module, scene.symbol):
-                edits = scene.edits(module)
-                edits.need(FSDP, "FSDPModule")
-                edits.replace(module.span(text), re.sub(rf"\b{word}\b", "FSDPModule", module.code(text)))
+        instances.move(scene, module)
         for attribute in module.all(cst.Attribute):
             _unwrapped(scene, module, attribute)
             try:
@@ -60,43 +52,6 @@ def move(scene: Scene) -> list[Undecided]:
             except Undecided as problem:
                 problems.append(problem)
     return problems
-
-
-def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None:
-    """FSDP1's class, and that of its precision, in isinstance and in annotations."""
-    above = module.parent(node)
-    if isinstance(above, (cst.Attribute, cst.ImportAlias, cst.ImportFrom)):
-        return
-    symbol = scene.symbol(node, module)
-    if symbol != CLASS and not (symbol == "MixedPrecision" and scene.calls):
-        return
-    checked = False
-    for outer in module.ancestors(node):
-        if isinstance(outer, cst.Annotation):
-            checked = True
-            break
-        if isinstance(outer, cst.Call):
-            checked = module.code(outer.func) in ("isinstance", "issubclass") and node is not outer.func
-            break
-        if not isinstance(outer, (cst.Arg, cst.Tuple, cst.Element, cst.Subscript, cst.SubscriptElement, cst.Index,
-                                  cst.BinaryOperation)):  # fmt: skip
-            break
-    if checked:
-        edits = scene.edits(module)
-        name = "FSDPModule" if symbol == CLASS else "MixedPrecisionPolicy"
-        edits.need(FSDP, name)
-        edits.replace(module.span(node), name)
-
-
-def _compared(scene: Scene, module: Module, node: cst.Comparison) -> None:
-    """`type(model) is FSDP`, in whatever words: the class of a sharded model is its own, and an FSDPModule."""
-    model = compared(node, module, scene.symbol)
-    operator = node.comparisons[0].operator
-    if model is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
-        edits = scene.edits(module)
-        edits.need(FSDP, "FSDPModule")
-        differs = "not " if isinstance(operator, (cst.IsNot, cst.NotEqual)) else ""
-        edits.replace(module.span(node), f"{differs}isinstance({edits.code(model)}, FSDPModule)")
 
 
 def by_name(scene: Scene, module: Module, node: cst.Call) -> bool:
