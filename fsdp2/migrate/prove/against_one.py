@@ -7,7 +7,6 @@ have other gradients too, which says nothing more.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,21 +23,31 @@ class Fault:
     text: str
 
 
+class Incomparable(RuntimeError):
+    """Nothing is wrong as far as can be seen, and the rest can't be compared. The message says why."""
+
+
 def faults(one: Record, several: Record) -> list[Fault]:
-    """None if both train alike, to rounding."""
-    for rules in GROUPS if same_batch(one, several) else GROUPS[:ALONE]:
+    """None if both train alike, to rounding. Raises Incomparable."""
+    alike = _alike(one, several)
+    for rules in GROUPS if alike else GROUPS[:ALONE]:
         if found := [Fault(*named) for rule in rules if (named := rule(one, several))]:
             return found
+    if not alike:
+        raise Incomparable(
+            "in the first step the ranks together get other samples than one rank; if their number differs, write "
+            "what is per rank among the ARGS as the whole in braces, such as --batch-size {64}"
+        )
     return []
 
 
-def same_batch(one: Record, several: Record, times: int = 1) -> bool:
-    """Whether all ranks get as many samples in each step as one rank alone, or `times` as many."""
-    counts = [
-        [(one.samples(by, step).total(), several.samples(by, step).total()) for step in _steps(one, several)]
-        for by in _sources(one, several)
-    ]
-    return any(all(alone * times == together > 0 for alone, together in each) for each in counts)
+def larger(one: Record, several: Record) -> float:
+    """How many times one rank's samples all ranks together get, in the first step in which a loader gives any."""
+    for step in _steps(one, several):
+        if one.samples("loader", step):
+            counts = [[len(record.samples(by, step)) for record in (several, one)] for by in one.sources[:2]]
+            return min(together / alone for together, alone in counts if alone)
+    return 1.0
 
 
 Named = tuple[str, str] | None  # a fault's kind and text
@@ -48,8 +57,36 @@ def _steps(one: Record, several: Record) -> range:
     return range(1, min(one.steps, several.steps) + 1)
 
 
-def _sources(one: Record, several: Record) -> list[str]:
-    return [by for by in one.sources if by in several.sources]
+def _alike(one: Record, several: Record) -> range:
+    """The first steps, as far as all ranks together get one rank's samples, by any account of them."""
+    steps = _steps(one, several)
+    for step in steps:
+        if not any(_same_samples(one, several, by, step) for by in one.sources):
+            return range(1, step)
+    return steps
+
+
+def _same_samples(one: Record, several: Record, by: str, step: int) -> bool:
+    """But for padding, which depends on what else is in a batch."""
+
+    def within(some: Record, other: Record) -> bool:
+        known = {*other.samples(by, step), *other.samples(by, step, rows="trimmed")}
+        pairs = zip(some.samples(by, step), some.samples(by, step, rows="trimmed"), strict=True)
+        return all(row in known or trimmed in known for row, trimmed in pairs)
+
+    alone, together = one.samples(by, step), several.samples(by, step)
+    if sorted(alone) == sorted(together):
+        return True
+    return len(alone) == len(together) and within(one, several) and within(several, one)
+
+
+def _random(one: Record, several: Record, step: int) -> str | None:
+    """What else differs between one rank and several, and may be meant."""
+    if several.facts()["draws"]:
+        return "the program draws random numbers before backward, others on each rank"
+    if not any(_same_samples(one, several, by, step) for by in ("model", "loader")):
+        return "the values of samples differ, as by noise or augmentation that each rank draws"
+    return None
 
 
 def _tolerance(one: Record, several: Record, of: dict[bool, float]) -> float:
@@ -90,20 +127,25 @@ def _differ(parts: dict[Place, Print], others: dict[Place, Print]) -> bool:
 
 def _same_data(one: Record, several: Record) -> Named:
     for rank in range(1, len(several.ranks)):
-        for by in several.sources[:1]:
-            pairs = [(several.samples(by, step, 0), several.samples(by, step, rank)) for step in _steps(one, several)]
-            if all(a and a == b for a, b in pairs):
-                return "same-data", f"ranks 0 and {rank} get the same samples in each step"
+        if several.sources and _equal_samples(several, several.sources[0], rank):
+            return "same-data", f"ranks 0 and {rank} get the same samples in each step"
     return None
+
+
+def _equal_samples(several: Record, by: str, rank: int) -> bool:
+    pairs = [[sorted(several.samples(by, step, each)) for each in (0, rank)] for step in range(1, several.steps + 1)]
+    return any(ours for ours, _ in pairs) and all(ours == theirs for ours, theirs in pairs)
 
 
 def _settings(one: Record, several: Record) -> Named:
     for step in _steps(one, several):
-        for a, b in zip(one.of(0, "settings", step), several.of(0, "settings", step), strict=False):
-            for number, (x, y) in enumerate(zip(a["groups"], b["groups"], strict=False)):
-                if keys := [key for key in sorted(x.keys() & y.keys()) if x[key] != y[key]]:
-                    where = f"step {step}: {keys[0]} of group {number}"
-                    return "settings", f"{where} is {y[keys[0]]} on {len(several.ranks)} ranks, {x[keys[0]]} on one"
+        first = one.of(0, "settings", step)
+        for rank in range(len(several.ranks)):
+            for a, b in zip(first, several.of(rank, "settings", step), strict=False):
+                for number, (x, y) in enumerate(zip(a["groups"], b["groups"], strict=False)):
+                    if keys := [key for key in sorted(x.keys() & y.keys()) if x[key] != y[key]]:
+                        what, where = f"{keys[0]} of group {number}", f"rank {rank} of {len(several.ranks)}"
+                        return "settings", f"step {step}: {what} is {y[keys[0]]} on {where}, {x[keys[0]]} on one alone"
     return None
 
 
@@ -152,26 +194,47 @@ def _buffers(one: Record, several: Record) -> Named:
 
 
 def _samples(one: Record, several: Record) -> Named:
-    steps, sources = _steps(one, several), _sources(one, several)
-    if any(all(one.samples(by, step) == several.samples(by, step) for step in steps) for by in sources):
+    """What is sure in whatever order they come: of a loader's epoch, or of what loaders give and no model gets."""
+    steps, ranks = _steps(one, several), len(several.ranks)
+    by = next((by for by in ("index", "loader", "model") if by in several.sources), None)
+    # The parts of one batch, or of one sample, may be on several ranks.
+    if (
+        by is None
+        or _alike(one, several) == steps
+        or any(_equal_samples(several, by, rank) for rank in range(1, ranks))
+    ):
         return None
-    alone, together = (
-        sum((record.samples(sources[0], step) for step in steps), Counter[int]()) for record in (one, several)
+    if all(_again(several, by, step) and not _again(one, by, step) for step in steps):
+        return "repeated-samples", "in each step some samples are on several ranks"
+    if by == "model":  # which may be drawn at random, with replacement
+        return None
+    once, used, given, got = (
+        sum(len(record.samples(by, step)) for step in steps) for record in (one, several) for by in ("loader", "model")
     )
-    dropped, more = (alone - together).total(), together - alone
-    again = sum(count for sample, count in more.items() if sample in alone)
-    if not alone & together:
-        return "other-data", "no sample that the ranks get is one that one rank gets: other data, or another order"
-    if dropped or again:
-        text = f"of the {alone.total()} samples that one rank gets {dropped} reach no rank, and {again} are repeated"
-        return "repeated-samples" if again >= dropped else "dropped-samples", text
-    return "other-order", "the samples are those of one rank, but in other steps"
+    if once == used and 0 < got < given:
+        return "dropped-samples", f"of {given} samples that the ranks' loaders give {given - got} reach no model"
+    (alone, ended), (together, all_ended) = one.epoch(by), several.epoch(by)
+    batch = max(len(several.samples(by, step)) for step in steps)
+    again, missing = together.total() - len(together), (alone - together).total()
+    if alone.total() == len(alone) and again >= ranks:  # fewer make the ranks' numbers equal
+        return "repeated-samples", f"in the first epoch {again} of {together.total()} samples come again"
+    if ended and all_ended and missing >= batch + ranks:  # fewer than a batch end an epoch
+        return "dropped-samples", f"of the first epoch {missing} of {alone.total()} samples reach no rank"
+    return None
+
+
+def _again(record: Record, by: str, step: int) -> int:
+    samples = record.samples(by, step)
+    return len(samples) - len(set(samples))
 
 
 def _gradients(one: Record, several: Record) -> Named:
     """Of the first step, where the weights are still the same; before clipping and after."""
     for when in ("unclipped", "gradient"):
         if one.parts(0, 1, when) and several.parts(0, 1, when) and (found := _compare_gradients(one, several, when)):
+            kind, text = found
+            if kind == "gradients" and (why := _random(one, several, 1)):
+                raise Incomparable(f"{text}; but {why}")
             return found
     return None
 
@@ -227,7 +290,9 @@ def _updates(one: Record, several: Record) -> Named:
 
 
 def _losses(one: Record, several: Record) -> Named:
-    for step in _steps(one, several):
+    for step in _alike(one, several):
+        if _random(one, several, step):
+            return None
         off = apart(_loss(several, step), _loss(one, step))
         if off > _tolerance(one, several, LATER):
             return "losses", f"step {step}: the mean of the ranks' losses is {off:.1e} from one rank's"
@@ -243,4 +308,4 @@ GROUPS: list[list[Callable[[Record, Record], Named]]] = [
     [_updates],
     [_losses],
 ]
-ALONE = 2  # groups that say something where the global batch isn't the same
+ALONE = 3  # groups that say something where the samples aren't the same

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.checkpoint.refusal import printable
-from fsdp2.migrate.prove.against_one import Fault, faults, same_batch
+from fsdp2.migrate.prove.against_one import Fault, Incomparable, faults, larger
 from fsdp2.migrate.prove.compare import FAULT, Verdict, compare
 from fsdp2.migrate.prove.launch import SPAWNS, Failed, Program
 from fsdp2.options.errors import ConfigError
@@ -142,16 +142,13 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
         raise Failed(f"{name}: has tensor parallelism, whose ranks share their samples; it isn't compared with one")
     how: dict[str, Any] = {"steps": steps, "without_dropout": True, "cuts": many.cuts()}
     one, enlarged = alone.record(folder / "alone", **how), 1
-    factor = several.ranks
-    if "loader" in one.sources and not same_batch(one, many) and same_batch(one, many, times=factor):
+    if (factor := several.ranks) == larger(one, many):
         one, enlarged = alone.record(folder / "enlarged", **how, batch_times=factor), factor
-    found = AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
-    if not found.faults and not same_batch(one, many):
-        raise Failed(
-            f"{name}: one rank gets other numbers of samples in a step than {factor} ranks together; write "
-            "what is per rank among its ARGS as the whole in braces, such as --batch-size {64}"
-        )
-    return found
+    try:
+        return AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
+    except Incomparable as error:
+        right = "what needs no comparison with one rank is right: weights, replicas, norms, buffers, settings"
+        raise Failed(f"{name}: {error}; {right}") from None
 
 
 def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:

@@ -27,7 +27,7 @@ LEFT = (
 
 @dataclass
 class Difference:
-    """The first one. `what` is samples, loss, norm, gradient, parameter, settings or calls; `name` a parameter's."""
+    """The first: `what`, samples, loss, norm, gradient, parameter, buffer, settings or calls, and of which tensor."""
 
     step: int
     what: str
@@ -97,7 +97,8 @@ def compare(before: Record, after: Record) -> Verdict:
     first = verdict.first = found[0]
     verdict.parameter = next((one for one in found if one.what == "parameter"), None)
     low = before.facts()["low"] or after.facts()["low"]
-    close = first.relative is not None and first.relative <= FIRST[low]
+    exact = first.what == "norm" and not any(one["low"] for one in before.of(0, "clip", first.step))
+    close = first.relative is not None and first.relative <= FIRST[low and not exact]
     verdict.verdict = ROUNDING if close and verdict.loss_apart <= LATER[low] else DIFFERENT
     for rule in CAUSES if verdict.verdict == ROUNDING else FAULTS:
         if named := rule(before, after, first):
@@ -121,7 +122,7 @@ def _differences(before: Record, after: Record) -> Iterator[Difference]:
     for step in range(1, min(before.steps, after.steps) + 1):
         for rank in range(len(before.ranks)):
             by = [source for source in before.sources if source in after.sources]
-            if by and all(before.samples(each, step, rank) != after.samples(each, step, rank) for each in by):
+            if by and all(sorted(before.samples(s, step, rank)) != sorted(after.samples(s, step, rank)) for s in by):
                 yield Difference(step, "samples", rank=rank)
             one, other = before.losses(rank, step), after.losses(rank, step)
             if len(one) != len(other):
@@ -136,6 +137,7 @@ def _differences(before: Record, after: Record) -> Iterator[Difference]:
         for ours, theirs in zip(before.of(0, "settings", step), after.of(0, "settings", step), strict=False):
             yield from _of_settings(step, ours["groups"], theirs["groups"])
         yield from _of_tensors(before, after, step, "after", "parameter")
+        yield from _of_buffers(before, after, step)
     if before.steps != after.steps:
         yield Difference(min(before.steps, after.steps) + 1, "steps", before=before.steps, after=after.steps)
 
@@ -159,6 +161,16 @@ def _of_tensors(before: Record, after: Record, step: int, when: str, what: str) 
     ]
     if found:
         yield max(found, key=lambda one: one.relative or 0.0)
+
+
+def _of_buffers(before: Record, after: Record, step: int) -> Iterator[Difference]:
+    """Of each rank's own: batch norm's statistics may differ between ranks."""
+    for rank in range(len(before.ranks)):
+        ours, theirs = (record.parts(rank, step, "after", "buffers") for record in (before, after))
+        for name in ours.keys() & theirs.keys():
+            a, b = total(ours[name].values()), total(theirs[name].values())
+            if a.hash != b.hash:
+                yield Difference(step, "buffer", name, rank, relative=a.distance(b) / (max(a.norm, b.norm) or 1.0))
 
 
 def _of_settings(step: int, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[Difference]:

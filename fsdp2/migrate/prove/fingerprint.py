@@ -75,10 +75,11 @@ def of(values: Tensor, index: Tensor) -> Print:
     return found
 
 
-def rows(batch: Any) -> list[int]:
+def rows(batch: Any, *, trimmed: bool = False) -> list[int]:
     """A hash of each sample of a batch: of its tensors that have a first dimension of one length, the first's.
 
-    A tensor that needs a gradient is no data, but comes from another part of a model.
+    A tensor that needs a gradient is no data, but comes from another part of a model. `trimmed`: without the equal
+    values at the end of each sample, so that a sample with padding is, trimmed, what it is without.
     """
     tensors = [one for one in _tensors(batch) if one.dim() and not one.requires_grad]
     if not tensors:
@@ -88,7 +89,11 @@ def rows(batch: Any) -> list[int]:
     for tensor in tensors:
         if tensor.shape[0] == count and tensor.numel():
             values = _bits(torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(count, -1).cpu()
-            found = _mixed(found + _mixed(values + _mixed(torch.arange(values.shape[1]))).sum(1))
+            mixed = _mixed(values + _mixed(torch.arange(values.shape[1])))
+            if trimmed:
+                last = (values != values[:, -1:]).long() * torch.arange(1, values.shape[1] + 1)
+                mixed *= torch.arange(values.shape[1]) < last.amax(1, keepdim=True)
+            found = _mixed(found + mixed.sum(1))
     return [value % 2**64 for value in found.tolist()]
 
 

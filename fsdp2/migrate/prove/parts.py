@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,12 +34,19 @@ class Part:
     grad: Tensor | None
 
 
-def roots(parameters: set[int]) -> list[nn.Module]:
-    """The outermost modules that hold any of these parameters, by their `id`. Found without asking the program."""
+def roots(parameters: Sequence[int]) -> list[nn.Module]:
+    """The outermost modules that hold any of these parameters, by their `id` and in their order.
+
+    Found without asking the program.
+    """
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
     inner = {id(child) for module in modules for child in module._modules.values()}
-    outer = [module for module in modules if id(module) not in inner]
-    return [module for module in outer if any(id(parameter) in parameters for parameter in module.parameters())]
+    order = {parameter: place for place, parameter in enumerate(parameters)}
+    found = []
+    for module in modules:
+        if id(module) not in inner and (held := order.keys() & map(id, module.parameters())):
+            found.append((min(map(order.__getitem__, held)), module))
+    return [module for _, module in sorted(found, key=lambda pair: pair[0])]
 
 
 def parts(root: nn.Module) -> Iterator[Part]:

@@ -74,13 +74,24 @@ class Record:
 
     @cached_property
     def sources(self) -> list[str]:
-        """Where samples are seen: in what models get, and in what loaders give."""
-        return [by for by in ("model", "loader") if self.of(0, "data", by=by)]
+        """Where samples are seen: in what models get, in what loaders give, in what their samplers draw."""
+        return [by for by in ("model", "loader", "index") if self.of(0, "data", by=by)]
 
-    def samples(self, by: str, step: int, rank: int | None = None) -> Counter[int]:
-        """Of one rank or of all."""
+    def samples(self, by: str, step: int, rank: int | None = None, rows: str = "rows") -> list[int]:
+        """Of one rank or of all; `rows` or `trimmed`, in one order."""
         ranks = range(len(self.ranks)) if rank is None else [rank]
-        return Counter(row for each in ranks for one in self.of(each, "data", step, by=by) for row in one["rows"])
+        return [row for each in ranks for one in self.of(each, "data", step, by=by) for row in one[rows]]
+
+    def epoch(self, by: str) -> tuple[Counter[int], bool]:
+        """The samples of all ranks until a loader ends for the first time, and whether one does on each rank."""
+        found, ended = Counter[int](), []
+        for events in self.ranks:
+            end = next((number for number, one in enumerate(events) if one["kind"] == "epoch"), None)
+            ended.append(end is not None)
+            for one in events[:end]:
+                if self._is(one, "data") and one["by"] == by and one["step"] <= self.steps:
+                    found.update(one["rows"])
+        return found, all(ended)
 
     def losses(self, rank: int, step: int) -> list[float]:
         return [one["value"] for one in self.of(rank, "backward", step)]

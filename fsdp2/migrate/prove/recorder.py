@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from fsdp2.migrate.prove.fingerprint import rows
 from fsdp2.migrate.prove.parts import Cuts, buffers, described, fsdp1_facts, parts, roots, split_otherwise
@@ -37,11 +39,13 @@ class Enough(SystemExit):
 class Recorder:
     """Writes a line of JSON for each event into `folder`; each has the number of the optimizer step that it belongs to.
 
-    data: `rows`, hashes of the samples that a loader or (`by`) a model got where gradients were wanted.
+    data: what a loader gave or a model got (`by`) where gradients were wanted: `rows`, hashes of its samples; and
+        `trimmed`, of samples without what may be padding. By `index`: what a loader's sampler drew.
+    epoch: a loader came to its end.
     forward: a model with parameters was called.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
     backward: `value`, the sum of what is passed to it.
-    clip: the `norm` that torch's or FSDP1's clipping returned.
+    clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
         `buffers`.
     settings: of each parameter group before each step; whether the optimizer `holds` any parameter of the models.
@@ -53,11 +57,15 @@ class Recorder:
         self.step = 1
         self._in_backward = self._in_step = self._calls = 0
         self._wants_data = False
-        self._called: list[nn.Module] = []  # by the program itself, to train them
+        self._called: list[nn.Module] = []  # in this step by the program itself, to train them
         self._roots: list[nn.Module] = []
+        self._in_use: set[int] = set()  # the ids of those of this step
         self._held: dict[tuple[nn.Module, torch.optim.Optimizer], list[Tensor]] = {}  # of each root
         self._inputs: list[tuple[Tensor, str]] = []
-        self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": []}
+        self._sought: set[int] = set()  # parameters whose models have been looked for
+        self._drawn: dict[int, list[list[int]]] = {}  # by the id of a batch sampler: indices not yet given
+        self._random: Any = None  # the generators' state when data came
+        self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": [], "draws": False}
         self._lines: list[str] = []
         self._hooks = ExitStack()
 
@@ -84,6 +92,7 @@ class Recorder:
         for clipping in (nn.utils, nn.utils.clip_grad, FullyShardedDataParallel):
             self._around(clipping, "clip_grad_norm_", self._clip)
         self._around(DataLoader, "__iter__", self._iterate)
+        self._around(BatchSampler, "__iter__", self._draw)
         if self.batch_times > 1:
             self._around(DataLoader, "__init__", self._larger_batches)
         return self
@@ -107,6 +116,8 @@ class Recorder:
                 if isinstance(tensor, Tensor):  # and no edge of a graph
                     self.write("backward", value=float(tensor.detach().sum()))
             self._inputs.clear()
+            if self.step == 1:
+                self._facts["draws"] |= self._random != _generators()
         self._in_backward += 1
         try:
             return theirs(tensors, *arguments, **named)
@@ -126,11 +137,13 @@ class Recorder:
         if not isinstance(given, (Tensor, nn.Module)):
             given = list(given)
         of = given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, Tensor) else given
-        self._find({id(parameter) for parameter in of})
+        of = list(of)
+        self._find(map(id, of))
         self._state("unclipped", gradient=True)
         norm = theirs(given, *rest, **named)
+        low = any(parameter.grad is not None and parameter.grad.dtype in LOW for parameter in of)
         # A sharded norm is gathered, as clipping by it has just done on each rank.
-        self.write("clip", norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        self.write("clip", norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm), low=low)
         return norm
 
     def _to_empty(self, theirs: Any, module: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -142,13 +155,33 @@ class Recorder:
         return result
 
     def _iterate(self, theirs: Any, loader: Any) -> Any:
-        return self._recorded(theirs(loader))  # made at once: it draws a seed
+        return self._recorded(theirs(loader), id(loader.batch_sampler))  # made at once: it draws a seed
 
-    def _recorded(self, batches: Any) -> Iterator[Any]:
-        for batch in batches:
-            if torch.is_grad_enabled() and (found := rows(batch)):
-                self.write("data", by="loader", rows=found)
+    def _draw(self, theirs: Any, sampler: BatchSampler) -> Iterator[list[int]]:
+        drawn = self._drawn[id(sampler)] = []
+        for batch in theirs(sampler):
+            drawn.append(batch)
             yield batch
+
+    def _recorded(self, batches: Any, sampler: int) -> Iterator[Any]:
+        for batch in batches:
+            drawn = self._drawn.get(sampler)  # workers are ahead
+            indices = drawn.pop(0) if drawn else []
+            if torch.is_grad_enabled():
+                self._data("loader", batch)
+                if indices and all(isinstance(index, int) for index in indices):
+                    self.write("data", by="index", rows=indices, trimmed=indices)
+            yield batch
+        if torch.is_grad_enabled():
+            self.write("epoch")
+
+    def _data(self, by: str, batch: Any) -> bool:
+        found, trimmed = rows(batch), rows(batch, trimmed=True)
+        if found:
+            self.write("data", by=by, rows=found, trimmed=trimmed)
+            if self.step == 1 and (by == "loader" or not self._drawn):
+                self._random = _generators()
+        return bool(found)
 
     def _larger_batches(
         self, theirs: Any, loader: Any, dataset: Any, batch_size: Any = 1, *more: Any, **named: Any
@@ -162,13 +195,12 @@ class Recorder:
         if self._calls == 1 and training and any(one.requires_grad for one in module.parameters()):
             if not any(one is module for one in self._called):
                 self._called.append(module)
-                held = [*parts(module), *buffers(module)]
+                held = [*parts(module), *buffers(module)] if self.step == 1 else []
                 self._facts["unset"] += [part.name for part in held if _is_unset(part.values)]
             self.write("forward")
             self._wants_data = True
         # Global hooks don't get what is given by name: then it is seen where the first module inside gets it.
-        if self._wants_data and (found := rows(given)):
-            self.write("data", by="model", rows=found)
+        if self._wants_data and self._data("model", given):
             self._wants_data = False
         if self.step == 1 and isinstance(module, (FSDPModule, FullyShardedDataParallel)):
             for tensor in given:
@@ -187,8 +219,8 @@ class Recorder:
         self._in_step += 1
         if self._in_step > 1:  # an optimizer that calls another
             return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._find(held | {id(parameter) for module in self._called for parameter in module.parameters()})
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._find(map(id, [*held, *(parameter for module in self._called for parameter in module.parameters())]))
         if self.step == 1:
             self._state("before", gradient=False)
             split = any(map(split_otherwise, self._roots))
@@ -215,26 +247,41 @@ class Recorder:
         if self._in_step:
             return
         self._state("after", gradient=False)
+        self._called.clear()
+        self._in_use.clear()
         self.step += 1
         self.flush()
         if self.step > self.steps:
             raise Enough(0)
 
-    def _find(self, parameters: set[int]) -> None:
-        """Remember which models these belong to."""
-        if not any(id(parameter) in parameters for root in self._roots for parameter in root.parameters()):
-            self._roots += roots(parameters)
+    def _find(self, parameters: Iterable[int]) -> None:
+        """The models that these belong to, by their `id` and in the order of these, are in use in this step."""
+        wanted = dict.fromkeys(parameters)
+        if new := [one for one in wanted if one not in self._sought]:
+            self._sought.update(new)
+            known = set(map(id, self._roots))
+            self._roots += [root for root in roots(new) if id(root) not in known]
+        self._in_use |= {id(root) for root in self._roots if any(id(one) in wanted for one in root.parameters())}
 
     def _state(self, when: str, *, gradient: bool) -> None:
         found: dict[str, list[Any]] = {}
-        for root in self._roots:
+        held: dict[str, list[Any]] = {}
+        for number, root in enumerate((root for root in self._roots if id(root) in self._in_use), 1):
+            of_others = found.keys() | held.keys()
             for part in parts(root):
+                part.name += f" of model {number}" * (part.name in of_others)
                 prints = described(part, part.grad if gradient else part.values, self.cuts)
                 found.setdefault(part.name, []).extend(prints)
-        held = {}
-        if not gradient:
-            held = {part.name: described(part, part.values, {}) for root in self._roots for part in buffers(root)}
+            for part in () if gradient else buffers(root):
+                part.name += f" of model {number}" * (part.name in of_others)
+                held[part.name] = described(part, part.values, {})
         self.write("state", when=when, parts={name: one for name, one in found.items() if one}, buffers=held)
+
+
+def _generators() -> Any:
+    """The states of the generators that programs draw from."""
+    numpys: Any = numpy.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2:]
 
 
 def _standing() -> dict[str, int]:

@@ -38,7 +38,7 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
         events.append({"kind": "backward", "step": step, "value": loss})
         events.append(state(step, "unclipped", WEIGHT, name))
         if norms:
-            events.append({"kind": "clip", "step": step, "norm": norms[step - 1]})
+            events.append({"kind": "clip", "step": step, "norm": norms[step - 1], "low": False})
         events.append(state(step, "gradient", WEIGHT, name))
         events.append({"kind": "settings", "step": step, "groups": [{"lr": 0.1, **settings}], "holds": True})
         events.append(state(step, "after", WEIGHT * (1 + loss), name))

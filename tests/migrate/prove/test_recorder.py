@@ -56,8 +56,9 @@ def test_a_program_runs_as_without_it(ranks: Ranks, tmp_path: Path) -> None:
     assert first == second
 
     assert record.steps == 2
-    assert record.sources == ["model", "loader"]
+    assert record.sources == ["model", "loader", "index"]
     for step in (1, 2):  # by name, and neither in recomputation nor in evaluation
-        assert record.samples("model", step).total() == record.samples("loader", step).total() == 2
+        assert len(record.samples("model", step)) == len(record.samples("loader", step)) == 2
+        assert record.samples("index", step) == [2 * step - 2, 2 * step - 1]
         assert len(record.losses(0, step)) == len(record.norms(step)) == 1
         assert len(record.whole(step, "unclipped")) == len(record.whole(step, "after")) == 4
