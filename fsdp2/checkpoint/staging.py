@@ -121,6 +121,7 @@ class Staging:
             self._copied.synchronize()
 
     def close(self) -> None:
+        """Take the hook off the optimizer."""
         self._hook.remove()
 
 

@@ -77,6 +77,7 @@ class AppState(Stateful):
             self.source.release_state()
 
     def state_dict(self) -> dict[str, Any]:
+        """Sharded DTensors of model and optimizer, by names that don't depend on the world size. A collective call."""
         self.gather()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
@@ -86,6 +87,7 @@ class AppState(Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was loaded into `state_dict()`. A collective call. Raises RuntimeError for names that differ."""
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
         ours: list[dict[str, Any]] = [
             {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
@@ -132,10 +134,12 @@ class WeightsOnly(Stateful):
         self.model, self.elsewhere = model, elsewhere
 
     def state_dict(self) -> dict[str, Any]:
+        """Sharded DTensors of the model alone."""
         weights = get_model_state_dict(self.model)
         return {"model": {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was loaded into `state_dict()`. Raises RuntimeError for names that differ."""
         here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
         set_model_state_dict(self.model, {**here, **state["model"]}, options=StateDictOptions(strict=True))
 
@@ -195,6 +199,7 @@ class RandomState:
         self.key, self.device = f"rank{rank}", device
 
     def state_dict(self) -> dict[str, Any]:
+        """The states of torch's, Python's and NumPy's generators on this rank, as tensors."""
         _, words, gauss = random.getstate()
         _, keys, position, has_gauss, cached = numpy.random.get_state()
         state = {

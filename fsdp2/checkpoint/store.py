@@ -164,6 +164,7 @@ class Store:
         self.files = files
 
     def name(self, step: int) -> str:
+        """The folder of a step's checkpoint."""
         return f"step-{step:08d}"
 
     def checkpoint(self, step: int) -> Files:

@@ -69,6 +69,7 @@ def equality(row: Measured, reference: Measured) -> str:
 
 
 def terminal(found: Sequence[Measured]) -> str:
+    """The table for a terminal."""
     table = cells(found)
     whole = [list(HEADINGS), *(line for line in table if len(line) == len(HEADINGS))]
     widths = [max(len(line[i]) for line in whole) for i in range(len(HEADINGS))]
@@ -89,6 +90,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> s
 
 
 def memory_table(found: Sequence[Measured]) -> str:
+    """Bytes by kind at the peak, as Markdown."""
     good = [row for row in found if row.failed is None]
     kinds = list(dict.fromkeys(kind for row in good for kind in row.by_kind))
     lines = [[row.name, size(sum(row.by_kind.values()))] + [size(row.by_kind.get(k, 0)) for k in kinds] for row in good]
@@ -96,6 +98,7 @@ def memory_table(found: Sequence[Measured]) -> str:
 
 
 def exchange_table(found: Sequence[Measured]) -> str:
+    """Collectives of a step, counts and bytes, as Markdown."""
     good = [row for row in found if row.failed is None]
     names = list(dict.fromkeys(name for row in good for name in row.exchanges))
 
@@ -107,6 +110,7 @@ def exchange_table(found: Sequence[Measured]) -> str:
 
 
 def as_csv(found: Sequence[Measured]) -> str:
+    """A row a variant."""
     kinds = list(dict.fromkeys(kind for row in found for kind in row.by_kind))
     names = list(dict.fromkeys(name for row in found for name in row.exchanges))
     out = io.StringIO()
@@ -132,12 +136,14 @@ def as_csv(found: Sequence[Measured]) -> str:
 
 
 def as_json(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]) -> str:
+    """Everything that was measured."""
     rows = [dataclasses.asdict(row) for row in found]
     best = [row.name for row in efficient(found)]
     return json.dumps({"facts": facts, "rows": rows, "efficient": best, "advice": list(lines)}, indent=1) + "\n"
 
 
 def as_markdown(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]) -> str:
+    """The page of a comparison."""
     said = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     return f"""# Comparison
 

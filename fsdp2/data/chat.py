@@ -66,6 +66,7 @@ class Chat:
         return self._text.names
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
+        """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
         for row in rows:
             messages, tools = _conversation(row)
             text, spans = self._rendered(messages, tools, row.where)

@@ -106,6 +106,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch; the last may be of fewer samples."""
         return -(-len(self.split) // self.global_batch)
 
     def steps_done(self) -> int:
@@ -157,9 +158,11 @@ class Batches:
             )
 
     def next_epoch(self) -> None:
+        """Go to the start of the next epoch, which has another order."""
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The place in the data: epoch, samples consumed over all ranks, and what decides their order."""
         place = {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.split)}
         content = getattr(self.split, "content", None)
         return place if content is None else {**place, "content": content}

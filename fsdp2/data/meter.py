@@ -11,7 +11,7 @@ Say = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    pass
+    """For who shows no progress."""
 
 
 class Meter:
@@ -42,6 +42,7 @@ class Meter:
 
 
 def clock(seconds: float) -> str:
+    """Seconds as a person says them: `1 h 5 min`, `4 min 3 s`, `12 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

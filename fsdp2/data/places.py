@@ -51,6 +51,7 @@ class File:
 
     @property
     def suffix(self) -> str:
+        """`.txt` of a path, or of the path in a URL."""
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
@@ -63,16 +64,19 @@ class File:
         return cast(BinaryIO, io.BufferedReader(stream, min(BLOCK, 1 << 20)))
 
     def require_unchanged(self) -> None:
+        """Raises UnusableText if the file isn't the one that was listed."""
         now = _at_url(self.name)[0] if is_url(self.name) else _on_disk(Path(self.name))
         if now != self:
             raise UnusableText(f"{self.name}: has changed while it was read; start again when it stays as it is")
 
 
 def is_url(place: str) -> bool:
+    """Whether a place has a scheme, such as `s3://`."""
     return "://" in place
 
 
 def suffix_of(name: str) -> str:
+    """`.txt` of a path, or of the path in a URL."""
     return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix
 
 

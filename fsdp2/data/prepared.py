@@ -65,6 +65,7 @@ def source_of(files: Sequence[File], encoder: Encoder) -> str:
 
 
 def is_prepared(place: str | Path) -> bool:
+    """Whether `python -m fsdp2.data prepare` finished this folder."""
     return (Path(place) / META).is_file()
 
 

@@ -40,6 +40,7 @@ class Text:
         return self._tokenizer.names
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
+        """The tokens of each row, (n,), with the end token after a document; None, since each counts for the loss."""
         end = self._tokenizer.end
         found = self._tokenizer.encode([row.content for row in rows], end=False)
         for row, tokens in zip(rows, found, strict=True):

@@ -12,6 +12,7 @@ import numpy
 
 
 def identity_of(content: bytes) -> str:
+    """16 hexadecimal digits of a SHA-256, by which a run knows its tokenizer again."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -52,13 +53,16 @@ class Bytes:
     size, identity, end = 256, "bytes", None
 
     def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
+        """The UTF-8 bytes of each text, (n,) uint8. There is no token for an end."""
         return (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some bytes, with U+FFFD for what is no UTF-8."""
         return bytes(tokens).decode(errors="replace")
 
     @property
     def names(self) -> Sequence[str]:
+        """A printable name for each of the 256 tokens."""
         return [repr(chr(byte))[1:-1] for byte in range(256)]
 
 
@@ -80,15 +84,18 @@ class FromFile:
         self.identity = identity_of(content + repr(self.end).encode())
 
     def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
+        """The tokens of each text, (n,) uint32, and the end token after them unless `end` is False."""
         ending = [self.end] if end and self.end is not None else []
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             yield numpy.array([*encoding.ids, *ending], dtype=numpy.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones included."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     @property
     def names(self) -> Sequence[str]:
+        """The text of each token."""
         return [self._tokenizer.decode([number], skip_special_tokens=False) for number in range(self.size)]
 
 

@@ -31,6 +31,7 @@ def cache_folder() -> Path:
 
 
 def missing_files(name: str, root: Path) -> list[str]:
+    """The files of a set that this root lacks."""
     folder = root / FOLDERS[name] / "raw"
     return [str(folder / file) for file in FILES if not (folder / file).is_file()]
 
@@ -76,6 +77,7 @@ def _mapped(file: Path, shape: torch.Size) -> Tensor:
 
 
 def load(name: str, root: Path | None) -> Dataset:
+    """Both splits of a set, downloaded into the user's cache if `root` is None."""
     if root is None:
         root = cache_folder()
         if missing_files(name, root):

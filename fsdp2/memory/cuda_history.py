@@ -14,6 +14,7 @@ from fsdp2.memory.ledger import MAX_ENTRIES
 
 
 def start() -> None:
+    """Begin to record each allocation and its stack."""
     torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
 
 

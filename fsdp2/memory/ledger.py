@@ -54,6 +54,8 @@ class Allocation:
 
 @dataclass(slots=True)
 class Phase:
+    """A part of a step, and when it began, in seconds."""
+
     name: str  # data, forward, backward, optimizer, checkpoint, evaluation
     step: int
     began: float

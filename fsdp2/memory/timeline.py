@@ -15,6 +15,7 @@ VERSION = 1
 
 
 def file_name(rank: int) -> str:
+    """Of a rank's timeline in the run directory."""
     return f"rank{rank}_memory_timeline.json.gz"
 
 
@@ -60,6 +61,7 @@ class Timeline:
 
 
 def dump(line: Timeline) -> bytes:
+    """A timeline as gzipped JSON, a column for each property of its allocations."""
     modules, operations = _Names(), _Names()
     columns: dict[str, list[Any]] = {
         "bytes": [a.bytes for a in line.allocations],

@@ -42,11 +42,13 @@ class Net(nn.Module):
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The layers that have parameters, in forward order."""
     assert isinstance(model, Net)
     return [model.conv1, model.conv2, model.fc1, model.fc2]
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the negative log-likelihoods, 0-d fp32, of (N, 10) log-probabilities and (N,) int64 labels."""
     return F.nll_loss(outputs.float(), targets, reduction="sum")
 
 

@@ -92,6 +92,7 @@ def _checked_blocks(blocks: Callable[[Any], Sequence[nn.Module]]) -> Callable[[A
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropies, 0-d fp32, of (N, classes) logits. Raises TypeError for other outputs."""
     if not isinstance(outputs, Tensor) or outputs.dim() != 2:
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise TypeError(f"the model gave {shape} where (N, classes) was expected; return a ModelSpec that has its loss")

@@ -189,15 +189,18 @@ class Llama(nn.Module):
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The decoder's layers, in forward order."""
     assert isinstance(model, Llama)
     return list(model.model.layers)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets."""
     return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def head(model: Any) -> nn.Module:
+    """The layer that makes logits of hidden states."""
     assert isinstance(model, Llama)
     return model.lm_head
 

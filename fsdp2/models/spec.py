@@ -38,10 +38,12 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def outputs_are_logits(outputs: Tensor) -> Tensor:
+    """For a model that returns a tensor of logits."""
     return outputs
 
 
 def no_files(size: str) -> Mapping[str, bytes]:
+    """For a model that leaves nothing beside its weights."""
     return {}
 
 

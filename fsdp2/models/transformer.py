@@ -58,16 +58,19 @@ class Transformer(nn.Module):
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The layers, in forward order."""
     assert isinstance(model, Transformer)
     return list(model.layers)
 
 
 def head(model: nn.Module) -> nn.Module:
+    """The layer that makes logits of hidden states."""
     assert isinstance(model, Transformer)
     return model.output
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets."""
     return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 

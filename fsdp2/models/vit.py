@@ -51,10 +51,12 @@ def make(num_layers: int, num_heads: int, hidden_dim: int, mlp_dim: int) -> nn.M
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The encoder's layers, in forward order."""
     return list(model.get_submodule("encoder.layers").children())
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropies, 0-d fp32, of (N, classes) logits and (N,) int64 labels."""
     # In fp32 whatever the compute dtype: the sum over a batch does not fit the range of fp16.
     return F.cross_entropy(outputs.float(), targets, reduction="sum")
 

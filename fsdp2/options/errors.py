@@ -20,10 +20,12 @@ class ConfigError(ValueError):
 
 
 def flag_of(name: str) -> str:
+    """`--batch-size` of `batch_size`."""
     return "--" + name.replace("_", "-")
 
 
 def unknown(value: str, choices: Sequence[str]) -> str:
+    """The reason for refusing a value, with the nearest choice."""
     close = difflib.get_close_matches(value, choices, 1)
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
 

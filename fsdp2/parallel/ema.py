@@ -25,13 +25,16 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Move each average towards its weight, shard by shard: no collective."""
         for name, weight in self.weights.items():
             local(self.averages[name]).lerp_(local(weight), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
+        """The averages, by the names of the weights; DTensors where the weights are."""
         return dict(self.averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy averages in, which are sharded as these are."""
         for name, average in self.averages.items():
             local(average).copy_(local(state[name]))

@@ -50,6 +50,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, which an engine for inference lacks."""
         assert self._optimizer is not None, "this engine was made for inference"
         return self._optimizer
 
@@ -93,6 +94,7 @@ class Engine:
         return held["parameters"] + held["buffers"]
 
     def gradients(self) -> list[Tensor]:
+        """The gradients that are there, as this rank holds them: sharded as the parameters."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def state_bytes(self) -> int:
@@ -113,6 +115,7 @@ class Engine:
         """Called before the data of a step is read."""
 
     def forward(self, batch: Microbatch) -> Any:
+        """What the model returns for a microbatch of this rank. All-gathers where parameters are sharded."""
         return self.call(self.model, batch)
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:

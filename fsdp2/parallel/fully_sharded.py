@@ -70,6 +70,14 @@ def shard(
     the compute dtype isn't fp32: they are gathered by themselves. With `reshard_after_forward=None` groups are freed
     after their forward, but neither the root nor the last group: backward needs their parameters first, so they would
     be gathered again at once.
+
+    Args:
+        model: on meta or on the mesh's device; changed in place. Its optimizer is made afterwards.
+        groups: modules that are gathered together, as of `shard_groups`; no module in two of them.
+        mesh: 1-D to shard over all of its ranks, or 2-D (replicate, shard) for HSDP.
+        reshard_after_forward: an int reshards to so many ranks, which must divide the shard dimension.
+
+    Without a collective; each rank must call it with the same model and groups.
     """
     policies = {"mp_policy": precision or MixedPrecisionPolicy(), "offload_policy": offload or OffloadPolicy()}
     settings = {"mesh": mesh, **policies}
