@@ -203,11 +203,11 @@ by the ledger of tensors that [memory.md](memory.md) describes. A GPU has not be
 
 Where plan and run differ:
 
-- Every run holds the order of an epoch's samples, 4 bytes each, which a plan doesn't count: 4,128 bytes of `random-tokens`,
-  5,780 of `digits`. In a tiny model that is up to 0.8 %.
-- `cnn` takes up to 20 % more, and not the same in every run: its second layer is half of the model, and the difference is
-  of multiples of that layer's shard. We suppose that gloo's thread still holds the tensors of an exchange; with one group,
-  or gradients exchanged once, the bytes agree. A plan for CPUs therefore adds the largest exchange.
+- Every run holds the order of an epoch's samples, 4 bytes each, which a plan doesn't count: 4,128 bytes of
+  `random-tokens`, 5,780 of `digits`. In a tiny model that is up to 0.8 %.
+- `cnn` takes up to 20 % more, and not the same in every run: one of its layers is most of the model. We suppose that
+  gloo's thread still holds the tensors of an exchange; with one group, or gradients exchanged once, the bytes agree.
+  A plan for CPUs therefore adds the largest exchange.
 - Models of transformers are planned with a causal mask, which they leave out when tensors have values.
 
 {markdown_table(("model", "flags", "ranks", "planned, bytes", "taken, bytes", "error", "phase of the peak"), cells)}
