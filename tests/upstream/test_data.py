@@ -42,3 +42,7 @@ def test_a_resume_in_the_midst_of_an_epoch_gets_other_samples(tmp_path: Path, ac
     found = _samples(skip_first_batches(other, 2))
     assert len(found) == len(rest) == 2
     still(found != rest, "huggingface/accelerate#2823")
+    by_hand, loader = _loader(accelerator, seedable)
+    by_hand.load_state(str(tmp_path))
+    loader.set_epoch(1)
+    assert (_samples(skip_first_batches(loader, 2)) == rest) == seedable, "docs/upstream.md says when set_epoch helps"

@@ -29,6 +29,12 @@ def _named(text: str) -> list[str]:
     return [file for file, _ in names]
 
 
+def _with_notes(text: str) -> str:
+    """A text with the words of its footnotes in the place of their marks."""
+    notes = dict(re.findall(r"^\[\^([\w-]+)\]: (.+)$", PAGE, flags=re.MULTILINE))
+    return re.sub(r"\[\^([\w-]+)\](?!:)", lambda mark: notes[mark[1]], text)
+
+
 def _reports(text: str) -> set[str]:
     found = re.findall(r"\[[\w-]+ (\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)\)", text)
     assert all(shown == number for shown, _, number in found)
@@ -37,10 +43,11 @@ def _reports(text: str) -> set[str]:
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES.keys())
 def test_an_entry_says_what_happens_there_and_here_and_which_tests_show_it(entry: str) -> None:
-    where, _, rest = entry.partition("**There:**")
+    text = re.sub(r"^\[\^.*$", "", entry.partition("\n## ")[0], flags=re.MULTILINE)
+    where, _, rest = _with_notes(text).partition("**There:**")
     there, _, here = rest.partition("**Here:**")
     assert _reports(where)
-    shown, held = _named(there), _named(here.partition("\n## ")[0])
+    shown, held = _named(there), _named(here)
     assert all(file.startswith(OWN) for file in shown)
     assert bool(shown) != ("*Not reproduced:*" in there)
     assert held
