@@ -28,12 +28,15 @@ ROOT = Path(__file__).parents[2]
 STOPPED_BY_HAND = "Ctrl-C"  # a comment behind a command that says so
 
 
-def shorter(arguments: list[str], has_output: bool, by_hand: bool) -> list[str]:
-    """The flags of a training that doesn't take minutes: two steps, and the smallest model where its size isn't shown."""
+def shorter(arguments: list[str], has_output: bool, by_hand: bool, done: int) -> list[str]:
+    """The flags of a training that doesn't take minutes: two steps, and the smallest model where its size isn't shown.
+
+    A run that goes on has `done` steps behind it.
+    """
     given = {argument.partition("=")[0] for argument in arguments}
     more = ["--device=cpu", "--threads=1"]
     if "--max-steps" not in given and not by_hand:
-        more.append("--max-steps=2")
+        more.append(f"--max-steps={done + 2}")
     if not has_output and not given & {"--model", "--model-size", "--config", "--init-from", "--resume"}:
         more.append("--model-size=tiny")
     if "--batch-size" not in given and "--config" not in given and not has_output:
@@ -133,10 +136,16 @@ class Shell:
         if name in ("python", "python3") and words[1] == "-m":
             arguments = words[3:]
             if words[2] == "fsdp2.train":
-                arguments = shorter(arguments, has_output, by_hand)
+                arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
             return self._in_a_process(f"-m {words[2]}", arguments, by_hand)
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
+
+    def _done(self, arguments: list[str]) -> int:
+        """Steps of the run that a command line goes on with."""
+        place = arguments[arguments.index("--run-dir") + 1] if "--config" in arguments and "--run-dir" in arguments else ""
+        file = self.folder / place / "metrics.jsonl"
+        return file.read_text().count('"kind": "train"') if place and file.exists() else 0
 
     def _make(self, words: list[str], has_output: bool, by_hand: bool) -> tuple[int, str]:
         done_before = [f"-o{name}" for name in (".venv/.installed", ".venv/.deepspeed", ".venv/.bench")]
@@ -161,7 +170,7 @@ class Shell:
             number = min(4, int(value)) if flag == "--nproc_per_node" else number
         target, arguments = (f"-m {words[1]}", words[2:]) if words[0] == "-m" else (str(ROOT / words[0]), words[1:])
         if target == "-m fsdp2.train":
-            arguments = shorter(arguments, has_output, by_hand)
+            arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
         where = (str(self.folder), self.environment, by_hand)
         if target != "-m fsdp2.train":  # it makes a process group of its own
             return self._with_ranks_of_its_own(number, target, arguments)

@@ -25,10 +25,17 @@ from tests.others.common import save
 from tests.remote import s3
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUNNABLE = re.compile(r"(\$ )?(torchrun|python3?|make|pip|bash|srun|sbatch|ray) ")
+RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sbatch|ray) ")
 
 # Page and block, by what they begin with -> why it isn't run here.
 NOT_RUN = {
+    ("docs/nodes.md", "# on each of two nodes"): "needs two machines; tests/test_signals.py runs two torchruns on one",
+    ("docs/nodes.md", "srun"): "needs SLURM; untested, as the page says",
+    ("docs/own-models.md", "python -m fsdp2.checkpoint import checkpoint-500"): "run by tests/others/test_accelerate.py",
+    ("docs/minimal.md", "torchrun"): "takes a minute; run by tests/test_minimal.py",
+    ("docs/minimal.md", ""): "is part of fsdp2/minimal.py, as test_reference.py checks, which tests/test_minimal.py runs",
+    ("docs/index.md", "$ git clone"): "needs a network",
+    ("docs/contributing.md", "make"): "is this suite",
     ("*", "pip install"): "changes the environment in which the tests run",
     ("docs/migration-", ""): "run by tests/migrate and tests/rewriter, with the programs and checkpoints that they need",
     ("docs/migration.md", ""): "run by tests/migrate/test_demo.py and tests/rewriter/test_commands.py",
@@ -46,7 +53,7 @@ BEFORE = {
     "docs/checkpoints.md": [
         "torchrun --nproc_per_node 2 -m fsdp2.train --run-dir runs/a --checkpoint-every 2 --max-steps 6",
     ],
-    "docs/remote.md": ["torchrun --nproc_per_node 2 -m fsdp2.train --run-dir s3://bucket/run --async-checkpoint"],
+    "docs/remote.md": ["torchrun --nproc_per_node 2 -m fsdp2.train --run-dir s3://bucket/run --memory-snapshot"],
 }
 
 
