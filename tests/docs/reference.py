@@ -34,7 +34,9 @@ def flags_page() -> str:
             continue
         title = (group.title or "").removesuffix(":")
         parts.append(f"## {title[0].upper()}{title[1:]}\n" if title != "options" else "## Files\n")
-        parts.append(table(["flag", "what it does"], [[_flag(action), _plain(action.help or "")] for action in actions]))
+        parts.append(
+            table(["flag", "what it does"], [[_flag(action), _plain(action.help or "")] for action in actions])
+        )
     parts.append("## Sizes: `--model-size`\n")
     parts.append("The first of each table is the default. Parameters are counted; tied weights once.\n")
     for name in models.NAMES:
@@ -205,8 +207,8 @@ def benchmarks_page() -> str:
     parts = [
         "# Benchmarks\n",
         MADE,
-        "Each table is taken from the page that its benchmark writes, with its date, machine and versions. **Nothing was "
-        "measured on a GPU**: `make bench-gpu` [does it](notes/gpu.md). Times of a CPU that other programs share "
+        "Each table is taken from the page that its benchmark writes, with its date, machine and versions. **Nothing "
+        "was measured on a GPU**: `make bench-gpu` [does it](notes/gpu.md). Times of a CPU that other programs share "
         "tell ratios, not speed.\n",
     ]
     for title, (name, script) in RESULTS.items():
@@ -215,14 +217,18 @@ def benchmarks_page() -> str:
         machine = re.search(r"^- Machine: (.*)$", text, re.MULTILINE)
         versions = re.search(r"^- Versions: (.*)$", text, re.MULTILINE)
         first = re.search(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", text, re.MULTILINE)
-        assert date and machine and versions and first
+        assert date
+        assert machine
+        assert versions
+        assert first
         parts += [
             f"## {title}\n",
             f"`{script}`, {date[1]}; {machine[1]}; {versions[1]}. [The whole page](notes/{name}).\n",
             first[0],
         ]
     parts.append(
-        "More: [strategies and memory savers](comparison.md), [many ranks](notes/scale.md), [architectures](models.md).\n"
+        "More: [strategies and memory savers](comparison.md), [many ranks](notes/scale.md), "
+        "[architectures](models.md).\n"
     )
     return "\n".join(parts)
 

@@ -1,7 +1,7 @@
 """Runs the code blocks of a page in the order in which they stand, in one folder, as a reader would.
 
-torchrun's ranks are those of `tests/harness.py`, and `make TARGET` is what `make -n` prints: so a block costs a second or
-two instead of a start of Python for each process. Trainings are shortened, as `shorter` says.
+torchrun's ranks are those of `tests/harness.py`, and `make TARGET` is what `make -n` prints: a block costs a second or two
+instead of a start of Python for each process. Trainings are shortened, as `shorter` says.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def missing(expected: str, printed: str) -> str | None:
     return None
 
 
-def program(target: str, arguments: list[str], folder: str, environment: dict[str, str], by_hand: bool) -> tuple[int, str]:
+def program(
+    target: str, arguments: list[str], folder: str, environment: dict[str, str], by_hand: bool
+) -> tuple[int, str]:
     """Run a module (`-m name`) or a script in this process; its exit status and what it printed."""
     printed, status = io.StringIO(), 0
     before, path = list(sys.argv), list(sys.path)
@@ -143,7 +145,9 @@ class Shell:
 
     def _done(self, arguments: list[str]) -> int:
         """Steps of the run that a command line goes on with."""
-        place = arguments[arguments.index("--run-dir") + 1] if "--config" in arguments and "--run-dir" in arguments else ""
+        place = (
+            arguments[arguments.index("--run-dir") + 1] if "--config" in arguments and "--run-dir" in arguments else ""
+        )
         file = self.folder / place / "metrics.jsonl"
         return file.read_text().count('"kind": "train"') if place and file.exists() else 0
 
@@ -183,7 +187,12 @@ class Shell:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = str(probe.getsockname()[1])
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        shared = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(number),
+            "LOCAL_WORLD_SIZE": str(number),
+        }
         started = [
             self._start(target, arguments, False, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(number)

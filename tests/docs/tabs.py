@@ -15,7 +15,9 @@ BLOCK = re.compile(r"^```bash\n((?:torchrun --nproc_per_node \d+ -m fsdp2\.train
 
 def of_ray(command: str) -> str:
     """The same training through Ray."""
-    return re.sub(r"torchrun --nproc_per_node (\d+) -m fsdp2\.train", r"python -m launchers.ray_train --num-workers \1", command)
+    return re.sub(
+        r"torchrun --nproc_per_node (\d+) -m fsdp2\.train", r"python -m launchers.ray_train --num-workers \1", command
+    )
 
 
 def tabs(text: str) -> str:
@@ -37,9 +39,9 @@ class _Tabs(Preprocessor):
 
 
 class LauncherTabs(Extension):
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 - Markdown's own name
+    def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_Tabs(md), "launcher-tabs", 45)  # before the fences become HTML
 
 
-def makeExtension(**options: object) -> LauncherTabs:  # noqa: N802 - Markdown's own name
+def makeExtension(**options: object) -> LauncherTabs:
     return LauncherTabs(**options)

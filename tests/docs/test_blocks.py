@@ -31,13 +31,22 @@ RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sb
 NOT_RUN = {
     ("docs/nodes.md", "# on each of two nodes"): "needs two machines; tests/test_signals.py runs two torchruns on one",
     ("docs/nodes.md", "srun"): "needs SLURM; untested, as the page says",
-    ("docs/own-models.md", "python -m fsdp2.checkpoint import checkpoint-500"): "run by tests/others/test_accelerate.py",
+    (
+        "docs/own-models.md",
+        "python -m fsdp2.checkpoint import checkpoint-500",
+    ): "run by tests/others/test_accelerate.py",
     ("docs/minimal.md", "torchrun"): "takes a minute; run by tests/test_minimal.py",
-    ("docs/minimal.md", ""): "is part of fsdp2/minimal.py, as test_reference.py checks, which tests/test_minimal.py runs",
+    (
+        "docs/minimal.md",
+        "",
+    ): "is part of fsdp2/minimal.py, as test_reference.py checks, which tests/test_minimal.py runs",
     ("docs/index.md", "$ git clone"): "needs a network",
     ("docs/contributing.md", "make"): "is this suite",
     ("*", "pip install"): "changes the environment in which the tests run",
-    ("docs/migration-", ""): "run by tests/migrate and tests/rewriter, with the programs and checkpoints that they need",
+    (
+        "docs/migration-",
+        "",
+    ): "run by tests/migrate and tests/rewriter, with the programs and checkpoints that they need",
     ("docs/migration.md", ""): "run by tests/migrate/test_demo.py and tests/rewriter/test_commands.py",
     ("docs/notes/gpu.md", ""): "tests/gpu and benchmarks need a GPU",
     ("docs/notes/testing.md", "PYTEST_ADDOPTS"): "is this suite",
@@ -121,8 +130,15 @@ def run_python(source: str, folder: str) -> None:
 
     with chdir(folder):
         names: dict[str, Any] = {
-            **{"torch": torch, "dist": dist, "nn": nn, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard},
-            **{"Model": Model, "initialise": initialise, "loss_of": nn.functional.mse_loss, "model": model},
+            "torch": torch,
+            "dist": dist,
+            "nn": nn,
+            "init_device_mesh": init_device_mesh,
+            "fully_shard": fully_shard,
+            "Model": Model,
+            "initialise": initialise,
+            "loss_of": nn.functional.mse_loss,
+            "model": model,
             "block": block,
             "loader": [(torch.ones(2, 8), torch.zeros(2, 8))] * 2,
             "config": parse(small("runs/own", "--max-steps=2")),
