@@ -68,8 +68,8 @@ def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
 def write_memory_image(found: Sequence[Measured], path: Path) -> None:
     """A rank's memory by kind over its last steps, a panel for each row, as PNG; peaks are labelled.
 
-    All panels share both axes. Time is counted in steps, since a row whose steps are slower doesn't hold memory for more
-    of them."""
+    All panels share both axes. Time is counted in steps: a row whose steps are slower doesn't hold more memory for it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """Runs the code blocks of a page in the order in which they stand, in one folder, as a reader would.
 
-torchrun's ranks are those of `tests/harness.py`, and `make TARGET` is what `make -n` prints: a block costs a second or two
-instead of a start of Python for each process. Trainings are shortened, as `shorter` says.
+torchrun's ranks are those of `tests/harness.py`, and `make TARGET` is what `make -n` prints: a block costs seconds
+and not a start of Python for each process. Trainings are shortened, as `shorter` says.
 """
 
 from __future__ import annotations
