@@ -55,7 +55,10 @@ def _flag(action: argparse.Action) -> str:
         return f"`{name}`, `{action.option_strings[1]}`"
     if action.nargs == 0:
         return f"`{name}`"
-    value = action.metavar or "VALUE"
+    value = str(action.metavar or "VALUE")
+    if "|" in value:  # which a table would take for the end of a cell
+        bare = " alone, or with" if action.nargs == "?" else ""
+        return f"`{name}`{bare} " + ", ".join(f"`{one}`" for one in value.split("|"))
     return f"`{name} [{value}]`" if action.nargs == "?" else f"`{name} {value}`"
 
 
