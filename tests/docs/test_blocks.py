@@ -35,6 +35,7 @@ NOT_RUN = {
         "docs/own-models.md",
         "python -m fsdp2.checkpoint import checkpoint-500",
     ): "run by tests/others/test_accelerate.py",
+    ("docs/own-models.md", "torchrun --nproc_per_node 2 examples"): "run by tests/others/test_examples.py",
     ("docs/minimal.md", "torchrun"): "takes a minute; run by tests/test_minimal.py",
     (
         "docs/minimal.md",
