@@ -15,7 +15,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
 export OMP_NUM_THREADS ?= 1
 
-# Many container images forbid Python to keep its bytecode. Each of the seven or more processes that Ray starts for a
+# Many container images forbid Python to keep its bytecode. Each of the nine processes that Ray starts for a
 # run would then compile torch again: 20 s of CPU each instead of 8.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -74,7 +74,7 @@ infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… anoth
 ##@ A language model
 
 .PHONY: train-llama
-train-llama: $(VENV)/.installed  ## a Llama of 9.7M parameters on the standard library's source, which then writes (15 min)
+train-llama: $(VENV)/.installed  ## a Llama of 9.6M parameters on the standard library's source, which then writes (15 min)
 	$(TRAIN) --model llama --model-size 10m --dataset source-text --seq-len 256 --batch-size 8 --max-steps 250 \
 	  --optimizer adamw --lr 1e-3 --betas 0.9,0.95 --weight-decay 0.1 --schedule cosine --warmup-steps 25 \
 	  --lr-floor 0.1 --clip-grad-norm --run-dir runs/llama-10m $(ARGS)
@@ -284,7 +284,7 @@ fuzz: $(VENV)/.tools  ## bad input of every kind, each time another, for an hour
 
 .PHONY: docs
 docs: $(VENV)/.docs  ## the documentation as a site in build/docs; fails at a link that leads nowhere
-	$(BIN)/zensical build --strict --clean
+	PYTHONPATH=. $(BIN)/zensical build --strict --clean
 	@echo "read it: python3 -m http.server --directory build/docs"
 
 lint: $(VENV)/.tools  ## ruff and the type checker

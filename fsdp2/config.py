@@ -147,7 +147,7 @@ class Config:
     shard_modules: tuple[str, ...] = option(
         (), "the blocks, by name pattern, in place of those that are found; repeatable", patterns, many=True
     )
-    shard_granularity: int | str = option(1, "N blocks, layer, or root: what one all-gather brings", granularity)
+    shard_granularity: int | str = option(1, "what is gathered together: N blocks, layer, or root", granularity)
     reshard_after_forward: bool | int | None = option(
         None, "true (root too), false, or N ranks; unset or auto = all but the root and the last group", reshard_policy
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -78,7 +79,8 @@ def test_the_site_builds_without_a_link_that_leads_nowhere_or_to_a_network(tmp_p
     shutil.copytree(DOCS, tmp_path / "docs")
     (tmp_path / "zensical.toml").write_text((ROOT / "zensical.toml").read_text())
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # for the tabs
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for page in (tmp_path / "build" / "docs").rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="?(https?:[^" >]*)', page.read_text())

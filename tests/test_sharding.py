@@ -226,3 +226,18 @@ def test_inspect_trains_on_as_if_it_had_not_looked(train: Train, flags: str) -> 
     n = 4 if "replicas" in flags else 2
     looked = [d["loss"] for kind, d in train(*flags.split(), run="looked", n=n, steps=2) if kind == "train"]
     assert looked == [d["loss"] for kind, d in train(*plain, run="plain", n=n, steps=2) if kind == "train"]
+
+
+def _after_evaluation(flags: str) -> list[int]:
+    """On how many ranks each parameter is after an evaluation; 1 if this rank has it whole."""
+    engine = make(flags)
+    with engine.evaluating():
+        loss_of(engine)
+    found = list(engine.model.parameters())
+    return [one.device_mesh.size() if isinstance(one, DTensor) else 1 for one in found]
+
+
+@pytest.mark.parametrize("flags", ["", "--reshard-after-forward=2", "--reshard-after-forward=false"])
+def test_after_an_evaluation_only_shards_are_left(ranks: Ranks, flags: str) -> None:
+    for found in ranks.run(_after_evaluation, flags, ranks=4):
+        assert set(found) == {4}

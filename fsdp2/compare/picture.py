@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.compare.advice import efficient, step_ms
-from fsdp2.compare.measure import Measured
+from fsdp2.compare.measure import SHOWN_STEPS, Measured
 from fsdp2.compare.report import HEADINGS, cells
 from fsdp2.memory.html import COLOURS, themed
 
@@ -66,7 +66,10 @@ def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
 
 
 def write_memory_image(found: Sequence[Measured], path: Path) -> None:
-    """A rank's memory by kind over its last steps, a panel for each row, all to one scale, as PNG."""
+    """A rank's memory by kind over its last steps, a panel for each row, as PNG; peaks are labelled.
+
+    All panels share both axes. Time is counted in steps: a row whose steps are slower doesn't hold more memory for it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +79,13 @@ def write_memory_image(found: Sequence[Measured], path: Path) -> None:
     columns = min(3, max(1, len(good)))
     lines = max(1, -(-len(good) // columns))
     figure, grid = pyplot.subplots(
-        lines, columns, figsize=(5 * columns, 3 * lines + 0.6), layout="constrained", sharey=True, squeeze=False
+        lines,
+        columns,
+        figsize=(5 * columns, 3 * lines + 0.6),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+        squeeze=False,
     )
     drawn: dict[str, Any] = {}
     for panel in grid.flat[len(good) :]:
@@ -85,13 +94,23 @@ def write_memory_image(found: Sequence[Measured], path: Path) -> None:
         curves = row.over_time
         assert curves is not None
         kinds = [kind for kind in COLOURS if kind in curves.bytes]
-        times = [1000 * (when - curves.times[0]) for when in curves.times]
+        began, lasted = curves.times[0], max(curves.times[-1] - curves.times[0], 1e-9)
+        times = [SHOWN_STEPS * (when - began) / lasted for when in curves.times]
         heights = [[amount / 1e6 for amount in curves.bytes[kind]] for kind in kinds]
         areas = panel.stackplot(times, heights, step="post", colors=[COLOURS[kind] for kind in kinds])
         drawn |= dict(zip(kinds, areas, strict=True))
-        panel.set(title=row.name, xlabel="ms, slowed by recording")
+        totals = [sum(column) for column in zip(*heights, strict=True)]
+        peak = max(totals)
+        at = times[totals.index(peak)]
+        panel.plot([at], [peak], "v", color="black", markersize=5)
+        panel.annotate(f"{peak:.1f} MB", (at, peak), xytext=(6, 4), textcoords="offset points", fontsize="small")
+        panel.set(title=row.name)
+        panel.margins(y=0.15)
     for panel in grid[:, 0]:
         panel.set_ylabel("MB of a rank")
+    for panel in grid.flat[max(0, len(good) - columns) : len(good)]:
+        panel.set_xlabel("steps")
+        panel.tick_params(labelbottom=True)
     kinds = [kind for kind in COLOURS if kind in drawn]
     figure.legend([drawn[kind] for kind in kinds], kinds, loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=90)

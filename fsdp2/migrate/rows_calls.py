@@ -28,7 +28,7 @@ METHODS = rows(
         "depends on the whole shape; unshard() the group first then.",
     ),
     ("set_state_dict_type()", "get_model_state_dict(model, options=StateDictOptions(…))", EXACT, "See StateDictType."),
-    ("get_state_dict_type()", "nothing", REFUSED, "The kind of a state dict is said by each call that makes one."),
+    ("get_state_dict_type()", "nothing", REFUSED, "Each call specifies its state-dict type."),
     ("state_dict_type()", "get_model_state_dict(model, options=StateDictOptions(…))", EXACT, "See StateDictType."),
     ("forward()", "model(…)", EXACT, "For another entry point: register_fsdp_forward_method(model, name)."),
     (

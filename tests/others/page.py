@@ -22,68 +22,6 @@ KINDS = {
     "audio": "Audio classification models of transformers",
     "timm": "Image models of timm",
 }
-# What was reported elsewhere -> where, and the tests that hold it here.
-UPSTREAM = [
-    (
-        "A tied weight is two after `to_empty`: the embedding gets half of its gradient, and no error tells",
-        ["verl-project/verl#7834", "huggingface/accelerate#4171", "pytorch/torchtitan#2495"],
-        [
-            "tests/others/test_start.py::test_own_initial_values_are_those_of_the_seed_for_every_strategy",
-            "tests/others/test_training.py::test_losses_are_those_of_a_plain_loop_and_of_a_resumed_run",
-            "tests/test_weights.py::test_a_tied_weight_is_written_once",
-        ],
-    ),
-    (
-        "Buffers that no state dict holds, such as rotary tables, are garbage after `to_empty`",
-        ["huggingface/transformers#45902", "NovaSky-AI/SkyRL#1709"],
-        [
-            "tests/others/test_start.py::test_the_weights_of_a_folder_are_there_on_any_number_of_ranks",
-            "tests/others/test_start.py::test_a_buffer_that_is_made_of_a_parameter_is_an_error_and_never_garbage",
-        ],
-    ),
-    (
-        "Each rank loads the whole model into its memory",
-        ["huggingface/transformers#43749", "huggingface/accelerate#2100", "pytorch/pytorch#104755"],
-        [
-            "tests/test_weights.py::test_a_rank_reads_what_it_keeps",
-            "tests/test_weights.py::test_what_was_read_is_memory_of_the_process_no_longer",
-        ],
-    ),
-    (
-        "Optimizer state beside frozen parameters is dropped, or can't be loaded",
-        ["pytorch/pytorch#192202", "huggingface/peft#338", "huggingface/transformers#31892"],
-        [
-            "tests/test_lora.py::test_it_goes_on_bit_for_bit",
-            "tests/test_equalities.py::test_a_frozen_part_stays_as_it_was_under_every_strategy",
-        ],
-    ),
-    (
-        "The norm of gradients is a rank's own part of it",
-        ["pytorch/pytorch#170862", "pytorch/pytorch#149768", "ByteDance-Seed/VeOmni#184"],
-        [
-            "tests/test_step.py::test_the_norm_is_that_of_the_full_gradients_also_on_several_meshes",
-            "tests/test_step.py::test_clipping_bounds_the_norm_on_every_rank",
-        ],
-    ),
-    (
-        "`generate` finds shards where it needs weights: mixed torch.Tensor and DTensor",
-        ["huggingface/transformers#42436", "huggingface/trl#4550"],
-        [
-            "tests/others/test_generate.py::test_generate_gives_the_tokens_of_one_process",
-            "tests/others/test_generate.py::test_a_method_that_a_spec_lists_finds_its_parameters",
-        ],
-    ),
-    (
-        "The loss is a mean of means, where ranks or microbatches have unequal numbers of tokens",
-        ["huggingface/transformers#24725", "huggingface/transformers#34191"],
-        ["tests/test_text.py::test_the_loss_is_the_mean_over_all_targets_however_uneven"],
-    ),
-    (
-        "Experts that one rank's tokens don't choose hang all ranks",
-        ["pytorch/pytorch#158719", "pytorch/torchtitan#2747"],
-        ["tests/others/test_experts.py::test_experts_that_one_rank_never_calls"],
-    ),
-]
 
 
 def passed(row: Row) -> bool:
@@ -101,7 +39,7 @@ def _close(gap: float | None) -> bool:
 def page(rows: Sequence[Row]) -> str:
     """The page, of any number of rows; the last of an architecture counts."""
     rows = list({(row.kind, row.name): row for row in rows}.values())
-    return "\n".join([*_head(rows), *_tables(rows), *_upstream()])
+    return "\n".join([*_head(rows), *_tables(rows)])
 
 
 def _head(rows: Sequence[Row]) -> list[str]:
@@ -172,27 +110,6 @@ def _line(row: Row) -> str:
     cells += [_yes(row.resumed), _yes(row.checkpointed), _gap(row.bf16), _yes(row.exported)]
     cells += [_gap(row.trained), _text(why)]
     return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _upstream() -> list[str]:
-    lines = [
-        "## Reported elsewhere, held here",
-        "",
-        "Faults that others met with models like these, and the tests that would fail if this repository had them:",
-        "",
-        "| | where | tests |",
-        "|---|---|---|",
-    ]
-    for what, places, tests in UPSTREAM:
-        links = (
-            f"[{place}](https://github.com/{place.replace('#', '/pull/' if place in PULLS else '/issues/')})"
-            for place in places
-        )
-        lines.append(f"| {what} | {', '.join(links)} | {', '.join(f'`{test}`' for test in tests)} |")
-    return lines
-
-
-PULLS = {"huggingface/accelerate#4171", "huggingface/transformers#42436", "huggingface/transformers#34191"}
 
 
 def _machine() -> str:

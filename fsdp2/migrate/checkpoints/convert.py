@@ -21,7 +21,7 @@ from fsdp2.migrate.checkpoints.origin import Choice, Origin, opened_origin
 from fsdp2.migrate.checkpoints.prove import Proof, compare
 from fsdp2.migrate.checkpoints.tree import Entry, value_of
 
-ANEW = "not in such a checkpoint, so it begins anew: learning rate schedule, place in the data, random state, scaler"
+ANEW = "not in such a checkpoint, so it starts fresh: learning rate schedule, place in the data, random state, scaler"
 
 
 @dataclass
@@ -82,7 +82,7 @@ def _progress(origin: Origin) -> dict[TreePath, Entry]:
 
 
 def _prove(place: Path, choice: Choice, target: Path) -> Proof:
-    """Read both sides anew: the source as if nothing of it were known, and the files as they lie on disk."""
+    """Read both sides again: the source as if nothing of it were known, and the files as they lie on disk."""
     with opened_origin(place, choice) as origin, closing(DcpTensors(LocalFiles(target))) as written:
         after = {*written.tensors, *written.values}
         ours = {name for name in after if name.startswith("app.progress.") or name.endswith(".initial_lr")}
@@ -104,7 +104,7 @@ def _lines(origin: Origin, out: str) -> list[str]:
     if optimizer:
         groups = {path[1] for path in optimizer if path[0] == "param_groups"}
         what += f", optimizer state of {len(state)} parameters in {len(groups)} group{'s' * (len(groups) > 1)}"
-    why = origin.step_from or ("since nothing says which" if optimizer else "since the optimizer begins anew")
+    why = origin.step_from or ("since nothing says which" if optimizer else "since the optimizer starts fresh")
     step = f"step {origin.step}, {why}"
     lines.append(f"wrote {out}: {what}; {step}")
     if optimizer and (without := _without_state(origin, state)):

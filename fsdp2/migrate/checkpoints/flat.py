@@ -25,7 +25,7 @@ from fsdp2.migrate.checkpoints.tree import Entry, Tree, value_of
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16  # bytes
-NOT_PROVEN = "it was wrapped otherwise, or is another model's; give all classes that were wrapped with --wrap"
+NOT_PROVEN = "it was wrapped differently, or is another model's; give all classes that were wrapped with --wrap"
 
 IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(), with which all sizes agree"
 

@@ -128,7 +128,7 @@ def _origin(found: Found, choice: Choice) -> Origin:
             left.append(IN_ORDER if choice.order is None else "the optimizer's numbers have the names that were given")
         taken |= {(id(owner), path) for path in owner.tree if path[: len(place)] == place}
     elif choice.with_optimizer:
-        left.append("no optimizer is in it: it begins anew")
+        left.append("no optimizer is in it: it starts fresh")
     for one in found.pieces:
         rest = {path: entry for path, entry in one.tree.items() if (id(one), path) not in taken}
         label = "" if one.label == "." or len(found.pieces) == 1 else f"{one.label}: "
@@ -236,7 +236,7 @@ def _refuse_shards(piece: Piece) -> None:
 
 
 def _step(found: Found, entries: Tree) -> tuple[int, str | None]:
-    """Optimizer steps done, and who says so; 0 and None if nobody does, or the optimizer begins anew."""
+    """Optimizer steps done, and who says so; 0 and None if nobody does, or the optimizer starts fresh."""
     if not any(path[1] == "optim" for path in entries):
         return 0, None
     counted = [float(e.read()) for path, e in entries.items() if path[1:3] == ("optim", "state") and path[-1] == "step"]

@@ -50,7 +50,7 @@ def compare(before: Tree, after: Mapping[str, Any], read: Callable[[str], Any]) 
     """Read both sides, one tensor at a time.
 
     Args:
-        before: what was to be written, from the source, opened anew.
+        before: what was to be written, from the source, opened again.
         after: names in the result -> anything; each must be one of `before`, and the other way round.
         read: name -> tensor or value of the result.
 

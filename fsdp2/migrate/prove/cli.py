@@ -1,4 +1,4 @@
-"""python -m fsdp2.migrate prove: what is said on the command line, what is printed, and the exit status."""
+"""python -m fsdp2.migrate prove: the command line, what is printed, and the exit status."""
 
 from __future__ import annotations
 

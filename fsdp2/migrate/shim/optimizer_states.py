@@ -67,7 +67,7 @@ def optim_state_dict_to_load(
         for parameter in group_now["params"]:
             name = names[parameter]
             if name not in saved:
-                raise ValueError(f"optimizer state: nothing is said of {name}; is it of another model?")
+                raise ValueError(f"optimizer state: it has nothing for {name}; is it of another model?")
             of_group = saved.pop(name)
             if name in optim_state_dict["state"]:
                 state[number] = {

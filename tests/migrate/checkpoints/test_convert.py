@@ -82,14 +82,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 def test_what_the_source_lacks_is_said(orig: Saved, cli: Cli, tmp_path: Path) -> None:
     _, printed = cli(orig.folder / "full.pt", tmp_path / "one")
     assert "left out: epoch, 1 entries" in printed
-    assert "begins anew: learning rate schedule, place in the data, random state, scaler" in printed
+    assert "starts fresh: learning rate schedule, place in the data, random state, scaler" in printed
     assert f"step {STEPS}, as the optimizer counts" in printed
     _, printed = cli(orig.folder / "two" / "model.pt", tmp_path / "two")
-    assert "no optimizer is in it: it begins anew" in printed
+    assert "no optimizer is in it: it starts fresh" in printed
     assert "taken out of names: _orig_mod. module." in printed
-    assert "step 0, since the optimizer begins anew" in printed
+    assert "step 0, since the optimizer starts fresh" in printed
     _, printed = cli(orig.folder / "ids.pt", tmp_path / "three", "--no-optimizer")
-    assert "step 0, since the optimizer begins anew" in printed, "and not of global_step, which is 7"
+    assert "step 0, since the optimizer starts fresh" in printed, "and not of global_step, which is 7"
     assert "left out: optimizer_states, " in printed
 
 

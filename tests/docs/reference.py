@@ -1,0 +1,243 @@
+"""The reference pages of the documentation, made from the code:  python -m tests.docs.reference"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from fsdp2 import models
+from fsdp2.config import parser
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+MADE = "Made by `python -m tests.docs.reference`; a test compares it with the code.\n"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def flags_page() -> str:
+    """Every flag of fsdp2.train by section, and every named size of every model."""
+    parts = [
+        "# Flags and sizes\n",
+        "The flags are the same under torchrun, through Ray, in a file for `--config`, and as the fields of "
+        "`fsdp2.config.Config`, with `_` for `-`. A wrong flag, value or combination ends the run before it starts, "
+        "in a line that names the flag and the fix. `python -m fsdp2.train --help` prints the same list.\n",
+        MADE,
+    ]
+    for group in parser()._action_groups:
+        actions = [action for action in group._group_actions if "--help" not in action.option_strings]
+        if not actions:
+            continue
+        title = (group.title or "").removesuffix(":")
+        parts.append(f"## {title[0].upper()}{title[1:]}\n" if title != "options" else "## Files\n")
+        parts.append(
+            table(["flag", "what it does"], [[_flag(action), _plain(action.help or "")] for action in actions])
+        )
+    parts.append("## Sizes: `--model-size`\n")
+    parts.append("The first of each table is the default. Parameters are counted; tied weights once.\n")
+    for name in models.NAMES:
+        spec = models.get(name)
+        rows = [
+            [f"`{size}`", f"{sum(p.numel() for p in spec.on_meta(size).parameters()):,}", _numbers(numbers)]
+            for size, numbers in spec.sizes.items()
+        ]
+        parts += [f"### `--model {name}`\n", table(["size", "parameters", "numbers"], rows)]
+    return "\n".join(parts)
+
+
+def _flag(action: argparse.Action) -> str:
+    name = action.option_strings[0]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return f"`{name}`, `{action.option_strings[1]}`"
+    if action.nargs == 0:
+        return f"`{name}`"
+    value = str(action.metavar or "VALUE")
+    if "|" in value:  # which a table would take for the end of a cell
+        bare = " alone, or with" if action.nargs == "?" else ""
+        return f"`{name}`{bare} " + ", ".join(f"`{one}`" for one in value.split("|"))
+    return f"`{name} [{value}]`" if action.nargs == "?" else f"`{name} {value}`"
+
+
+def _plain(text: str) -> str:
+    text = text.replace("%%", "%")
+    return re.sub(r"(?<![\w`])(--[a-z][a-z0-9-]+)", r"`\1`", text)
+
+
+def _numbers(numbers: object) -> str:
+    assert hasattr(numbers, "items")
+    return ", ".join(f"{key} {value}" for key, value in numbers.items())
+
+
+# kind -> field -> what it is. A field in brackets stands in some records of that kind alone.
+RECORDS: dict[str, dict[str, str]] = {
+    "start": {
+        "header": "the lines that open a run on the console",
+        "step": "optimizer steps done before it",
+        "epoch": "epochs done before it",
+        "random_state_restored": "whether each rank goes on with its own random state",
+        "note": "lines about what was cleaned, set aside or left out, or null",
+    },
+    "resume": {
+        "header, step, epoch, random_state_restored, note": "as in `start`",
+        "checkpoint": "the checkpoint that was loaded",
+        "restore_seconds": "how long that took",
+    },
+    "train": {
+        "step": "counted from 1, in optimizer steps",
+        "epoch": "counted from 0",
+        "step_in_epoch": "counted from 1",
+        "loss": "mean over the global batch, in full precision",
+        "lr": "learning rate of the first parameter group",
+        "grad_norm": "over all ranks, before clipping",
+        "samples": "in this step over all ranks",
+        "step_ms": "wall time, without evaluations and saves",
+        "samples_per_second": "over all ranks",
+        "[tokens_per_second]": "of language models",
+        "[tflops], [mfu]": "of each GPU",
+        "[loss_scale], [skipped]": "of fp16's gradient scaler; `skipped` also with `--on-nonfinite skip`",
+        "peak_memory_bytes": "of rank 0: allocated on its GPU, else resident in its process",
+    },
+    "eval": {
+        "step, epoch": "as in `train`",
+        "loss": "mean over the test set",
+        "accuracy": "from 0 to 1",
+        "count": "targets that were evaluated",
+        "[perplexity]": "of language models",
+    },
+    "checkpoint": {
+        "step, epoch": "of the state that was saved",
+        "path": "where it is",
+        "seconds": "until it was committed",
+        "stall_seconds": "that training waited",
+    },
+    "checkpoint_skipped": {"step": "of the save that was skipped", "reason": "why"},
+    "failure": {
+        "[rank], [step]": "where it happened",
+        "error": "the message",
+        "[continues]": "true if training goes on",
+    },
+    "end": {
+        "step, epoch": "reached",
+        "steps": "of this process",
+        "reason": "`finished`, `already finished`, a signal's name, or `the launcher (torchrun) has gone`",
+        "accuracy": "of the last evaluation, or null",
+        "run_dir": "path or URL",
+        "full_model_left_out_bytes": "size of the full model if it was too large to be written unasked, else null",
+        "seconds": "from the first line to the last",
+        "nonfinite_steps": "steps whose loss or gradient norm was NaN or infinite",
+        "peak_memory_bytes": "as in `train`",
+    },
+}
+
+VARIABLES = {
+    "FSDP2_REMOTE_ATTEMPTS": "6: how often an operation on an object store is tried",
+    "FSDP2_REMOTE_TIMEOUT": "60: seconds until a silent connection to a store is given up",
+    "FSDP2_LEASE_SECONDS": "30: after this time without a sign of life a run at a URL is taken over",
+    "AWS_ENDPOINT_URL_S3": "the S3 server, if it isn't Amazon's; then `AWS_ENDPOINT_URL`",
+    "TMPDIR": "where a shard is collected before it is uploaded",
+    "XDG_CACHE_HOME": "downloads and tokenised text are below its folder `fsdp2`; unset, below `~/.cache`",
+    "CUDA_VISIBLE_DEVICES": "which GPUs a process sees",
+    "CUBLAS_WORKSPACE_CONFIG": "`--deterministic` sets it to `:4096:8` unless you do",
+    "OMP_NUM_THREADS": "no effect on training: `--threads` decides. Setting it keeps torchrun from warning",
+    "CXX": "the C++ compiler of `--compile` on a CPU, and of DeepSpeed",
+    "RANK": "with `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`: set by torchrun",
+}
+
+FILES = """\
+```text
+RUN/
+  config.json                 flags and environment; --config reads the flags back, except run-dir and resume
+  metrics.jsonl               one JSON object a line
+  checkpoints/step-00000120/  __0_0.distcp …, .metadata, and COMMIT.json, written last
+  full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json
+  tensorboard/                with --tensorboard
+  rank0_memory_timeline.json.gz, rank0_memory_snapshot.pickle     with --memory-snapshot
+  rank0_trace.json.gz, rank0_memory_profile.html                  with --profile
+```
+"""
+
+EXIT = [
+    ["0", "the run ended by itself, or was stopped by a signal to its ranks and has saved"],
+    ["1", "the run stopped: a failed save, NaN or infinity, a rank that failed, a launcher that is gone; a check that "
+     "found a difference (`checkpoint verify`, `checkpoint diff`, `migrate check`, `migrate prove`)"],
+    ["2", "refused before anything was started: one line names the flag, what would go wrong and the fix"],
+    ["130", "Ctrl-C under Ray, or in a search"],
+]  # fmt: skip
+
+
+def run_page() -> str:
+    """The run directory, metrics.jsonl, environment variables and exit codes."""
+    parts = [
+        "# Run directory, metrics, environment variables, exit codes\n",
+        MADE,
+        "## The run directory\n",
+        FILES,
+        "A run makes its directory, `runs/<model>-<time>` unless `--run-dir` names one. **It keeps the three newest "
+        "checkpoints and deletes older ones**: `--keep` and `--keep-every` change that. [What is in a "
+        "checkpoint](state-dicts.md), [how it is committed](checkpoints.md), [a run at a URL](remote.md).\n",
+        "## `metrics.jsonl`\n",
+        "Each line has a `kind`. A line may be written one step late, so that a GPU isn't kept waiting. A resume cuts "
+        "the file back to its checkpoint, so each step stands in it once. NaN and infinity are written as `null`.\n",
+    ]
+    for kind, fields in RECORDS.items():
+        rows = [[re.sub(r"\w+", lambda name: f"`{name[0]}`", names), text] for names, text in fields.items()]
+        parts += [f"### `{kind}`\n", table(["field", "what it is"], rows)]
+    parts.append("In brackets: only in some records.\n")
+    parts.append("## Environment variables\n")
+    parts.append(table(["variable", "default and meaning"], [[f"`{name}`", text] for name, text in VARIABLES.items()]))
+    parts.append("## Exit codes\n")
+    parts.append(table(["status", "of `python -m fsdp2.…`"], EXIT))
+    parts.append(
+        "torchrun ends with 1 if a rank ended with anything but 0, and prints a summary of its own below the line of "
+        "rank 0. [Which signal does what](checkpoints.md#which-signal-to-whom-does-what).\n"
+    )
+    return "\n".join(parts)
+
+
+RESULTS = {
+    "A step": ("step-benchmark.md", "benchmarks/steps.py"),
+    "A save": ("checkpoint-benchmark.md", "benchmarks/checkpoint.py"),
+    "Ray beside torchrun": ("ray-benchmark.md", "benchmarks/ray_cost.py"),
+}
+
+
+def benchmarks_page() -> str:
+    """The first table of each result page."""
+    parts = [
+        "# Benchmarks\n",
+        MADE,
+        "Each table is taken from the page that its benchmark writes, with its date, machine and versions. **Nothing "
+        "was measured on a GPU**: `make bench-gpu` [does it](notes/gpu.md). Times of a CPU that other programs share "
+        "tell ratios, not speed.\n",
+    ]
+    for title, (name, script) in RESULTS.items():
+        text = (DOCS / "notes" / name).read_text()
+        date = re.search(r"^- Date: (.*)$", text, re.MULTILINE)
+        machine = re.search(r"^- Machine: (.*)$", text, re.MULTILINE)
+        versions = re.search(r"^- Versions: (.*)$", text, re.MULTILINE)
+        first = re.search(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", text, re.MULTILINE)
+        assert date
+        assert machine
+        assert versions
+        assert first
+        parts += [
+            f"## {title}\n",
+            f"`{script}`, {date[1]}; {machine[1]}; {versions[1]}. [The whole page](notes/{name}).\n",
+            first[0],
+        ]
+    parts.append(
+        "More: [strategies and memory savers](comparison.md), [many ranks](notes/scale.md), "
+        "[architectures](models.md).\n"
+    )
+    return "\n".join(parts)
+
+
+PAGES = {"flags.md": flags_page, "run-directory.md": run_page, "benchmarks.md": benchmarks_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())

@@ -1,0 +1,246 @@
+"""Runs the code blocks of a page in the order in which they stand, in one folder, as a reader would.
+
+torchrun's ranks are those of `tests/harness.py`, and `make TARGET` is what `make -n` prints: a block costs seconds
+and not a start of Python for each process. Trainings are shortened, as `shorter` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+from tests.harness import _PROCESSES, Ranks
+
+ROOT = Path(__file__).parents[2]
+STOPPED_BY_HAND = "Ctrl-C"  # a comment behind a command that says so
+
+
+def shorter(arguments: list[str], has_output: bool, by_hand: bool, done: int) -> list[str]:
+    """The flags of a training that doesn't take minutes: two steps, and the smallest model where its size isn't shown.
+
+    A run that goes on has `done` steps behind it.
+    """
+    given = {argument.partition("=")[0] for argument in arguments}
+    more = ["--device=cpu", "--threads=1"]
+    if "--max-steps" not in given and not by_hand:
+        more.append(f"--max-steps={done + 2}")
+    if not has_output and not given & {"--model", "--model-size", "--config", "--init-from", "--resume"}:
+        more.append("--model-size=tiny")
+    if "--batch-size" not in given and "--config" not in given and not has_output:
+        more.append("--batch-size=16")
+    return [*more, *arguments] if "--config" in given else [*arguments, *more]
+
+
+def masked(text: str) -> str:
+    """Numbers, and how lines are broken, don't count."""
+    text = re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,}\b", "#", text)
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d,.:]*(?:e[+-]?\d+)?", "#", text)).strip()
+
+
+def missing(expected: str, printed: str) -> str | None:
+    """The first of the lines that a page shows that isn't in what was printed, in this order.
+
+    A page may leave lines out, and parts of them with "…". Two equal lines may be one: a run that was made shorter has
+    fewer epochs.
+    """
+    text, at = masked(printed), 0
+    for part in filter(None, map(masked, re.split(r"…|\n", expected))):
+        found = text.find(part, at)
+        if found < 0:
+            return part
+        at = found
+    return None
+
+
+def program(
+    target: str, arguments: list[str], folder: str, environment: dict[str, str], by_hand: bool
+) -> tuple[int, str]:
+    """Run a module (`-m name`) or a script in this process; its exit status and what it printed."""
+    printed, status = io.StringIO(), 0
+    before, path = list(sys.argv), list(sys.path)
+    changed = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    sys.argv = [target, *arguments]
+    if by_hand:
+        threading.Thread(target=_stop_after_a_step, args=(Path(folder),), daemon=True).start()
+    try:
+        with chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            if target.startswith("-m "):
+                runpy.run_module(target[3:], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            printed.write(ended.code)
+    finally:
+        sys.argv, sys.path[:] = before, path
+        for name, value in changed.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    return status, printed.getvalue()
+
+
+def _stop_after_a_step(folder: Path) -> None:
+    def steps() -> int:
+        return sum(file.read_text().count('"kind": "train"') for file in folder.glob("runs/*/metrics.jsonl"))
+
+    before, deadline = steps(), time.monotonic() + 60
+    while steps() <= before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _alone(pipe: Any, *what: Any) -> None:
+    pipe.send(program(*what))
+    pipe.close()
+
+
+class Shell:
+    """What runs a page's commands."""
+
+    def __init__(self, ranks: Ranks, folder: Path, places: dict[str, str], environment: dict[str, str]) -> None:
+        self.ranks, self.folder, self.places, self.environment = ranks, folder, places, environment
+        for name in ("configs", "examples", "docs", "Makefile", "README.md"):
+            (folder / name).symlink_to(ROOT / name)
+
+    def run(self, command: str, *, has_output: bool) -> tuple[int, str]:
+        """The exit status of a command and what it printed."""
+        by_hand = STOPPED_BY_HAND in command
+        if runs := sorted(self.folder.glob("runs/*/config.json"), key=lambda path: path.stat().st_mtime):
+            command = re.sub(r"runs/(?:RUN|\w+-\d{8}-\d{6})", f"runs/{runs[-1].parent.name}", command)
+        for place, here in self.places.items():
+            command = command.replace(place, here)
+        if found := re.fullmatch(r"python - <<'PY'\n(.*)\nPY", command, re.DOTALL):
+            file = self.folder / "typed.py"
+            file.write_text(found[1])
+            return self._in_a_process(str(file), [], False)
+        words = shlex.split(command, comments=True)
+        if words[0] == "make":
+            return self._make(words[1:], has_output, by_hand)
+        while "=" in words[0]:
+            words.pop(0)
+        name = Path(words[0]).name
+        if name == "torchrun":
+            return self._torchrun(words[1:], has_output, by_hand)
+        if name in ("python", "python3") and words[1] == "-m":
+            arguments = words[3:]
+            if words[2] == "fsdp2.train":
+                arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
+            return self._in_a_process(f"-m {words[2]}", arguments, by_hand)
+        done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    def _done(self, arguments: list[str]) -> int:
+        """Steps of the run that a command line goes on with."""
+        place = (
+            arguments[arguments.index("--run-dir") + 1] if "--config" in arguments and "--run-dir" in arguments else ""
+        )
+        file = self.folder / place / "metrics.jsonl"
+        return file.read_text().count('"kind": "train"') if place and file.exists() else 0
+
+    def _make(self, words: list[str], has_output: bool, by_hand: bool) -> tuple[int, str]:
+        done_before = [f"-o{name}" for name in (".venv/.installed", ".venv/.deepspeed", ".venv/.bench")]
+        listed = subprocess.run(
+            ["make", "-n", *done_before, *words], cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
+        if listed.returncode:
+            return listed.returncode, listed.stderr
+        status, printed = 0, ""
+        for line in listed.stdout.replace("\\\n", " ").splitlines():
+            if line.startswith("test ") or not line.strip():
+                continue
+            status, text = self.run(line + f"  # {STOPPED_BY_HAND}" * by_hand, has_output=has_output)
+            printed += text
+        return status, printed
+
+    def _torchrun(self, words: list[str], has_output: bool, by_hand: bool) -> tuple[int, str]:
+        number = 1
+        while words[0].startswith("--"):
+            flag, _, value = words.pop(0).partition("=")
+            value = value or words.pop(0)
+            number = min(4, int(value)) if flag == "--nproc_per_node" else number
+        target, arguments = (f"-m {words[1]}", words[2:]) if words[0] == "-m" else (str(ROOT / words[0]), words[1:])
+        if target == "-m fsdp2.train":
+            arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
+        where = (str(self.folder), self.environment, by_hand)
+        if target != "-m fsdp2.train":  # it makes a process group of its own
+            return self._with_ranks_of_its_own(number, target, arguments)
+        results = self.ranks.run(program, target, arguments, *where, ranks=number)
+        return max(status for status, _ in results), "".join(text for _, text in results)
+
+    def _with_ranks_of_its_own(self, number: int, target: str, arguments: list[str]) -> tuple[int, str]:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
+        shared = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(number),
+            "LOCAL_WORLD_SIZE": str(number),
+        }
+        started = [
+            self._start(target, arguments, False, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(number)
+        ]
+        results = [self._result(*one) for one in started]
+        return max(status for status, _ in results), "".join(text for _, text in results)
+
+    def _in_a_process(self, target: str, arguments: list[str], by_hand: bool) -> tuple[int, str]:
+        return self._result(*self._start(target, arguments, by_hand, {}))
+
+    def _start(self, target: str, arguments: list[str], by_hand: bool, more: dict[str, str]) -> tuple[Any, Any]:
+        ours, theirs = _PROCESSES.Pipe()
+        what = (theirs, target, arguments, str(self.folder), {**self.environment, **more}, by_hand)
+        process = _PROCESSES.Process(target=_alone, args=what)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _result(self, process: Any, pipe: Any) -> tuple[int, str]:
+        try:
+            return pipe.recv() if pipe.poll(120) else (1, "no end in two minutes")
+        except EOFError:
+            return 1, "it ended without a result"
+        finally:
+            process.join(20)
+            process.kill()
+
+
+def commands(source: str) -> Iterator[tuple[str, str]]:
+    """(command, what a page shows of its output), of a block of commands or of a session with `$`."""
+    lines = source.rstrip("\n").split("\n")
+    session = any(line.startswith("$ ") for line in lines)
+    command, shown = "", ""
+    while lines:
+        line = lines.pop(0)
+        if session and not line.startswith("$ "):
+            shown += line + "\n"
+            continue
+        if command:
+            yield command, shown
+        command, shown = "", ""
+        line = line.removeprefix("$ ")
+        while line.rstrip().endswith("\\"):
+            line = line.rstrip()[:-1] + " " + lines.pop(0).strip()
+        if "<<'PY'" in line:
+            while line.rpartition("\n")[2] != "PY":
+                line += "\n" + lines.pop(0)
+        if line.strip() and not line.startswith("#"):
+            command = line
+    if command:
+        yield command, shown

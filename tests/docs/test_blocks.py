@@ -1,0 +1,216 @@
+"""Every code block of the documentation is run where it stands, or `NOT_RUN` says why it isn't."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sybil import Document, Example, Region
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp2.checkpoint import full_dtensor
+from tests.docs.running import ROOT, Shell, commands, missing
+from tests.harness import Ranks, small
+from tests.others.common import save
+from tests.remote import s3
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sbatch|ray) ")
+
+# Page and block, by what they begin with -> why it isn't run here.
+NOT_RUN = {
+    ("docs/nodes.md", "# on each of two nodes"): "needs two machines; tests/test_signals.py runs two torchruns on one",
+    ("docs/nodes.md", "srun"): "needs SLURM; untested, as the page says",
+    (
+        "docs/own-models.md",
+        "python -m fsdp2.checkpoint import checkpoint-500",
+    ): "run by tests/others/test_accelerate.py",
+    ("docs/own-models.md", "torchrun --nproc_per_node 2 examples"): "run by tests/others/test_examples.py",
+    ("docs/minimal.md", "torchrun"): "takes a minute; run by tests/test_minimal.py",
+    (
+        "docs/minimal.md",
+        "",
+    ): "is part of fsdp2/minimal.py, as test_reference.py checks, which tests/test_minimal.py runs",
+    ("docs/index.md", "$ git clone"): "needs a network",
+    ("docs/contributing.md", "make"): "is this suite",
+    ("*", "pip install"): "changes the environment in which the tests run",
+    (
+        "docs/migration-",
+        "",
+    ): "run by tests/migrate and tests/rewriter, with the programs and checkpoints that they need",
+    ("docs/migration.md", ""): "run by tests/migrate/test_demo.py and tests/rewriter/test_commands.py",
+    ("docs/notes/gpu.md", ""): "tests/gpu and benchmarks need a GPU",
+    ("docs/notes/testing.md", "PYTEST_ADDOPTS"): "is this suite",
+    ("*", "make chaos"): "takes half an hour; tests/test_chaos.py does ten of its kills",
+    ("*", "make bench"): "takes minutes and writes a page of docs/",
+    ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
+    ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
+    ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
+}
+
+# What a page's commands find when they begin: commands, and places on the reader's machine.
+BEFORE = {
+    "docs/checkpoints.md": [
+        "torchrun --nproc_per_node 2 -m fsdp2.train --run-dir runs/a --checkpoint-every 2 --max-steps 6",
+    ],
+    "docs/remote.md": ["torchrun --nproc_per_node 2 -m fsdp2.train --run-dir s3://bucket/run --memory-snapshot"],
+}
+
+
+def _blocks(document: Document) -> Iterable[Region]:
+    lexer = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[\w-]*)[^\n]*$\n", re.MULTILINE))
+    for region in lexer(document):
+        region.parsed = region.lexemes["source"]
+        region.evaluator = _run
+        yield region
+
+
+def _why_not(page: str, source: str) -> str | None:
+    for (name, begin), why in NOT_RUN.items():
+        if page.startswith(name.replace("*", "")) and source.startswith(begin):
+            _used.add((name, begin))
+            return why
+    return None
+
+
+_used: set[tuple[str, str]] = set()
+
+
+def _is_code(language: str, source: str) -> bool:
+    return language in ("python", "bash", "console") or (not language and RUNNABLE.match(source) is not None)
+
+
+def _run(example: Example) -> None:
+    language, source = example.region.lexemes["language"], str(example.parsed)
+    page: str = example.namespace["page"]
+    if not _is_code(language, source) or _why_not(page, source) is not None:
+        return
+    if language == "python":
+        example.namespace["python"](source)
+        return
+    shell: Shell = example.namespace["shell"]
+    for command, shown in commands(source):
+        fails = re.search(r"^fsdp2: (error|stopped|rank)", shown, re.MULTILINE) is not None
+        status, printed = shell.run(f"{command} --max-steps 12" if fails else command, has_output=bool(shown))
+        assert (status != 0) == fails, f"{command}\nended with {status}:\n{printed}"
+        part = missing(shown, printed)
+        assert part is None, f"{command}\ndidn't print\n{part}\nbut\n{printed}"
+
+
+def _python(ranks: Ranks, shell: Shell, source: str) -> None:
+    ranks.run(run_python, source, str(shell.folder))
+
+
+def run_python(source: str, folder: str) -> None:
+    """A block of Python on a rank, with the names that pages leave to the reader."""
+    from fsdp2.config import parse
+
+    block, model = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.blocks(inputs)
+
+    def initialise(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+
+    with chdir(folder):
+        names: dict[str, Any] = {
+            "torch": torch,
+            "dist": dist,
+            "nn": nn,
+            "init_device_mesh": init_device_mesh,
+            "fully_shard": fully_shard,
+            "Model": Model,
+            "initialise": initialise,
+            "loss_of": nn.functional.mse_loss,
+            "model": model,
+            "block": block,
+            "loader": [(torch.ones(2, 8), torch.zeros(2, 8))] * 2,
+            "config": parse(small("runs/own", "--max-steps=2")),
+            "average": torch.optim.swa_utils.AveragedModel(block),
+            **{name: getattr(full_dtensor, name) for name in ("full_model_state", "full_optimizer_state")},
+        }
+        names["optimizer"] = torch.optim.AdamW(model.parameters())
+        exec(compile(source.replace('"cuda"', '"cpu"'), "block", "exec"), names)
+
+
+def document(page: Path) -> Document:
+    return Document.parse(str(page), _blocks)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def has_code(page: Path) -> bool:
+    name = name_of(page)
+    return any(
+        _is_code(region.lexemes["language"], str(region.parsed)) and _why_not(name, str(region.parsed)) is None
+        for _, region in document(page).regions
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, ranks: Ranks, tmp_path: Path) -> None:
+    with _store(page) as (places, environment):
+        _run_page(page, Shell(ranks, tmp_path, {**places, **_places(page, tmp_path)}, environment), ranks)
+
+
+@contextmanager
+def _store(page: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """Of a page that names a bucket, one on a server of its own, and what the environment has to say about it."""
+    if "s3://bucket/run" not in page.read_text() or page.name != "remote.md":
+        yield {}, {}
+        return
+    with s3.s3_server() as endpoint:
+        yield {"s3://bucket/run": s3.Bucket(endpoint).url()}, s3.environment(endpoint)
+
+
+def _run_page(page: Path, shell: Shell, ranks: Ranks) -> None:
+    for command in BEFORE.get(name_of(page), []):
+        status, printed = shell.run(command, has_output=False)
+        assert status == 0, printed
+    read = document(page)
+    read.namespace |= {"page": name_of(page), "shell": shell, "python": functools.partial(_python, ranks, shell)}
+    for example in read.examples():
+        example.evaluate()
+
+
+def _places(page: Path, folder: Path) -> dict[str, str]:
+    """Of paths on the reader's machine, the ones that stand in for them."""
+    text = page.read_text()
+    places: dict[str, str] = {}
+    if "/models/qwen" in text:
+        places["/models/qwen"] = save("llama", folder / "reader" / "model").removeprefix("hf:")
+    if "/data/notes" in text:
+        notes = folder / "reader" / "notes"
+        notes.mkdir(parents=True)
+        (notes / "a.txt").write_text("To be, or not to be: that is the question. " * 400)
+        places["/data/notes"] = str(notes)
+    return places
+
+
+def test_each_reason_is_that_of_a_block() -> None:
+    _used.clear()
+    for page in PAGES:
+        for _, region in document(page).regions:
+            if _is_code(region.lexemes["language"], str(region.parsed)):
+                _why_not(name_of(page), str(region.parsed))
+    assert set(NOT_RUN) - _used == set()
