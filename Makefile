@@ -207,6 +207,10 @@ migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSD
 bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/notes/step-benchmark.md)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/torchrun --nproc_per_node $(NPROC) benchmarks/steps.py $(ARGS)
 
+.PHONY: plan-accuracy
+plan-accuracy: $(VENV)/.installed  ## planned memory beside that of real runs (half an hour; writes docs/plan-accuracy.md)
+	$(BIN)/python benchmarks/plan_accuracy.py $(ARGS)
+
 ##@ Through Ray
 
 .PHONY: ray-train

@@ -47,6 +47,11 @@ def test_no_circle_between_rooms() -> None:
     assert {room for room in ROOMS if room in reached(room, frozenset())} == set()
 
 
+def test_nothing_uses_the_planner() -> None:
+    users = {file for file in SOURCES if any(name.startswith("fsdp2.plan.") for name in _modules(file))}
+    assert {file.parent.name for file in users} == {"plan"}
+
+
 def test_run_and_report_know_nothing_of_each_other() -> None:
     assert "report" not in _imported_by("run")
     assert "run" not in _imported_by("report")

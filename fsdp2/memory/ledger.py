@@ -105,6 +105,7 @@ class Ledger(TorchDispatchMode):
     peak_at: float = 0.0
     complete_from: float = 0.0  # what was freed before this moment is left out, but for what was alive at the peak
     limit: int | None = None  # raise MemoryLimitReached beyond so many bytes
+    fake: bool = False  # count fake tensors, whose storages are on meta
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Ledger(TorchDispatchMode):
         return self._enter(storage, operation)
 
     def _enter(self, storage: torch.UntypedStorage, operation: str, kind: str | None = None) -> Allocation | None:
-        if storage.device.type == "meta":
+        if storage.device.type == "meta" and not self.fake:
             return None
         module = self._modules[-1] if self._modules else ""
         new = Allocation(storage.nbytes(), self._now(), len(self.phases) - 1, module, operation, kind)

@@ -1,0 +1,83 @@
+"""Will it fit?  python -m fsdp2.plan --model llama --model-size 8b --ranks 8,64 --gpu h100 --mixed-precision
+
+Executes the training on tensors without memory, as one rank of many, and says what it takes. It needs no GPU, no
+download and no other process. Every other flag is one of `fsdp2.train`'s.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.values import checked, whole
+from fsdp2.plan import advice, report
+from fsdp2.plan.device import gpu as find_gpu
+from fsdp2.plan.plans import Plan, plan
+from fsdp2.run import runtime
+from fsdp2.units import byte_count
+
+MOST_RANKS = 65536
+
+
+def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
+    """The argparse parser of a plan; with `add_help=False` it is a parent for another parser."""
+    found = make_parser(Config, prog=prog, description=(__doc__ or "").partition("  ")[0], add_help=add_help)
+    own = found.add_argument_group("the plan")
+    own.add_argument("--ranks", metavar="N,N", help="numbers of ranks to plan for (default: 8)")
+    own.add_argument(
+        "--gpu", metavar="NAME|FILE.toml", help="what the ranks run on: a name of the table, or a table of your own"
+    )
+    own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
+    own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Plan]:
+    """What was planned, after it was printed. Raises ConfigError for flags that make no sense."""
+    given = vars(parser().parse_args(arguments))
+    ranks = _ranks(given.pop("ranks", "8"))
+    place, budget, as_json = given.pop("gpu", None), given.pop("budget", None), given.pop("json", False)
+    gpu = None if place is None else find_gpu(place)
+    limit = gpu.memory if gpu is not None else None
+    if budget is not None:
+        limit = checked("--budget", budget, byte_count)
+    config = Config(**read_values(Config, given))
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        if not as_json:
+            print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    # torch warns of things that a process without a device does.
+    warnings.simplefilter("ignore")
+    plans = []
+    for count in ranks:
+        say(f"planning {count:,} ranks")
+        plans.append(plan(config, count, gpu, limit, last=True))
+    lines = report.lines(plans, gpu)
+    found = None
+    short = next((one for one in reversed(plans) if not one.fits), None)
+    if short is not None:
+
+        def replan(changed: Config, flags: str) -> Plan:
+            say(f"trying {flags}")
+            return plan(changed, short.ranks, gpu, limit)
+
+        found = advice.advise(short, replan)
+        lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
+    print(report.as_json(plans, gpu, found) if as_json else "\n".join(lines))
+    return plans
+
+
+def _ranks(value: str) -> list[int]:
+    return list(dict.fromkeys(checked("--ranks", part.strip(), whole(1, MOST_RANKS)) for part in value.split(",")))
+
+
+if __name__ == "__main__":
+    with runtime.exit_status():
+        main()

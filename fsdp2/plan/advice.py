@@ -1,0 +1,121 @@
+"""Which flags make a plan fit: found by planning with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.plan.plans import Plan
+from fsdp2.units import size
+
+Change = tuple[str, dict[str, Any]]
+Replan = Callable[[Config, str], Plan]  # with the flags that have changed, to be shown
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Attributes:
+    singly: flag and the bytes that it saves by itself, in the order of what they cost.
+    together: flags that make the plan fit, or of all those that save something if none do.
+    plan: with `together`.
+    """
+
+    singly: list[tuple[str, int]]
+    together: list[str]
+    plan: Plan
+
+
+def changes(config: Config) -> Iterator[Change]:
+    """Flags that save memory, those first that cost least: bytes on the wire, computing again, slower links, rounding.
+
+    Which cost more is known of their kind and not measured; what they save is planned.
+    """
+    if config.strategy == "fsdp2" and config.reshard_after_forward is not True:
+        yield "--reshard-after-forward true", {"reshard_after_forward": True}
+    if config.spec.kind == "language" and config.chunked_loss is None:
+        yield "--chunked-loss", {"chunked_loss": 1024}
+    if config.strategy == "fsdp2" and config.shard_granularity not in (1, "layer"):
+        yield "--shard-granularity 1", {"shard_granularity": 1}
+    if config.activation_checkpointing is None:
+        yield "--activation-checkpointing op", {"activation_checkpointing": "op"}
+    if config.activation_checkpointing != "block":
+        yield "--activation-checkpointing block", {"activation_checkpointing": "block"}
+    batch, parts = config.batch_size, config.grad_accumulation
+    for factor in dict.fromkeys((2, 8, batch)):
+        if batch % factor or factor == 1 or config.global_batch_size is not None:
+            continue
+        fewer, more = batch // factor, parts * factor
+        flags = f"--batch-size {fewer} --grad-accumulation {more}"
+        yield flags, {"batch_size": fewer, "grad_accumulation": more}
+    if config.replicas > 1:
+        yield "--replicas 1", {"replicas": 1}
+    if config.mixed_precision is None:
+        yield "--mixed-precision bf16", {"mixed_precision": "bf16"}
+    if config.strategy == "fsdp2" and not config.cpu_offload:
+        yield "--cpu-offload", {"cpu_offload": True, "fused_optimizer": None}
+
+
+def advise(base: Plan, replan: Replan) -> Advice:
+    """What makes a plan fit that doesn't.
+
+    Flags are added in the order of `changes` for as long as the plan doesn't fit, and those taken back without which it
+    fits as well.
+    """
+    singly: list[tuple[str, int]] = []
+    useful: list[Change] = []
+    for change in changes(base.config):
+        there = _try(base.config, [change], replan)
+        if there is not None and there.bytes < base.bytes:
+            singly.append((change[0], base.bytes - there.bytes))
+            useful.append(change)
+    together: list[Change] = []
+    best = base
+    for change in useful:
+        # A flag that replaces one before, as `block` does `op`, counts for itself.
+        others = [one for one in together if not set(one[1]) & set(change[1])]
+        there = _try(base.config, [*others, change], replan)
+        if there is not None and there.bytes < best.bytes:
+            together, best = [*others, change], there
+        if best.fits:
+            break
+    if best.fits:
+        for change in list(together)[:-1]:
+            fewer = [one for one in together if one is not change]
+            there = _try(base.config, fewer, replan)
+            if there is not None and there.fits:
+                together, best = fewer, there
+    return Advice(singly, [name for name, _ in together], best)
+
+
+def _try(config: Config, together: Sequence[Change], replan: Replan) -> Plan | None:
+    """The plan with some changes; None if the flags don't go together."""
+    values: dict[str, Any] = {}
+    for _, change in together:
+        values |= change
+    try:
+        return replan(dataclasses.replace(config, **values), " ".join(name for name, _ in together))
+    except ConfigError:
+        return None
+
+
+def lines(advice: Advice, base: Plan) -> list[str]:
+    """For the terminal."""
+    assert base.budget is not None
+    found = [f"  {flag:44}{size(saved):>10} less" for flag, saved in advice.singly]
+    flags = " ".join(advice.together)
+    if advice.plan.fits:
+        return [
+            "alone, each flag would save (those first that cost least):",
+            *found,
+            f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}",
+        ]
+    least = f", with {flags}" if flags else " as it is"
+    return [
+        *(["alone, each flag would save:", *found] if found else []),
+        f"no setting fits in {size(base.budget)}: the least is {size(advice.plan.bytes)}{least}; use more ranks, a "
+        "shorter --seq-len or a GPU with more memory",
+    ]

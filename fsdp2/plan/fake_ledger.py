@@ -1,0 +1,54 @@
+"""The memory ledger for fake tensors, which also names the module whose backward runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp2.memory.ledger import Allocation, Ledger
+
+LOSS = "loss"  # what the training loop computes after the model
+
+
+class FakeLedger(Ledger):
+    """Counts fake tensors, and names in backward the module whose gradient is computed."""
+
+    steps_done = 0
+    _backward = LOSS
+
+    @property
+    def in_model(self) -> bool:
+        """Whether a module's forward runs, in backward too where it is computed again."""
+        return bool(self._modules)
+
+    @property
+    def module(self) -> str:
+        """The innermost module whose forward or backward runs."""
+        if self._modules:
+            return self._modules[-1]
+        if self.phases[-1].name == "backward":
+            return self._backward
+        return LOSS if self.phases[-1].name in ("forward", "evaluation") else ""
+
+    def phase(self, name: str, step: int) -> None:
+        self._backward = LOSS
+        super().phase(name, step)
+
+    def _enter(self, storage: Any, operation: str, kind: str | None = None) -> Allocation | None:
+        new = super()._enter(storage, operation, kind)
+        if new is not None:
+            new.module = self.module
+        return new
+
+    def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        super()._out_of(module, inputs, outputs)
+        name = self._names.get(id(module), type(module).__name__)
+        for tensor in tree_leaves(outputs):
+            # The innermost module comes first, and a tensor that it hands on is its own.
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and not tensor._backward_hooks:
+                tensor.register_hook(lambda gradient, name=name: self._into_backward(name))
+
+    def _into_backward(self, name: str) -> None:
+        self._backward = name

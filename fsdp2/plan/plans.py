@@ -1,0 +1,70 @@
+"""A plan: what the fullest rank of so many takes, and whether that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import check_world
+from fsdp2.parallel.optimizer import FUSED
+from fsdp2.plan.device import Gpu, Term, beside_on_cpu, terms
+from fsdp2.plan.memory import Memory, plan_memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `config` takes on so many ranks.
+
+    Attributes:
+        memory: of the rank that takes the most.
+        last: of the last rank; the same object if it wasn't asked for.
+        extra: what a GPU takes beside tensors, or gloo.
+        budget: bytes that a rank may take; None if nobody said.
+    """
+
+    config: Config
+    ranks: int
+    memory: Memory
+    last: Memory
+    extra: tuple[Term, ...]
+    budget: int | None
+
+    @property
+    def tensors(self) -> int:
+        return self.memory.peak.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.tensors + sum(term.bytes for term in self.extra)
+
+    @property
+    def fits(self) -> bool:
+        return self.budget is None or self.bytes <= self.budget
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of the files of all shards, at most: the last ranks' are smaller."""
+        memory = self.memory
+        return (memory.model_bytes + memory.optimizer_bytes + memory.average_bytes) * self.ranks // self.config.replicas
+
+
+def plan(config: Config, ranks: int, gpu: Gpu | None, budget: int | None, *, last: bool = False) -> Plan:
+    """Plan for so many ranks. Raises ConfigError for what can't run on them, or can't be planned.
+
+    Args:
+        last: plan the last rank too, and not only rank 0, which has the most rows of each parameter and batch.
+    """
+    check_world(config, ranks)
+    if ranks % config.replicas:
+        raise ConfigError(f"--replicas {config.replicas}: doesn't divide --ranks {ranks}; choose a divisor")
+    if gpu is not None and config.fused_optimizer is None and not config.cpu_offload:
+        config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take
+    first, *others = (
+        plan_memory(config, ranks, rank, offload_apart=gpu is not None)
+        for rank in dict.fromkeys((0, ranks - 1 if last else 0))
+    )
+    fullest = max((first, *others), key=lambda memory: memory.peak.bytes)
+    extra = [beside_on_cpu(fullest)] if gpu is None else terms(config, ranks, fullest.peak)
+    return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget)

@@ -1,0 +1,100 @@
+"""A plan as a table for the terminal, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp2.plan.advice import Advice
+from fsdp2.plan.device import Gpu
+from fsdp2.plan.memory import Peak
+from fsdp2.plan.plans import Plan
+from fsdp2.units import size
+
+
+def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
+    """What a person reads: bytes by kind with a column for each number of ranks, where the peak is, and the verdict."""
+    columns = [_column(plan) for plan in plans]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    width = max(map(len, names)) + 2
+    rows = [f"{'ranks':{width}}" + "".join(f"{plan.ranks:>12,}" for plan in plans)]
+    for name in names:
+        rows.append(f"{name:{width}}" + "".join(f"{size(column.get(name, 0)):>12}" for column in columns))
+    found = [*_heading(plans[0], gpu), "", "the fullest rank, at its peak:", *rows, ""]
+    for plan in plans:
+        found += [f"{plan.ranks:,} ranks: {line}" for line in _verdict(plan)]
+    if gpu is not None:
+        found += ["", "not calibrated on a GPU:"]
+        found += [f"  {term.name}: {term.source}" for term in plans[0].extra]
+    return found
+
+
+def _heading(plan: Plan, gpu: Gpu | None) -> list[str]:
+    config = plan.config
+    model = config.spec.on_meta(config.model_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    what = f"batch {config.batch_size} a rank" + (f" × {config.grad_accumulation}" * (config.grad_accumulation > 1))
+    if config.spec.kind == "language":
+        what += f", {config.seq_len:,} tokens each"
+    found = [f"{config.model} {config.model_size}, {parameters:,} parameters; {config.strategy}; {what}"]
+    if gpu is not None:
+        found.append(f"{gpu.name}: {size(gpu.memory)} ({gpu.source})")
+    if config.compile:
+        found.append("--compile is left out: what a compiler keeps for backward, usually less, a plan can't see")
+    return found
+
+
+def _column(plan: Plan) -> dict[str, int]:
+    column = dict(plan.memory.peak.kinds)
+    column["= tensors"] = plan.tensors
+    for term in plan.extra:
+        column[term.name] = term.bytes
+    if plan.extra:
+        column["= device"] = plan.bytes
+    return column
+
+
+def _verdict(plan: Plan) -> list[str]:
+    memory, config = plan.memory, plan.config
+    found = [f"the peak is in {where(memory.peak)}; evaluation takes {size(memory.evaluation.bytes)} of tensors"]
+    if plan.last is not memory:
+        found[0] += f"; the last rank takes {size(plan.last.peak.bytes)}"
+    host = f"{size(memory.on_host)} a rank for what is offloaded, and " if memory.on_host else ""
+    shards = memory.model_bytes + memory.optimizer_bytes + memory.average_bytes
+    disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}"
+    found.append(f"host memory: {host}{size(shards)} a rank while a checkpoint is written; {disk}")
+    if plan.budget is not None:
+        verdict = "fits" if plan.fits else "does not fit"
+        found.append(f"{verdict}: {size(plan.bytes)} of {size(plan.budget)} ({plan.bytes / plan.budget:.0%})")
+    return found
+
+
+def where(peak: Peak) -> str:
+    """Phase and module of a peak."""
+    return peak.phase + (f" of {peak.module}" if peak.module else "")
+
+
+def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None) -> str:
+    """All that was planned; bytes throughout."""
+
+    def entry(plan: Plan) -> dict[str, Any]:
+        return {
+            "ranks": plan.ranks,
+            "bytes": plan.bytes,
+            "tensors": plan.tensors,
+            "budget": plan.budget,
+            "fits": plan.fits if plan.budget is not None else None,
+            "peak": dataclasses.asdict(plan.memory.peak),
+            "evaluation": dataclasses.asdict(plan.memory.evaluation),
+            "last_rank": plan.last.peak.bytes,
+            "beside_tensors": [dataclasses.asdict(term) for term in plan.extra],
+            "on_host": plan.memory.on_host,
+            "checkpoint_bytes": plan.checkpoint_bytes,
+        }
+
+    content: dict[str, Any] = {"gpu": None if gpu is None else dataclasses.asdict(gpu), "plans": [*map(entry, plans)]}
+    if advice is not None:
+        content["advice"] = {"singly": dict(advice.singly), "flags": advice.together, "plan": entry(advice.plan)}
+    return json.dumps(content, indent=1)

@@ -1,0 +1,87 @@
+"""`python -m fsdp2.plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp2.options.errors import ConfigError
+from fsdp2.plan.__main__ import main, parser
+
+LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*LLAMA, "--ranks=2,8", "--gpu=h100"])
+    printed = capsys.readouterr().out
+    for word in ("parameters", "activations", "logits and loss", "CUDA context", "nccl's buffers", "8 ranks: fits"):
+        assert word in printed
+
+
+# So that little is left to be advised: each piece of advice is a plan of its own.
+SPARING = ["--mixed-precision", "--chunked-loss", "--batch-size=1", "--reshard-after-forward=true", "--ranks=2"]
+
+
+def test_advice_is_drawn_from_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*LLAMA, *SPARING, "--json"]
+    (wanted,) = main(flags)
+    capsys.readouterr()
+    budget = f"--budget={wanted.bytes - 1}"
+    main([*flags, budget])
+    content = json.loads(capsys.readouterr().out)
+    assert not content["plans"][0]["fits"]
+    assert content["advice"]["plan"]["fits"]
+    advised = [word for flag in content["advice"]["flags"] for word in flag.split()]
+    main([*flags, budget, *advised])
+    assert json.loads(capsys.readouterr().out)["plans"][0]["bytes"] == content["advice"]["plan"]["bytes"]
+
+
+def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*LLAMA, *SPARING, "--activation-checkpointing=block", "--budget=1kB"])
+    assert "no setting fits in 1.0 kB: the least is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpu=h1000"], "--gpu h1000: must be one of .*did you mean h100"),
+        (["--gpu=none.toml"], "--gpu none.toml: can't be read"),
+        (["--ranks=0"], "--ranks"),
+        (["--ranks=2,x"], "--ranks"),
+        (["--budget=much"], "--budget"),
+        (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide --ranks 3"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        main([*LLAMA, *flags])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("[mine]\n", "says no memory"),
+        ('[mine]\nmemory = "lots"\n', "memory must be a number of bytes"),
+        ('[mine]\nmemory = "8GB"\nflops = 3\n', "flops must be one of"),
+        ("mine = 3\n", "says no memory"),
+        ("[", "can't be read"),
+    ],
+)
+def test_a_wrong_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "gpu.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        main([*LLAMA, f"--gpu={tmp_path / 'gpu.toml'}"])
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "gpu.toml").write_text('[mine]\nmemory = "8GB"\n')
+    (there,) = main([*LLAMA, "--ranks=2", f"--gpu={tmp_path / 'gpu.toml'}"])
+    assert there.budget == 8_000_000_000
+
+
+def test_the_parser_is_a_parent() -> None:
+    assert "--help" not in parser(add_help=False).format_help()

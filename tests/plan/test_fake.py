@@ -1,0 +1,50 @@
+"""What a plan stands on that torch may move, and what fake tensors can't do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.config import parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.plan import fake
+from fsdp2.plan.memory import plan_memory
+
+
+def test_a_fake_rank_is_the_rank_it_says_and_sends_nothing() -> None:
+    with fake.fake_group(5, 4096):
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
+        dist.all_reduce(torch.ones(3))
+    assert not dist.is_initialized()
+
+
+def test_fake_tensors_have_no_memory() -> None:
+    with fake.fake_mode():
+        huge = torch.empty(1 << 40)
+        assert (huge + 1).nbytes == 4 << 40
+        with pytest.raises(fake.data_dependent()):
+            bool(huge[0] > 0)
+
+
+def test_values_are_answered_outside_of_a_model_alone() -> None:
+    inside = False
+    with fake.fake_mode(), fake.Values(lambda: inside):
+        tensor = torch.empty(2)
+        assert not tensor.isnan().any()
+        assert tensor.sum().item() == 1
+        inside = True
+        with pytest.raises(fake.data_dependent()):
+            tensor.sum().item()
+
+
+def test_a_model_that_reads_values_is_refused_by_name() -> None:
+    config = parse(["--model=tests.plan.models:deciding", "--dataset=digits", "--batch-size=4"])
+    with pytest.raises(ConfigError, match=r"deciding: can't be planned, since .* reads values"):
+        plan_memory(config, 2, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
+def test_a_strategy_that_cannot_be_planned_is_refused(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=f"--strategy {strategy}: .*compare"):
+        plan_memory(parse([f"--strategy={strategy}"]), 2, 0)

@@ -1,0 +1,112 @@
+"""Planned memory beside the ledger of runs, and what has to follow from the flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2.config import Config, parse
+from fsdp2.memory.timeline import load
+from fsdp2.plan import memory
+from fsdp2.plan.memory import Memory, plan_memory
+from fsdp2.plan.plans import plan
+from tests.harness import Ranks, main_in_ranks
+
+LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens"
+DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens"
+# A run also holds the order of an epoch's samples, an int32 for each of random-tokens' 1,024, which is no tensor of a
+# step, and a scalar or two.
+ORDER = 4 * 1024 + 32
+
+
+def _config(flags: str) -> Config:
+    return parse(flags.split())
+
+
+def _planned(flags: str, ranks: int = 2, rank: int = 0) -> Memory:
+    return plan_memory(_config(flags), ranks, rank)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--mixed-precision=fp16 --activation-checkpointing=op",
+        "--optimizer=adamw --fused-optimizer --grad-accumulation=2 --clip-grad-norm",
+        "--reshard-after-forward=false --explicit-prefetching=1 --chunked-loss=32",
+    ],
+)
+def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    line = f"{LLAMA} {flags} --threads=1 --device=cpu --no-save-model --max-steps=3 --memory-snapshot"
+    ranks.run(main_in_ranks, [*line.split(), f"--run-dir={tmp_path}"])
+    run = load((tmp_path / "rank0_memory_timeline.json.gz").read_bytes())
+    most = total = 0
+    for when, change, _ in run.changes():
+        total += change
+        if run.phase_at(when).name not in ("checkpoint", "between"):
+            most = max(most, total)
+    # gloo's thread may keep what an exchange has used a moment longer.
+    assert 0 <= most - ORDER - _planned(f"{LLAMA} {flags}").peak.bytes <= _planned(f"{LLAMA} {flags}").largest_exchange
+
+
+def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{DEEP} --mixed-precision --activation-checkpointing"
+    assert memory.depths(_config(flags)) == (6, 4, 5)
+    short = _planned(flags, ranks=64)
+    monkeypatch.setattr(memory, "depths", lambda config: None)
+    assert short == _planned(flags, ranks=64)
+
+
+def test_what_is_planned_of_another_rank_is_never_more_than_of_the_first() -> None:
+    first, last = (_planned(LLAMA, ranks=7, rank=rank) for rank in (0, 6))
+    assert first.model_bytes > last.model_bytes
+    assert first.peak.bytes >= last.peak.bytes
+
+
+def test_more_ranks_take_less_until_padding_is_all_that_is_left() -> None:
+    found = [_planned(LLAMA, ranks=count).peak for count in (1, 2, 8, 4096)]
+    parameters = [peak.kinds["parameters"] for peak in found]
+    assert parameters == sorted(parameters, reverse=True)
+    whole = sum(p.numel() * 4 for p in _config(LLAMA).spec.on_meta("debug").parameters())
+    assert parameters[0] == whole
+    assert parameters[-1] > whole / 4096  # a row of each parameter, whatever the rank count
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("--mixed-precision", "activations"),
+        ("--activation-checkpointing", "activations"),
+        ("--optimizer=sgd", "optimizer"),
+        ("--chunked-loss=32", "logits and loss"),
+        ("--reshard-after-forward=true", "gathered parameters"),
+    ],
+)
+def test_a_flag_lowers_its_kind(flags: str, kind: str) -> None:
+    assert _planned(f"{LLAMA} {flags}").peak.kinds.get(kind, 0) < _planned(LLAMA).peak.kinds[kind]
+
+
+def test_replicas_hold_what_fewer_ranks_hold() -> None:
+    state = "model_bytes", "optimizer_bytes"
+    two = _planned(LLAMA, ranks=2)
+    four = _planned(f"{LLAMA} --replicas=2", ranks=4)
+    assert [getattr(two, name) for name in state] == [getattr(four, name) for name in state]
+
+
+def test_offloaded_state_is_on_the_host_where_there_is_a_device() -> None:
+    there = plan_memory(_config(f"{LLAMA} --cpu-offload"), 2, 0, offload_apart=True)
+    assert not {"parameters", "gradients", "optimizer"} & set(there.peak.kinds)
+    assert there.on_host == 2 * there.model_bytes + there.optimizer_bytes
+
+
+def test_many_microbatches_take_what_three_take() -> None:
+    few, many = (_planned(f"{LLAMA} --grad-accumulation={count}").peak for count in (3, 64))
+    assert few.bytes == many.bytes
+
+
+def test_a_plan_that_is_over_its_budget_says_so() -> None:
+    config = _config(LLAMA)
+    there = plan(config, 2, None, None)
+    assert plan(config, 2, None, there.bytes).fits
+    assert not plan(config, 2, None, there.bytes - 1).fits
