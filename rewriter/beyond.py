@@ -13,6 +13,7 @@ from rewriter.module import Module
 from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
 from rewriter.symbols import AROUND, BY_CODE, ENUMS, PREFIX, ROWS
+from rewriter.taken import KEPT
 from rewriter.values import string
 
 # Asked for by name, to be shared among models.
@@ -79,6 +80,11 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
+            if (code := around(scene, module, call)) is not None:
+                scene.take(code, call, module, KEPT)
+        for target in module.all(cst.AssignTarget):
+            if each_parameter.frozen(scene, module, target):
+                scene.take("FC18", target, module, KEPT)
         for attribute in module.all(cst.Attribute):
             if each_parameter.shape_of_parameter(scene, module, attribute):
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
@@ -88,8 +94,10 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
                 said.add(id(line))
                 problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
-            if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
-                problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
+            if PREFIX in (string(text) or "") and not _docstring(text, module):
+                scene.take("FC09", text, module)
+                if not edits.covers(text):
+                    problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
 
 

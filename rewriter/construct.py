@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -12,7 +13,7 @@ from rewriter import policies, precision, strategies
 from rewriter.bindings import Leaf
 from rewriter.conditions import SIZE
 from rewriter.edits import Undecided, call
-from rewriter.given import OLD, Given
+from rewriter.given import OLD, ORDER, Given
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
 from rewriter.placement import Placement, Plan
@@ -34,12 +35,29 @@ class Construction(Placement):
     def __init__(self, rewriting: Rewriting, node: cst.Call, module: Module, preset: Leaf | None = None) -> None:
         self.rewriting, self.node, self.module = rewriting, node, module
         self.edits = rewriting.edits(module)
+        self._take(node.args)
         given = Given(rewriting, node, module, preset)
         self.args, self.made = given.args, given.made
+        self._take_elsewhere()
         self.group = ""  # the process group, if it isn't all ranks
         home = module.function(node) or module.tree
         self.taken = {name.value for name in module.within(home, cst.Name)}
         self.variable = next(name for name in ("module", "block", "submodule", "group") if not self._bound_as(name))
+
+    def _take(self, args: Sequence[cst.Arg]) -> None:
+        """The arguments that stand in the call."""
+        for place, arg in enumerate(args):
+            name = arg.keyword.value if arg.keyword is not None else ORDER[place] if place < len(ORDER) else ""
+            if not arg.star and name not in ("module", ""):
+                self.rewriting.take("FX05" if name == "fsdp_auto_wrap_policy" else code_of(name), arg, self.module)
+
+    def _take_elsewhere(self) -> None:
+        """Those of a partial, and of dictionaries that the call spreads."""
+        for name, value in self.args.items():
+            parts = [value.body, value.orelse] if isinstance(value, cst.IfExp) and id(value) in self.made else [value]
+            for part in parts if name != "module" else ():
+                if (above := self.module.parent(part)) is not None and self.module.parent(above) is not self.node:
+                    self.rewriting.take(code_of(name), part, self.module)
 
     def _bound_as(self, name: str) -> bool:
         """Whether a name is a variable or an argument of this function, which a loop would overwrite."""

@@ -35,6 +35,7 @@ def move(scene: Scene) -> None:
             name = node.attr.value
             if name == "params" and attribute_of_model(scene, module, node):
                 edits = scene.edits(module)
+                scene.take("FC34", node, module)
                 edits.need(FSDP, "FSDPModule")
                 edits.helpers["own_parameters"] = HELPERS["own_parameters"]
                 edits.replace(module.span(node), f"own_parameters({edits.code(node.value)})")
@@ -59,6 +60,7 @@ def _sharded(scene: Scene, module: Module, node: cst.Attribute, resharded: list[
     if not guards or not all(_guards(guard, where, one, resharded) for guard, where, one in guards):
         return
     edits = scene.edits(module)
+    scene.take("FC31", node, module)
     edits.need(FSDP, "FSDPModule")
     edits.replace(module.span(compared), f"isinstance({edits.code(node.value)}, FSDPModule)")
 
@@ -111,6 +113,9 @@ def _reshard(scene: Scene, module: Module, call: cst.Call) -> None:
     for line in lines:
         if line is not None:
             edits.remove(line)
+    scene.take("FC33", call, module)
+    for taken in (*tests, *((line, None) for line in lines if line is not None)):
+        scene.take("FC31", taken[0], module)
     edits.replace(module.span(call), f"{edits.code(unit)}.reshard()")
 
 

@@ -51,8 +51,10 @@ class Settings:
     def _function(self, module: Module, node: cst.Call) -> None:
         """A function that returns the context, or is one, goes, and so do the with statements that open it."""
         function, opened = openings(self.scene, module, node)
+        self.scene.take("FM07", function, module)
         for block, item, where, kind in opened:
             self._withs[id(block)] = kind
+            self.scene.take("FM07", block, where)
             self._unwrap(where, block, item)
         self.scene.edits(module).remove(function)
 

@@ -16,6 +16,7 @@ from rewriter.module import Module
 from rewriter.scene import Scene
 from rewriter.settings import Settings
 from rewriter.symbols import ROWS
+from rewriter.taken import MOVED, WAITS
 from rewriter.translate import constant
 
 PACKAGE = "torch.distributed.checkpoint.state_dict"
@@ -62,6 +63,7 @@ class StateDicts:
                 raise Undecided(code, f"{module.code(receiver)} is a sharded model in {owner} alone", node, module)
             return
         kind = self.settings.kind_at(module, node)
+        self.scene.take("FC10" if method == "state_dict" else "FC11", node, module, MOVED if kind else WAITS)
         if kind is None:
             return
         if self.scene.on_first_rank(node, module):
@@ -225,6 +227,7 @@ class StateDicts:
             raise Undecided(code, "its arguments can't be followed", node, module)
         if constant(args.get("load_directly"), False) is not False:
             raise Undecided(code, "it loads by itself", node, module)
+        self.scene.take(code, loaded, module)
         edits = self.scene.edits(module)
         shown = edits.code(state)
         if method.startswith("scatter") and not isinstance(state, cst.Call):

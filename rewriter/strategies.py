@@ -79,6 +79,7 @@ def _names(scene: Scene, module: Module, enum: str) -> None:
     for attribute in module.all(cst.Attribute):
         if attribute.attr.value == "name" and _is_member(attribute.value, module, scene, enum):
             scene.rewriting.consume(attribute.value)
+            scene.take("FA03", attribute, module)
             edits.replace(module.span(attribute), edits.code(attribute.value))
     for node, symbol in uses(module, scene.symbol):
         head, _, member = symbol.partition(".")
@@ -104,6 +105,7 @@ def _looped(scene: Scene, module: Module, node: cst.Name | cst.Attribute, enum: 
     for read, attribute in zip(reads, above, strict=True):
         if isinstance(attribute, cst.Attribute):
             scene.rewriting.consume(read)
+            scene.take("FA03", attribute, module)
             edits.replace(module.span(attribute), module.code(read))
     edits.replace(module.span(node), "(" + ", ".join(f'"{name}"' for name in MEMBERS[enum]) + ")")
     return True

@@ -14,9 +14,8 @@ import pytest
 
 from fsdp2.migrate.__main__ import main
 from fsdp2.options.errors import ConfigError
-from rewriter.check import load
+from rewriter.check import account, load
 from rewriter.source import LIMIT
-from rewriter.survey import survey
 
 PROGRAM = """\
 import torch
@@ -402,6 +401,6 @@ def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path)
         "    parameter.requires_grad_(False)\n"
         "model = torch.compile(model)\n"
     )
-    found = [(finding.line, finding.code) for finding in survey(load([str(script)])[0])]
+    found = [(finding.line, finding.code) for finding in account(load([str(script)])[0])]
     wanted = [(6, "FC23"), (7, "FC18"), (9, "FC18"), (10, "FC25")]
     assert [each for each in found if each[1] in ("FC18", "FC23", "FC25")] == wanted
