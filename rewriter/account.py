@@ -51,8 +51,7 @@ class Entry:
 
 def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
     """What has been taken, what is left to decide, and the arguments of FSDP1's configurations."""
-    problems = {id(p.node): p for p in reversed(undecided)}
-    said = {id(p.module.statement(p.node)): p for p in reversed(undecided)}
+    problems = {id(problem.node) for problem in undecided}
     found, seen = [], set()
     for problem in undecided:
         outcome = BLOCKS if problem.blocking else MARKED
@@ -71,11 +70,8 @@ def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
                 continue
             if (place := recorded.get(id(node))) is None:
                 code = names.code_of(symbol, node, module, scene.symbol)
-                problem = said.get(id(module.statement(node)))
-                outcome = MOVED
-                if not scene.edits(module).covers(node) and not isinstance(node, cst.SimpleString):
-                    outcome = WAITS if problem is None else BLOCKS if problem.blocking else MARKED
-                taken = Taken(code, node, module, outcome, problem.why if problem and outcome != MOVED else "")
+                gone = scene.edits(module).covers(node) or isinstance(node, cst.SimpleString)
+                taken = Taken(code, node, module, MOVED if gone else WAITS)
                 place = len(found)
                 found.append((taken, True))
             found[place] = (found[place][0], True)
@@ -114,7 +110,8 @@ def imported(program: Program, found: list[Entry]) -> list[Entry]:
         def add(node: cst.CSTNode, code: str, bound: str, module: Module = module, stays: bool = blocked,
                 left: list[Entry] = left) -> None:  # fmt: skip
             read = any(bound in entry.source.text[slice(*entry.statement)] for entry in left)
-            made.append(_entry(Taken(code, node, module, WAITS if stays or read else MOVED), False))
+            outcome = MARKED if code in ("FC21", "FC22") else WAITS if stays or read else MOVED
+            made.append(_entry(Taken(code, node, module, outcome), False))
 
         for name in imports.imported(module):
             qualified = (
@@ -140,9 +137,7 @@ def imported(program: Program, found: list[Entry]) -> list[Entry]:
 def held_back(found: list[Entry], blocked: set[str]) -> list[Entry]:
     """What would be moved, or stays as it is, waits where a decision has to be taken first in the same program."""
     return [
-        replace(entry, outcome=WAITS)
-        if str(entry.source.path) in blocked and entry.outcome in (MOVED, KEPT)
-        else entry
+        replace(entry, outcome=WAITS) if str(entry.source.path) in blocked and entry.outcome in (MOVED, KEPT) else entry
         for entry in found
     ]
 
@@ -158,22 +153,27 @@ def placed(found: list[Entry], spelled: Program, given: Program) -> list[Entry]:
             continue
         old, new = (re.findall(r"[^\n]*\n|[^\n]+$", text) for text in (module.text, known.text))
         codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        lines[str(module.path)] = (_starts(old), _starts(new), [code for code in codes])
-        changed = [(_starts(old)[i], _starts(old)[j]) for tag, i, j, _, _ in codes if tag != "equal"]
+        lines[str(module.path)] = (_starts(old), _starts(new), codes)
+        changed = [(_starts(old)[i], _starts(old)[j]) for tag, i, j, _, _ in codes if tag != "equal" and j > i]
         stays = any(entry.source.path == module.path and entry.outcome == WAITS for entry in found)
+        outcome = WAITS if stays else MOVED
+        # Dictionaries of arguments, and what is put into them: names of FSDP1 need not stand there.
+        made += [
+            Entry(module.source, start, end - 1, (start, end), "FC07", outcome, "", False) for start, end in changed
+        ]
         for node, symbol in names.uses(module, given.symbol):
             at = module.span(node)[0]
             if symbol not in AROUND.values() and any(start <= at < end for start, end in changed):
                 code = names.code_of(symbol, node, module, given.symbol)
-                made.append(_entry(Taken(code, node, module, WAITS if stays else MOVED), True))
+                made.append(_entry(Taken(code, node, module, outcome), True))
     for entry in found:
         source = next(s for s in given.sources.values() if s.path == entry.source.path)
         if str(entry.source.path) not in lines:
             made.append(entry)
             continue
         old, new, codes = lines[str(entry.source.path)]
-        for tag, i, j, k, l in codes:
-            if not new[k] <= entry.start < max(new[l], new[k] + 1):
+        for tag, i, j, k, last in codes:
+            if not new[k] <= entry.start < max(new[last], new[k] + 1):
                 continue
             if tag == "equal":
                 by = old[i] - new[k]

@@ -48,6 +48,8 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
         return f"what {head} says here stands in the calls of fully_shard now, and nothing reads it any more: remove it"
     if head in ENUMS and not isinstance(module.parent(node), cst.Call):
         return f"{head} goes with FSDP1: a string or an enumeration of your own, where it only tells cases apart"
+    if head in ("enable_wrap", "wrap"):
+        return "FSDP(module, ...) with the options of enable_wrap in place of each wrap(module), inner modules first"
     row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
     if row.code in ("FC04", "FC01") and symbol == CLASS:
         return how_it_travels(node, module)

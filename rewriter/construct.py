@@ -94,7 +94,8 @@ class Construction(Placement):
             self._replicated(made)
             return made
         if strategy == "NO_SHARD":
-            self._whole(made)
+            why = "give fully_shard a mesh of two dimensions, (world size, 1): replicas, whose shards are of one rank"
+            raise self._undecided("FS03", why, self._given("sharding_strategy"))
         policy = self._policy(made, model)
         self._precision(made, model, policy)
         self._offload(made)
@@ -153,18 +154,6 @@ class Construction(Placement):
         plan.options["**"] = name
         return ""
 
-    def _whole(self, plan: Plan) -> None:
-        """NO_SHARD with what DDP doesn't have: a mesh whose shards are of one rank."""
-        for name in ("device_mesh", "process_group"):
-            if (given := self._given(name)) is not None:
-                raise self._undecided("FS03", "with a group its mesh has two dimensions, the second of one rank", given)
-        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-        ranks = f"({self._dist()}.get_world_size(), 1)"
-        plan.options["mesh"] = call(
-            "init_device_mesh", [self._device_type(), ranks, 'mesh_dim_names=("replicate", "shard")']
-        )
-        plan.options["reshard_after_forward"] = "False"
-
     def _replicated(self, plan: Plan) -> None:
         """NO_SHARD is DDP."""
         for name in ("auto_wrap_policy", *DROPPED):
@@ -196,13 +185,6 @@ class Construction(Placement):
             rewriting.drop(node, self.module)
         elif only is not None and only.kind == "function":
             self._by_function(plan, model, node, optional=False)
-        elif only is not None and (function := policies.with_options(rewriting, only)):
-            if {"reshard_after_forward", "**"} & set(plan.options):
-                raise self._undecided("FW07", "both it and the call say when to reshard", only.node)
-            own = self._fresh("own")
-            plan.condition = f"({own} := {function}({self.variable}))"
-            plan.inner["**"] = f"({own} if isinstance({own}, dict) else {{}})"
-            rewriting.drop(node, self.module)
         elif only is not None:
             plan.condition = rewriting.condition(only, self.variable)
             rewriting.drop(node, self.module)
@@ -283,9 +265,8 @@ class Construction(Placement):
             self.edits.need("torch")
             plan.norms = f"MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype={policy}.param_dtype)"
         if made.buffers:
-            dtype = f"{policy}.{made.buffers}_dtype" if made.buffers in ("param", "reduce") else made.buffers
+            dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
             guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
-            guard = f" and {policy}.{made.when}" if made.when else guard
             self.edits.need("torch")
             ignored = self._left_alone()
             if made.norms or ignored:

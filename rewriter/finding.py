@@ -62,9 +62,7 @@ def make(
 
 
 def of(entries: Sequence[Entry]) -> list[Finding]:
-    return sort(
-        make(str(e.source.path), e.source.place(e.start), e.code, e.shown, e.outcome, e.why) for e in entries
-    )
+    return sort(make(str(e.source.path), e.source.place(e.start), e.code, e.shown, e.outcome, e.why) for e in entries)
 
 
 def sort(findings: Iterable[Finding]) -> list[Finding]:

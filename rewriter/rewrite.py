@@ -17,7 +17,6 @@ from rewriter import (
     cleared,
     each_parameter,
     imports,
-    inner_parts,
     marks,
     methods,
     names,
@@ -31,7 +30,6 @@ from rewriter import (
     statedicts,
     strategies,
     unpacked,
-    wrapping,
 )
 from rewriter.account import Entry
 from rewriter.bindings import Leaf
@@ -40,9 +38,9 @@ from rewriter.edits import Edits, Undecided
 from rewriter.emit import Emission
 from rewriter.given import Given
 from rewriter.module import Module, last_name
+from rewriter.placement import meta_calls
 from rewriter.program import Program
 from rewriter.scene import Scene
-from rewriter.placement import meta_calls
 from rewriter.source import Source
 from rewriter.symbols import CLASS
 from rewriter.taken import KEPT
@@ -96,7 +94,7 @@ def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other."""
     spelled = program
-    for step in (unpacked, spreads, wrapping, partials):
+    for step in (unpacked, spreads, partials):
         if made := step.spelled_out(spelled):
             spelled = Program(made.get(path, source) for path, source in spelled.sources.items())
     if spelled is not program:
@@ -164,7 +162,6 @@ def _attempt(program: Program) -> tuple[Scene, list[Undecided]]:
         return scene, library
     undecided: list[Undecided] = []
     rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
-    inner_parts.move(scene)
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
     strategies.move(scene)

@@ -43,7 +43,8 @@ def test_each_use_is_in_one_entry_and_each_change_belongs_to_one(path: Path) -> 
     taken = {line for entry in result.account if entry.outcome == MOVED for line in _lines(module.text, entry)}
     marked = {line for entry in result.account if entry.outcome in (MARKED, BLOCKS)
               for line in _lines(module.text, entry)}  # fmt: skip
-    begun = next(n for n, line in enumerate(old) if line and not re.match(r'import |from |"""|#|    |\)|try|[A-Z]', line))
+    header = re.compile(r'import |from |"""|#|    |\)|try|[A-Z]')
+    begun = next(number for number, line in enumerate(old) if line and not header.match(line))
     for tag, start, end, first, last in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for number in range(start, end) if tag in ("replace", "delete") else ():
             if old[number].strip() and not re.match(r"\s*(#|import |from )", old[number]):
