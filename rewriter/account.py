@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import libcst as cst
 
@@ -52,11 +53,11 @@ class Entry:
 def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
     """What has been taken, what is left to decide, and the arguments of FSDP1's configurations."""
     problems = {id(problem.node) for problem in undecided}
-    found, seen = [], set()
+    found: list[tuple[Taken, bool]] = []
+    seen: set[tuple[int, str]] = set()
     for problem in undecided:
         outcome = BLOCKS if problem.blocking else MARKED
         found.append((Taken(problem.code, problem.node, problem.module, outcome, problem.why), False))
-        seen.add(id(problem.node))
     for taken in scene.rewriting.account:
         if (id(taken.node), taken.code) not in seen and id(taken.node) not in problems:
             seen.add((id(taken.node), taken.code))
@@ -146,7 +147,7 @@ def placed(found: list[Entry], spelled: Program, given: Program) -> list[Entry]:
     """Entries of a program that was spelled out, at the places of the program as it is on disk. What spelling out has
     replaced is taken by it."""
     made = []
-    lines: dict[str, tuple[list[int], list[int], list[tuple[str, int, int, int, int]]]] = {}
+    lines: dict[str, tuple[list[int], list[int], list[Any]]] = {}
     for module in given.parsed:
         known = spelled.known(module.path)
         if known is None or known.text == module.text:

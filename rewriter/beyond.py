@@ -82,8 +82,8 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
-            if (code := around(scene, module, call)) is not None:
-                scene.take(code, call, module, KEPT)
+            if (kept := around(scene, module, call)) is not None:
+                scene.take(kept, call, module, KEPT)
         for target in module.all(cst.AssignTarget):
             if each_parameter.frozen(scene, module, target):
                 scene.take("FC18", target, module, KEPT)
