@@ -7,29 +7,23 @@ from collections.abc import Sequence
 
 from fsdp2.checkpoint.refusal import printable
 from rewriter import source
-from rewriter.check import configurations, load
+from rewriter.check import everything
 from rewriter.rewrite import Result, Rewritten, diff
-from rewriter.rewrite import rewrite as rewrite_program
+from rewriter.taken import KEPT, MOVED
 
 
 def rewrite(paths: Sequence[str], write_files: bool) -> int:
     """Prints, or writes. Everything is worked out before the first file is changed."""
-    files = source.find(paths)
-    program, notes = load(files)
-    result = rewrite_program(program)
-    configs, unread = configurations(files)
-    notes += unread
-    for config in configs:
+    found = everything(paths)
+    result, notes = found.result, list(found.notes)
+    for config in found.configs:
         text = config.rewritten()
         for finding in config.undecided():
             notes.append(f"{finding.place} {finding.code} {finding.message} -> {finding.replacement}")
         if text != config.source.text:
             shown = diff(config.source.path, config.source.text, text)
             result.files.append(Rewritten(config.source, config.source.encoded(text), shown))
-    for note in [
-        *notes,
-        *(f"{printable(str(p))}: {why}; left as it is" for p, why in program.unparsable.items()),
-    ]:
+    for note in notes:
         print(f"fsdp2: {note}", file=sys.stderr)
     for file in result.files:
         if write_files:
@@ -38,7 +32,7 @@ def rewrite(paths: Sequence[str], write_files: bool) -> int:
         else:
             print(file.diff, end="")
     _summary(result, write_files)
-    return 1 if result.undecided or any(config.undecided() for config in configs) else 0
+    return 1 if any(finding.status not in (MOVED, KEPT) for finding in found.findings) else 0
 
 
 def _summary(result: Result, written: bool) -> None:

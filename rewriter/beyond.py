@@ -13,6 +13,7 @@ from rewriter.module import Module
 from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
 from rewriter.symbols import AROUND, BY_CODE, ENUMS, PREFIX, ROWS
+from rewriter.taken import KEPT
 from rewriter.values import string
 
 # Asked for by name, to be shared among models.
@@ -47,6 +48,8 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
         return f"what {head} says here stands in the calls of fully_shard now, and nothing reads it any more: remove it"
     if head in ENUMS and not isinstance(module.parent(node), cst.Call):
         return f"{head} goes with FSDP1: a string or an enumeration of your own, where it only tells cases apart"
+    if head in ("enable_wrap", "wrap"):
+        return "FSDP(module, ...) with the options of enable_wrap in place of each wrap(module), inner modules first"
     row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
     if row.code in ("FC04", "FC01") and symbol == CLASS:
         return how_it_travels(node, module)
@@ -79,6 +82,11 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
+            if (kept := around(scene, module, call)) is not None:
+                scene.take(kept, call, module, KEPT)
+        for target in module.all(cst.AssignTarget):
+            if each_parameter.frozen(scene, module, target):
+                scene.take("FC18", target, module, KEPT)
         for attribute in module.all(cst.Attribute):
             if each_parameter.shape_of_parameter(scene, module, attribute):
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
@@ -88,8 +96,10 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
                 said.add(id(line))
                 problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
-            if PREFIX in (string(text) or "") and not edits.covers(text) and not _docstring(text, module):
-                problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
+            if PREFIX in (string(text) or "") and not _docstring(text, module):
+                scene.take("FC09", text, module)
+                if not edits.covers(text):
+                    problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
 
 

@@ -1,4 +1,4 @@
-"""check PATH…: every use of FSDP1, one finding each."""
+"""What files and folders hold of FSDP1, and what becomes of it: `check` and `rewrite` say and do the same."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import mmap
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2.checkpoint.refusal import printable
 from rewriter.configs import Config, read_config
-from rewriter.finding import Finding, make, sort
+from rewriter.finding import Finding, make, of, sort
 from rewriter.program import Program
+from rewriter.rewrite import Result, rewrite
 from rewriter.source import Source, Unreadable, find, read
-from rewriter.survey import survey
+from rewriter.symbols import SURE_IMPORTS
+from rewriter.taken import BLOCKS
 
 SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
 
@@ -46,19 +49,40 @@ def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config
     return found, notes
 
 
-def check(paths: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """All findings in order, and a line for each file that couldn't be read."""
+@dataclass
+class Everything:
+    """What the two commands share: `rewrite` applies it, `check` prints `findings`, in order.
+
+    `notes`: a line for each file that couldn't be read, or stays as it is.
+    """
+
+    result: Result
+    configs: list[Config]
+    findings: list[Finding]
+    notes: list[str]
+
+
+def account(program: Program) -> list[Finding]:
+    """Each use of FSDP1 in a program, and what becomes of it."""
+    return of(rewrite(program).account)
+
+
+def everything(paths: Sequence[str]) -> Everything:
     files = find(paths)
     program, notes = load(files)
-    findings = survey(program)
+    result = rewrite(program)
     configs, unread = configurations(files)
-    findings += [finding for config in configs for finding in config.findings()]
+    findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}
     missing = [path for path in files if path.suffix in (".py", ".ipynb") and path not in read and _names_fsdp1(path)]
-    findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read") for path in missing]
-    notes += unread
-    notes += [f"{printable(str(program.sources[p].path))}: {why}" for p, why in program.unparsable.items()]
-    return sort(findings), notes
+    findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read", BLOCKS) for path in missing]
+    for path, why in program.unparsable.items():
+        source = program.sources[path]
+        if SURE_IMPORTS.search(source.text):
+            line = int(why.partition("line ")[2].partition(":")[0] or 1) if "line " in why else 1
+            findings.append(make(str(source.path), (None, line, 1), "FC24", why, BLOCKS))
+        unread.append(f"{printable(str(source.path))}: {why}; left as it is")
+    return Everything(result, configs, sort(findings), notes + unread)
 
 
 def _names_fsdp1(path: Path) -> bool:

@@ -12,6 +12,7 @@ import libcst as cst
 from rewriter.each_parameter import reshard
 from rewriter.module import Module
 from rewriter.scene import Scene
+from rewriter.taken import KEPT, MOVED
 
 EVALUATES = {"eval", "no_grad", "inference_mode"}
 
@@ -34,7 +35,9 @@ def move(scene: Scene) -> None:
     for module in scene.modules:
         for call, model in calls(scene, module):
             statement = module.statement(call)
-            if isinstance(statement, cst.SimpleStatementLine) and (evaluated or _after_forward(module, call, model)):
+            gathered = evaluated or _after_forward(module, call, model)
+            scene.take("FC35", call, module, MOVED if gathered else KEPT)
+            if isinstance(statement, cst.SimpleStatementLine) and gathered:
                 shown = [scene.edits(module).code(model)]
                 reshard(scene, module, statement, shown, "zero_grad() clears nothing of a gathered group")
 

@@ -48,15 +48,15 @@ def _need_libraries() -> None:
 def run_check(given: argparse.Namespace) -> int:
     """1 if there is anything left to do."""
     _need_libraries()
-    from rewriter.check import check
+    from rewriter.check import everything
 
-    findings, notes = check(given.paths)
-    printed = text(findings, given.all) if given.format == "text" else FORMATS[given.format](findings)
+    found = everything(given.paths)
+    printed = text(found.findings, given.all) if given.format == "text" else FORMATS[given.format](found.findings)
     if printed:
         print(printed)
-    for note in notes:
+    for note in found.notes:
         print(f"fsdp2: {note}", file=sys.stderr)
-    return 1 if findings else 0
+    return 1 if found.findings else 0
 
 
 def run_rewrite(given: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rewriter.finding import Finding, make
 from rewriter.source import Source, Unreadable
+from rewriter.taken import MARKED, MOVED
 
 GONE = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
 GONE_OLD = ("fsdp_backward_prefetch_policy",)
@@ -56,27 +57,27 @@ class Config:
         if self.head is None or self.version == 2:
             return []
         if self.kind != "accelerate":
-            return [self._found(self.head, "FY06" if self.kind == "composer" else "FY07")]
+            return [self._found(self.head, "FY06" if self.kind == "composer" else "FY07", MARKED)]
         found = [self._found(self.head, "FY01")]
         for place in self.places:
             if place.key == "fsdp_sharding_strategy":
-                found.append(self._found(place, "FY02", "exact" if str(place.value) in RESHARD else None))
+                found.append(self._found(place, "FY02", MOVED if str(place.value) in RESHARD else MARKED))
             elif place.key in GONE + GONE_OLD:
                 found.append(self._found(place, "FY03"))
             elif place.key == "fsdp_state_dict_type":
                 local = "LOCAL" in str(place.value)
-                found.append(self._found(place, "FY04", None if local else "exact"))
+                found.append(self._found(place, "FY04", MARKED if local else MOVED))
             elif place.key in SAME:
                 found.append(self._found(place, "FY05"))
         return found
 
-    def _found(self, place: Place, code: str, status: str | None = None) -> Finding:
+    def _found(self, place: Place, code: str, status: str = MOVED) -> Finding:
         shown = f"{place.key}: {place.value}" if not isinstance(place.value, Mapping) else f"{place.key}:"
         return make(str(self.source.path), (None, place.line + 1, place.col + 1), code, shown, status)
 
     def undecided(self) -> list[Finding]:
         """What keeps the file from being moved."""
-        return [f for f in self.findings() if f.status != "exact"]
+        return [f for f in self.findings() if f.status != MOVED]
 
     def rewritten(self) -> str:
         """The file's text with FSDP2's keys; as it was if something has to be decided."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -12,7 +13,7 @@ from rewriter import policies, precision, strategies
 from rewriter.bindings import Leaf
 from rewriter.conditions import SIZE
 from rewriter.edits import Undecided, call
-from rewriter.given import OLD, Given
+from rewriter.given import OLD, ORDER, Given
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
 from rewriter.placement import Placement, Plan
@@ -34,12 +35,29 @@ class Construction(Placement):
     def __init__(self, rewriting: Rewriting, node: cst.Call, module: Module, preset: Leaf | None = None) -> None:
         self.rewriting, self.node, self.module = rewriting, node, module
         self.edits = rewriting.edits(module)
+        self._take(node.args)
         given = Given(rewriting, node, module, preset)
         self.args, self.made = given.args, given.made
+        self._take_elsewhere()
         self.group = ""  # the process group, if it isn't all ranks
         home = module.function(node) or module.tree
         self.taken = {name.value for name in module.within(home, cst.Name)}
         self.variable = next(name for name in ("module", "block", "submodule", "group") if not self._bound_as(name))
+
+    def _take(self, args: Sequence[cst.Arg]) -> None:
+        """The arguments that stand in the call."""
+        for place, arg in enumerate(args):
+            name = arg.keyword.value if arg.keyword is not None else ORDER[place] if place < len(ORDER) else ""
+            if not arg.star and name not in ("module", ""):
+                self.rewriting.take("FX05" if name == "fsdp_auto_wrap_policy" else code_of(name), arg, self.module)
+
+    def _take_elsewhere(self) -> None:
+        """Those of a partial, and of dictionaries that the call spreads."""
+        for name, value in self.args.items():
+            parts = [value.body, value.orelse] if isinstance(value, cst.IfExp) and id(value) in self.made else [value]
+            for part in parts if name != "module" else ():
+                if (above := self.module.parent(part)) is not None and self.module.parent(above) is not self.node:
+                    self.rewriting.take(code_of(name), part, self.module)
 
     def _bound_as(self, name: str) -> bool:
         """Whether a name is a variable or an argument of this function, which a loop would overwrite."""
@@ -76,7 +94,8 @@ class Construction(Placement):
             self._replicated(made)
             return made
         if strategy == "NO_SHARD":
-            self._whole(made)
+            why = "give fully_shard a mesh of two dimensions, (world size, 1): replicas, whose shards are of one rank"
+            raise self._undecided("FS03", why, self._given("sharding_strategy"))
         policy = self._policy(made, model)
         self._precision(made, model, policy)
         self._offload(made)
@@ -135,18 +154,6 @@ class Construction(Placement):
         plan.options["**"] = name
         return ""
 
-    def _whole(self, plan: Plan) -> None:
-        """NO_SHARD with what DDP doesn't have: a mesh whose shards are of one rank."""
-        for name in ("device_mesh", "process_group"):
-            if (given := self._given(name)) is not None:
-                raise self._undecided("FS03", "with a group its mesh has two dimensions, the second of one rank", given)
-        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-        ranks = f"({self._dist()}.get_world_size(), 1)"
-        plan.options["mesh"] = call(
-            "init_device_mesh", [self._device_type(), ranks, 'mesh_dim_names=("replicate", "shard")']
-        )
-        plan.options["reshard_after_forward"] = "False"
-
     def _replicated(self, plan: Plan) -> None:
         """NO_SHARD is DDP."""
         for name in ("auto_wrap_policy", *DROPPED):
@@ -178,13 +185,6 @@ class Construction(Placement):
             rewriting.drop(node, self.module)
         elif only is not None and only.kind == "function":
             self._by_function(plan, model, node, optional=False)
-        elif only is not None and (function := policies.with_options(rewriting, only)):
-            if {"reshard_after_forward", "**"} & set(plan.options):
-                raise self._undecided("FW07", "both it and the call say when to reshard", only.node)
-            own = self._fresh("own")
-            plan.condition = f"({own} := {function}({self.variable}))"
-            plan.inner["**"] = f"({own} if isinstance({own}, dict) else {{}})"
-            rewriting.drop(node, self.module)
         elif only is not None:
             plan.condition = rewriting.condition(only, self.variable)
             rewriting.drop(node, self.module)
@@ -265,9 +265,8 @@ class Construction(Placement):
             self.edits.need("torch")
             plan.norms = f"MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype={policy}.param_dtype)"
         if made.buffers:
-            dtype = f"{policy}.{made.buffers}_dtype" if made.buffers in ("param", "reduce") else made.buffers
+            dtype = f"{policy}.param_dtype" if made.buffers == "param" else made.buffers
             guard = f" and {policy}.param_dtype is not None" if made.maybe else ""
-            guard = f" and {policy}.{made.when}" if made.when else guard
             self.edits.need("torch")
             ignored = self._left_alone()
             if made.norms or ignored:

@@ -116,6 +116,7 @@ def local_gradients(scene: Scene, module: Module) -> None:
             continue
         if _goes_to_all_ranks(module, node, home):
             homes.append(home)
+            scene.take("FC26", node, module)
             edits.replace(module.span(node), f"local_shard({module.code(node)})")
             edits.helpers["local_shard"] = HELPERS["local_shard"]
     for node in module.all(cst.Attribute) if homes else ():  # whether this rank has a part of it
@@ -123,6 +124,7 @@ def local_gradients(scene: Scene, module: Module) -> None:
         asked = node.attr.value == "numel" and isinstance(above, cst.Call) and module.code(counted).endswith(".grad")
         beside = asked and any(module.function(node) is home for home in homes)
         if beside and over_parameters(scene, module, counted):
+            scene.take("FC26", node, module)
             edits.replace(module.span(counted), f"local_shard({module.code(counted)})")
 
 
@@ -309,6 +311,7 @@ def move(scene: Scene) -> None:
             loop = module.enclosing(call, cst.For)
             models = changed_by_hand(scene, module, call.func) if isinstance(call.func, cst.Attribute) else []
             if loop is not None and models:
+                scene.take("FC27", call, module)
                 known = loops.setdefault(id(loop), (loop, []))[1]
                 texts = dict.fromkeys(scene.edits(module).code(model) for model in models)
                 known += [text for text in texts if text not in known]
@@ -319,6 +322,7 @@ def move(scene: Scene) -> None:
             first = min(
                 (module.statement(one) or one for one in (*lists, *copies, loop)), key=lambda one: module.span(one)[0]
             )
+            scene.take("FC27", first, module)
             reshard(scene, module, first, shown, "what is written to a gathered group is lost")
 
 

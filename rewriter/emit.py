@@ -35,8 +35,7 @@ class Emission:
         shape, target = self._shape()
         given = self.made.rewriting.code(self.made.args["module"], self.module)
         named = DOTTED.fullmatch(given) is not None
-        own = self._element()
-        model = given if named else target if target else own if own else self._name("model")
+        model = given if named else target if target else self._name("model")
         self.made.rewriting.named.setdefault(id(self.statement), set()).add(model)
         plan = self.made.plan(model)
         for name, maybe in () if plan.replicated else self.entries.items():
@@ -47,7 +46,12 @@ class Emission:
             self._simple(shape, target, given, plan)
             return
         if self.statement is None or shape == "deep" or len(self.statement.body) > 1:
-            raise Undecided("FA01", "it stands where no further lines can be put", self.node, self.module)
+            raise Undecided(
+                "FA01",
+                "it stands where no further lines can be put: give the sharded model a name of its own first",
+                self.node,
+                self.module,
+            )
         self._remark()
         lines = [] if named else [f"{model} = {given}"]
         lines += self._lines(plan, model)
@@ -57,15 +61,8 @@ class Emission:
         if shape == "assign":
             lines.append(root if target == model else f"{target} = {root}")
             lines += plan.after
-        elif shape == "return":
-            lines += [root, *plan.after, f"return {model}"] if plan.after else [f"return {root}"]
         else:
-            lines += [root, *plan.after]
-            self.edits.before(self.statement, "\n".join(lines))
-            self.edits.replace(self.module.span(self.node), model)
-            if own and all(self.edits.code(value) == self.module.code(name) for name, value in self._pairs()):
-                self.edits.replace(self.module.line_span(self.statement), "")  # a, b = a, b
-            return
+            lines += [root, *plan.after, f"return {model}"] if plan.after else [f"return {root}"]
         self._put("\n".join(lines))
 
     def _remark(self) -> None:
@@ -107,31 +104,7 @@ class Emission:
             return "assign", self.module.code(above.target)
         if isinstance(above, cst.Return):
             return "return", ""
-        for outer in self.module.ancestors(self.node):
-            if outer is self.statement:
-                return "nested", ""
-            if isinstance(outer, (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation)):
-                return "deep", ""
         return "deep", ""
-
-    def _pairs(self) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
-        """What is assigned to what, in `a, b = x, y`; nothing if the statement is another one."""
-        assign = self.statement.body[0] if self.statement is not None else None
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return []
-        target, value = assign.targets[0].target, assign.value
-        if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Tuple):
-            return []
-        if len(target.elements) != len(value.elements):
-            return []
-        return [(a.value, b.value) for a, b in zip(target.elements, value.elements, strict=True)]
-
-    def _element(self) -> str:
-        """The name that the call is for in `a, b = FSDP(x), FSDP(y)`, if nothing there reads it first."""
-        pairs = self._pairs()
-        name = next((known for known, value in pairs if value is self.node), None)
-        read = {n.value for _, value in pairs for n in self.module.within(value, cst.Name)}
-        return name.value if isinstance(name, cst.Name) and name.value not in read else ""
 
     def _name(self, wanted: str) -> str:
         function = self.module.function(self.node) or self.module.tree

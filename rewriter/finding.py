@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp2.checkpoint.refusal import printable
-from fsdp2.migrate.row import DECIDE, EXACT, REFUSED
+from rewriter.account import Entry
 from rewriter.symbols import BY_CODE
+from rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS
 
 DOCS = "docs/migration-options.md"
 IMPORTS = ("FC01", "FX07")
-SHOWN = {EXACT: "exact", DECIDE: "needs a decision", REFUSED: "refused"}
-LEVELS = {EXACT: "notice", DECIDE: "warning", REFUSED: "error"}
-SARIF_LEVELS = {EXACT: "note", DECIDE: "warning", REFUSED: "error"}
+LEVELS = {MOVED: "notice", KEPT: "notice", WAITS: "notice", MARKED: "warning", BLOCKS: "error"}
+SARIF_LEVELS = {outcome: level.replace("notice", "note") for outcome, level in LEVELS.items()}
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One use of FSDP1. Lines and columns from 1; in a notebook, of the cell, which is counted from 1 too."""
+    """One use of FSDP1, and what `rewrite` makes of it. Lines and columns from 1; in a notebook, of the cell, which is
+    counted from 1 too."""
 
     file: str
     cell: int | None
@@ -42,7 +43,7 @@ class Finding:
 
     @property
     def line_of_text(self) -> str:
-        return f"{self.place} {self.code} [{SHOWN[self.status]}] {self.message} -> {self.replacement} ({self.link})"
+        return f"{self.place} {self.code} [{self.status}] {self.message} -> {self.replacement} ({self.link})"
 
 
 def make(
@@ -50,16 +51,21 @@ def make(
     place: tuple[int | None, int, int],
     code: str,
     what: str,
-    status: str | None = None,
+    status: str,
+    why: str = "",
 ) -> Finding:
-    """A finding in the words of the table's row. `what` is the code that was found."""
+    """A finding, in the words of the table's row where nothing else is said. `what` is the code that was found."""
     row = BY_CODE[code]
     cell, line, col = place
-    text = printable(f"{what}: {row.note}" if row.note else what)
-    return Finding(file, cell, line, col, code, status or row.status, text, row.becomes)
+    why = " ".join(why.split()) or row.note
+    return Finding(file, cell, line, col, code, status, printable(f"{what}: {why}" if why else what), row.becomes)
 
 
-def sort(findings: Sequence[Finding]) -> list[Finding]:
+def of(entries: Sequence[Entry]) -> list[Finding]:
+    return sort(make(str(e.source.path), e.source.place(e.start), e.code, e.shown, e.outcome, e.why) for e in entries)
+
+
+def sort(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(set(findings), key=lambda f: (f.file, f.cell or 0, f.line, f.col, f.code, f.message))
 
 
@@ -67,9 +73,9 @@ def text(findings: Sequence[Finding], everything: bool = False) -> str:
     """What has to be decided, then a line for each file's imports; with `everything` also what needs no decision."""
     if not findings:
         return "no use of FSDP1 is left"
-    imports = [f for f in findings if f.code in IMPORTS and f.status == EXACT]
-    exact = [f for f in findings if f.status == EXACT and f not in imports]
-    shown = [f for f in findings if f.status != EXACT]
+    shown = [f for f in findings if f.status in (MARKED, BLOCKS)]
+    imports = [f for f in findings if f.code in IMPORTS and f not in shown]
+    rest = [f for f in findings if f not in shown and f not in imports]
     lines_of: dict[str, list[str]] = {}
     for f in imports:
         lines_of.setdefault(printable(f.file), []).append(
@@ -77,16 +83,16 @@ def text(findings: Sequence[Finding], everything: bool = False) -> str:
         )
     lines = [f.line_of_text for f in shown]
     lines += [f"{file}: imports of FSDP1 in lines {', '.join(dict.fromkeys(at))}" for file, at in lines_of.items()]
-    lines += [f.line_of_text for f in exact if everything]
+    lines += [f.line_of_text for f in rest if everything]
     files = len({f.file for f in findings})
-    refused = sum(f.status == REFUSED for f in findings)
-    hidden = "" if everything or not exact else f" (--all lists {'them' if len(exact) > 1 else 'it'})"
-    counts = [
-        (len(shown) - refused, "to decide"),
-        (refused, "refused"),
-        (len(imports), "import" + "s" * (len(imports) != 1)),
-        (len(exact), "exact" + hidden),
-    ]
+    hidden = "" if everything or not rest else f" (--all lists {'them' if len(rest) > 1 else 'it'})"
+    counts = [(sum(f.status == status for f in shown), status) for status in (BLOCKS, MARKED)]
+    counts += [(len(imports), "import" + "s" * (len(imports) != 1))]
+    others = [(sum(f.status == status for f in rest), status) for status in (MOVED, KEPT, WAITS)]
+    counts += others
+    if hidden:
+        last = max(place for place, (count, _) in enumerate(counts) if count)
+        counts[last] = (counts[last][0], counts[last][1] + hidden)
     end = f"{len(findings)} use{'s' * (len(findings) != 1)} of FSDP1 in {files} file{'s' * (files != 1)}: "
     end += ", ".join(f"{count} {name}" for count, name in counts if count)
     return "\n".join([*lines, f"{end}; `rewrite` shows what it moves"])

@@ -76,6 +76,7 @@ class Given:
         if entries is None or any(key is None for key, _ in entries):
             raise self._undecided(f"**{shown} can't be followed")
         found = {key: value for key, value in entries if key is not None}
+        self.rewriting.take("FC07", written or node, self.module)
         if isinstance(node, cst.Name) and written is not None:
             self._change(found, node, written)
         self.rewriting.drop(node, self.module)
@@ -102,6 +103,7 @@ class Given:
                 raise self._undecided(f"{node.value} is changed in line {module.line(read)}")
             condition = self._condition(line, written, node.value)
             self.rewriting.consume(read)
+            self.rewriting.take("FC07", read if condition is None else condition, module)
             if condition is None:
                 found[key] = value
                 self.rewriting.edits(module).remove(line)

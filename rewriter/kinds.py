@@ -35,20 +35,7 @@ class Kind:
         return ["full_state_dict=True", *([f"cpu_offload={cpu}"] if cpu and (first or guarded) else [])]
 
 
-Passed = dict[str, cst.BaseExpression]
-
-
-def passed(function: cst.FunctionDef, call: cst.Call) -> Passed:
-    """What a call gives for a function's parameters, by name; defaults where it gives nothing."""
-    names = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
-    names = names[1:] if names[:1] == ["self"] else names
-    given = {p.name.value: p.default for p in (*function.params.params, *function.params.kwonly_params) if p.default}
-    args, _ = arguments(call)
-    return {**given, **{names[k] if isinstance(k, int) and k < len(names) else str(k): v for k, v in args.items()}}
-
-
-def kind_of(values: Values, module: Module, node: cst.Call, given: Passed | None = None) -> Kind:
-    """`given`: values of parameters of the function that it stands in, where that is called."""
+def kind_of(values: Values, module: Module, node: cst.Call) -> Kind:
     args, spread = arguments(node)
     chosen = args.get("state_dict_type", args.get(1))
     if spread or chosen is None:
@@ -60,9 +47,9 @@ def kind_of(values: Values, module: Module, node: cst.Call, given: Passed | None
     if len(symbols) != 1 or not symbols <= {f"StateDictType.{FULL}", f"StateDictType.{SHARDED}"}:
         raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
     kind = symbols.pop().partition(".")[2]
-    cpu, first = _config(values, module, node, args.get("state_dict_config", args.get(2)), (False, False), given)
+    cpu, first = _config(values, module, node, args.get("state_dict_config", args.get(2)), (False, False))
     optim = args.get("optim_state_dict_config", args.get(3))
-    optim_cpu, optim_first = _config(values, module, node, optim, (True, False), given)
+    optim_cpu, optim_first = _config(values, module, node, optim, (True, False))
     return Kind(kind, cpu, first, optim_cpu, optim_first)
 
 
@@ -72,7 +59,6 @@ def _config(
     call: cst.Call,
     node: cst.BaseExpression | None,
     default: tuple[bool, bool],
-    given: Passed | None,
 ) -> tuple[bool | str, bool]:
     if node is None:
         return default
@@ -82,7 +68,7 @@ def _config(
     if len(leaves) != 1 or leaves[0].kind != "call" or leaves[0].spread:
         raise Undecided("FM07", "its configuration can't be followed", node, module)
     leaf = leaves[0]
-    first = _flag(leaf, "rank0_only", 1, False, given or {})
+    first = _flag(leaf, "rank0_only", 1, False)
     offload = leaf.args.get("offload_to_cpu", leaf.args.get(0))
     while isinstance(offload, cst.Name) and len(written := values.written(offload, module)) == 1:
         if written[0][0] is offload or written[0][1] is not module:
@@ -92,10 +78,10 @@ def _config(
     if offload is not None and leaf.module is module and not isinstance(constant(offload), bool):
         if module.code(offload) == "torch.cuda.is_available()":
             return module.code(offload), first
-        here = module.function(offload) is module.function(call) and not isinstance(offload, cst.Name) and given is None
+        here = module.function(offload) is module.function(call) and not isinstance(offload, cst.Name)
         if here or (first and _of_the_module(offload, module)):
             return module.code(offload), first
-    return _flag(leaf, "offload_to_cpu", 0, default[0], given or {}), first
+    return _flag(leaf, "offload_to_cpu", 0, default[0]), first
 
 
 def _of_the_module(node: cst.BaseExpression, module: Module) -> bool:
@@ -104,9 +90,9 @@ def _of_the_module(node: cst.BaseExpression, module: Module) -> bool:
     return isinstance(node, cst.Comparison) and bool(bound) and all(module.function(b.node) is None for b in bound)
 
 
-def _flag(leaf: Leaf, name: str, place: int, default: bool, given: Passed) -> bool:
+def _flag(leaf: Leaf, name: str, place: int, default: bool) -> bool:
     node = leaf.args.get(name, leaf.args.get(place))
-    value = constant(given.get(node.value, node) if isinstance(node, cst.Name) else node, default)
+    value = constant(node, default)
     if not isinstance(value, bool):
         raise Undecided("FM07", f"{name} is decided at run time", leaf.node, leaf.module)
     return value

@@ -14,7 +14,7 @@ from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
 from rewriter.scene import Scene
-from rewriter.symbols import PREFIX
+from rewriter.symbols import CLASS, PREFIX, ROWS
 from rewriter.translate import FSDP, constant
 from rewriter.values import string
 
@@ -78,6 +78,7 @@ def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
     code = attribute_of_model(scene, module, node)
     edits = scene.edits(module)
     if code == "FC30":
+        scene.take(code, node, module)
         text = f"next({edits.code(node.value)}.parameters()).device_mesh.get_group(-1)"
         edits.replace(module.span(node), text)
     elif code and not edits.covers(node):
@@ -92,6 +93,7 @@ def _unwrapped(scene: Scene, module: Module, node: cst.Attribute) -> None:
     if name == "module" and (not scene.is_model(node.value, module) or asked_for(module, node)):
         return
     edits = scene.edits(module)
+    scene.take("FC08", node, module)
     if name == "module" and scene.ddp:
         inner = module.code(node.value)
         text = f'({inner}.module if hasattr({inner}, "module") else {inner})'
@@ -115,6 +117,7 @@ def _passed_on(scene: Scene, module: Module, node: cst.Attribute) -> None:
     called = isinstance(above, cst.Call) and above.func is node
     if node.attr.value == "no_sync" and not called and scene.is_model(node.value, module):
         edits = scene.edits(module)
+        scene.take("FM12", node, module)
         _no_sync_helper(scene, module, node)
         edits.modules["functools"] = "functools"
         edits.replace(module.span(node), f"functools.partial(no_sync, {edits.code(node.value)})")
@@ -131,6 +134,7 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         return
     if by_name(scene, module, node):
         edits, called, model = scene.edits(module), module.parent(node), node.args[0].value
+        scene.take("FM12", node, module)
         _no_sync_helper(scene, module, node)
         if isinstance(called, cst.Call) and called.func is node:
             edits.replace(module.span(called), f"no_sync({edits.code(model)})")
@@ -140,6 +144,7 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
         return
     if asks_for_method(scene, module, node):
         edits = scene.edits(module)
+        scene.take("FC03", node, module)
         text = f"isinstance({edits.code(node.args[0].value)}, FSDPModule)"
         if scene.ddp and string(node.args[1].value) == "no_sync":  # which DDP has
             text = f"({text} or {edits.code(node)})"
@@ -163,12 +168,14 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
             edits.replace((end, module.span(node)[1]), "")
         return
     if calls_forward(scene, module, node.func):
+        scene.take("FM08", node, module)
         scene.edits(module).replace((module.end(receiver), module.span(node.func)[1]), "")
         return
     if symbol is not None or method not in ("clip_grad_norm_", "no_sync", "register_comm_hook"):
         return
     if not scene.is_model(receiver, module):
         return
+    scene.take(ROWS[f"{CLASS}.{method}()"].code, node, module)
     if method == "clip_grad_norm_":
         _clip(scene, module, node, receiver)
     elif method == "no_sync":

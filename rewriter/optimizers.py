@@ -35,6 +35,7 @@ def move(scene: Scene) -> list[Undecided]:
     problems = []
     for node, module in scene.calls:
         for optimizer in made_before(module, node):
+            scene.take("FC14", optimizer, module)
             problem = _move(scene, module, node, optimizer)
             if problem:
                 problems.append(Undecided("FC14", problem, optimizer, module))

@@ -116,6 +116,7 @@ class Placement:
                 edits, end = self.rewriting.edits(module), module.span(made)[1] - 1
                 comma = "" if module.text[:end].rstrip().endswith(",") else ", "
                 if not edits.has((end, end)):
+                    self.rewriting.take("FA16", made, module)
                     edits.replace((end, end), f'{comma}mesh_dim_names=("replicate", "shard")')
 
     def _dist(self) -> str:

@@ -9,13 +9,10 @@ from rewriter.bindings import Leaf
 from rewriter.conditions import POLICY_CLASSES, SIZE
 from rewriter.edits import Undecided
 from rewriter.helpers import HELPERS
-from rewriter.members import returned_by
 from rewriter.module import Module
 from rewriter.names import uses
 from rewriter.scene import Scene
-from rewriter.strategies import RESHARDING
 from rewriter.translate import Rewriting
-from rewriter.values import dictionary
 
 # By FSDP1's name: the helper that takes its place, argument by argument.
 SAME = {
@@ -52,52 +49,11 @@ def require_same(rewriting: Rewriting, leaves: list[Leaf], node: cst.BaseExpress
     for leaf in leaves:
         if leaf.kind == "unknown":
             raise Undecided("FA05", leaf.why, node, module)
-        if leaf.kind == "call" and leaf.symbol == "ModuleWrapPolicy" and _by_class(rewriting, leaf):
-            continue
         known = leaf.symbol in SAME and leaf.kind in ("partial", "symbol")
         if leaf.kind not in ("none", "function") and not known:
             raise Undecided("FA05", "it is one of several kinds of policies", node, module)
         if known and leaf.symbol not in AS_THEY_ARE and leaf.kind == "symbol":
             raise Undecided("FA05", "it has no arguments", node, module)
-
-
-def with_options(rewriting: Rewriting, leaf: Leaf) -> str:
-    """The function of a CustomPolicy that returns FSDP1's strategy for some modules, which becomes fully_shard's
-    argument where it is returned. "" if it is no such function."""
-    if leaf.symbol != "CustomPolicy" or leaf.spread:
-        return ""
-    function = leaf.args.get(0, leaf.args.get("lambda_fn"))
-    found = rewriting.values.leaves(function, leaf.module) if isinstance(function, cst.Name) else []
-    if len(found) != 1 or not isinstance(found[0].node, cst.FunctionDef):
-        return ""
-    module = found[0].module
-    chosen: list[tuple[cst.Dict, str]] = []
-    for returned, _ in returned_by(found[0].node, module):
-        entries = dictionary(returned) if isinstance(returned, cst.Dict) else None
-        if isinstance(returned, cst.Dict) and entries:
-            (key, value), *more = entries
-            symbol = rewriting.program.symbol(value, module)
-            if more or key != "sharding_strategy" or symbol is None or symbol not in RESHARDING:
-                return ""
-            chosen.append((returned, rewriting.strategy(Leaf("symbol", value, module, symbol))))
-        elif not rewriting.is_boolean(returned, module):
-            return ""
-    for node, text in chosen:
-        rewriting.edits(module).replace(module.span(node), f'{{"reshard_after_forward": {text}}}')
-    return rewriting.code(function, leaf.module) if chosen and function is not None else ""
-
-
-def _by_class(rewriting: Rewriting, leaf: Leaf) -> bool:
-    """Put a function that answers alike in place of a ModuleWrapPolicy."""
-    classes = leaf.args.get(0, leaf.args.get("module_classes"))
-    edits = rewriting.edits(leaf.module)
-    if classes is None or leaf.spread:
-        return False
-    edits.modules["functools"] = "functools"
-    edits.helpers["wrap_by_class"] = HELPERS["wrap_by_class"]
-    text = f"functools.partial(wrap_by_class, transformer_layer_cls={rewriting.code(classes, leaf.module)})"
-    edits.replace(leaf.module.span(leaf.node), text)
-    return True
 
 
 def move(scene: Scene) -> None:

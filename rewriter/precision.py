@@ -45,7 +45,6 @@ class Precision:
         buffers: the expression for the dtype of buffers; "" if they stay as they are.
         norms: batch norm needs groups of its own.
         maybe: the policy may be one without a dtype.
-        when: of the policy, which tells that buffers are of that dtype; "" if they always are, or `maybe` tells it.
     """
 
     policy: str
@@ -54,7 +53,6 @@ class Precision:
     buffers: str
     norms: bool
     maybe: bool
-    when: str = ""
 
 
 def fields(leaf: Leaf) -> dict[str, cst.BaseExpression]:
@@ -162,13 +160,11 @@ def translate(
     maybe = any(leaf.kind == "none" for leaf in leaves)
     ignoring = not all("_module_classes_to_ignore" in given for given in some)
     held = _may_have(BUFFERED, rewriting, model, module)
-    buffers, when = _buffers(leaves, node, module, rewriting) if held else ("", "")
     return Precision(
         policy=made,
         castless=casting == {False},
         by_policy=by_policy,
-        buffers=buffers,
-        when=when,
+        buffers=_buffers(leaves, node, module, rewriting) if held else "",
         norms=wrapped and ignoring and _may_have_norms(rewriting, model, module),
         maybe=maybe or not all(_written(leaf) for leaf in leaves if leaf.kind != "none"),
     )
@@ -180,10 +176,9 @@ def _written(leaf: Leaf) -> bool:
     return node is not None and leaf.module.code(node).startswith("torch.")
 
 
-def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewriting: Rewriting) -> tuple[str, str]:
-    """ "" (none), "param" or "reduce" (whatever that dtype is), or one that is written out where the call sees it; and
-    what tells policies with that dtype from those without one."""
-    said, written, reduced = set(), set(), True
+def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewriting: Rewriting) -> str:
+    """ "" (none), "param" (whatever that dtype is), or one that is written out where the call sees it."""
+    said, written = set(), set()
     for leaf in leaves:
         given = fields(leaf) if leaf.kind != "none" else {}
         text = leaf.module.code(given["buffer_dtype"]) if "buffer_dtype" in given else "None"
@@ -191,37 +186,14 @@ def _buffers(leaves: list[Leaf], node: cst.BaseExpression, module: Module, rewri
         if leaf.kind != "none":
             said.add("" if text == "None" else "param" if text == param else text)
             written.add(text)
-            reduced = reduced and "reduce_dtype" in given and leaf.module.code(given["reduce_dtype"]) == text != "None"
     if len(said) == 1 and (said <= {"", "param"} or rewriting.only(node, module) is not None):
-        return said.pop(), ""
+        return said.pop()
     # The same dtype wherever there is one, and the policy tells whether there is: the call can say it.
     if len(written) == 1 and all(leaf.kind == "none" or _written(leaf) for leaf in leaves):
         (text,) = written
         if re.fullmatch(r"torch\.\w+", text):
-            return text, ""
-    if reduced:
-        return "reduce", ""
-    if found := _told_apart(leaves):
-        return found
+            return text
     raise Undecided("FP03", "buffers have different dtypes on different paths", node, module)
-
-
-def _told_apart(leaves: list[Leaf]) -> tuple[str, str] | None:
-    """One dtype of buffers, where those of some policies have it and others' are left, and the dtype of reductions says
-    which."""
-    dtypes: dict[str, set[str]] = {}
-    for leaf in leaves:
-        given = fields(leaf) if leaf.kind != "none" else {}
-        texts = {name: leaf.module.code(value) for name, value in given.items()}
-        dtypes.setdefault(texts.get("buffer_dtype", "None"), set()).add(texts.get("reduce_dtype", "None"))
-    some = {text: reduced for text, reduced in dtypes.items() if text != "None"}
-    if len(some) != 1:
-        return None
-    ((text, reduced),) = some.items()
-    written = all(re.fullmatch(r"torch\.\w+", one) for one in (text, *reduced))
-    if not written or len(reduced) != 1 or reduced & dtypes.get("None", set()):
-        return None
-    return text, f"reduce_dtype == {next(iter(reduced))}"
 
 
 def _may_have_norms(rewriting: Rewriting, node: cst.BaseExpression, module: Module) -> bool:

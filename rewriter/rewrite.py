@@ -12,11 +12,11 @@ import libcst as cst
 
 from fsdp2.checkpoint.refusal import printable
 from rewriter import (
+    account,
     beyond,
     cleared,
     each_parameter,
     imports,
-    inner_parts,
     marks,
     methods,
     names,
@@ -30,18 +30,20 @@ from rewriter import (
     statedicts,
     strategies,
     unpacked,
-    wrapping,
 )
+from rewriter.account import Entry
 from rewriter.bindings import Leaf
 from rewriter.construct import Construction
 from rewriter.edits import Edits, Undecided
 from rewriter.emit import Emission
 from rewriter.given import Given
 from rewriter.module import Module, last_name
+from rewriter.placement import meta_calls
 from rewriter.program import Program
 from rewriter.scene import Scene
 from rewriter.source import Source
 from rewriter.symbols import CLASS
+from rewriter.taken import KEPT
 from rewriter.tracked import Tracked
 from rewriter.translate import Rewriting
 from rewriter.values import Values
@@ -62,6 +64,7 @@ class Rewritten:
 class Result:
     files: list[Rewritten] = field(default_factory=list)
     undecided: list[Undecided] = field(default_factory=list)
+    account: list[Entry] = field(default_factory=list)
 
 
 def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
@@ -91,7 +94,7 @@ def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other."""
     spelled = program
-    for step in (unpacked, spreads, wrapping, partials):
+    for step in (unpacked, spreads, partials):
         if made := step.spelled_out(spelled):
             spelled = Program(made.get(path, source) for path, source in spelled.sources.items())
     if spelled is not program:
@@ -103,11 +106,12 @@ def rewrite(program: Program) -> Result:
 
 def _rewrite(program: Program, given: Program) -> Result:
     """`given`: the program as it is on disk, from which the differences are shown."""
-    rewriting, undecided = _attempt(program)
+    scene, undecided = _attempt(program)
+    rewriting = scene.rewriting
     together = _together(program)
     blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
     undecided = [p for p in undecided if not (p.leftover and together[id(p.module)] in blocked)]
-    result = Result(undecided=undecided)
+    result = Result(undecided=undecided, account=_account(scene, undecided, together, blocked, given))
     exported = _exported(program)
     for module in program.parsed:
         stays = together[id(module)] in blocked
@@ -121,6 +125,17 @@ def _rewrite(program: Program, given: Program) -> Result:
         if made is not None:
             result.files.append(made)
     return result
+
+
+def _account(
+    scene: Scene, undecided: list[Undecided], together: dict[int, int], blocked: set[int], given: Program
+) -> list[Entry]:
+    program = scene.rewriting.program
+    found = account.entries(scene, undecided)
+    found = account.held_back(found, {str(m.path) for m in program.parsed if together[id(m)] in blocked})
+    if program is not given:
+        found = account.placed(found, program, given)
+    return found + account.imported(given, found)
 
 
 def _together(program: Program) -> dict[int, int]:
@@ -137,26 +152,28 @@ def _together(program: Program) -> dict[int, int]:
     return group
 
 
-def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
+def _attempt(program: Program) -> tuple[Scene, list[Undecided]]:
     """All changes of a program, and what stopped some of them."""
     rewriting = Rewriting(program)
     calls = constructions(program, rewriting.values)
-    if not calls and (library := _by_library(program)):
-        return rewriting, library
     tracked = Tracked(program, rewriting.values, [(node, module) for node, module, _ in calls])
     scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
+    if not calls and (library := _by_library(program)):
+        return scene, library
     undecided: list[Undecided] = []
     rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
-    inner_parts.move(scene)
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
     strategies.move(scene)
     for node, module, preset in calls:
         try:
-            called = dict.fromkeys(name for name, _, _ in scene.entries(node, module))
-            entries = {name: scene.maybe_without(node, module, name) for name in called}
-            Emission(Construction(rewriting, node, module, preset), entries).emit()
+            called = {}
+            for name, made, where in scene.entries(node, module):
+                called[name] = scene.maybe_without(node, module, name)
+                scene.take("FC16", made, where)
+            Emission(Construction(rewriting, node, module, preset), called).emit()
             if preset is not None:
+                rewriting.take("FA01", node.func, module)
                 rewriting.drop(node.func, module)
         except Undecided as problem:
             undecided.append(problem)
@@ -164,6 +181,9 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     strategies.move_kinds(scene)
     if calls:
         precision.move_unread(rewriting)
+        for module in program.parsed:
+            for made in meta_calls(module):
+                scene.take("FC20", made, module, KEPT)
     sharded_reads.move(scene)
     each_parameter.move(scene)
     cleared.move(scene)
@@ -172,7 +192,7 @@ def _attempt(program: Program) -> tuple[Rewriting, list[Undecided]]:
     policies.move(scene)
     spawn.move(scene)
     undecided += beyond.undecided(scene, undecided)
-    return rewriting, _unique(undecided)
+    return scene, _unique(undecided)
 
 
 def _strategies(

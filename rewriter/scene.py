@@ -14,6 +14,7 @@ import torch
 from rewriter.edits import Edits
 from rewriter.module import Module
 from rewriter.symbols import CLASS
+from rewriter.taken import MOVED
 from rewriter.tracked import STATIC, Tracked
 from rewriter.translate import Rewriting, constant
 from rewriter.values import Values
@@ -47,6 +48,9 @@ class Scene:
 
     def edits(self, module: Module) -> Edits:
         return self.rewriting.edits(module)
+
+    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED) -> None:
+        self.rewriting.take(code, node, module, outcome)
 
     def symbol(self, node: cst.CSTNode, module: Module) -> str | None:
         """FSDP1's name for an expression; its static methods may be called on a model too."""

@@ -8,8 +8,7 @@ import libcst as cst
 from rewriter.blocks import can_unwrap, unwrap
 from rewriter.edits import Undecided
 from rewriter.kinds import Kind, kind_of
-from rewriter.module import Module
-from rewriter.openings import openings
+from rewriter.module import Module, last_name
 from rewriter.scene import Scene
 
 
@@ -18,6 +17,7 @@ class Settings:
         self.scene = scene
         self._lasting: list[tuple[cst.Call, Module, Kind]] = []
         self._withs: dict[int, Kind | None] = {}
+        self._openers: set[str] = set()  # functions that set a kind for their caller
 
     def read(self, module: Module, node: cst.Call, method: str) -> None:
         if method not in ("state_dict_type", "set_state_dict_type"):
@@ -27,8 +27,7 @@ class Settings:
         if method == "state_dict_type" and isinstance(block, cst.With) and isinstance(item, cst.WithItem):
             self._withs[id(block)] = None
             if module.within(block.body, cst.Yield):
-                self._function(module, node)
-                return
+                raise self._in_function(module, node)
             if self._of_optimizers(module, block):
                 self._unwrap(module, block, item)
                 return
@@ -44,17 +43,16 @@ class Settings:
                 self.scene.edits(module).remove(statement)
                 self._drop_configs(module, node)
         elif method == "state_dict_type" and isinstance(module.parent(node), cst.Return):
-            self._function(module, node)
+            raise self._in_function(module, node)
         else:
             raise Undecided("FM07", "the kind of state dict is set in a way that isn't followed", node, module)
 
-    def _function(self, module: Module, node: cst.Call) -> None:
-        """A function that returns the context, or is one, goes, and so do the with statements that open it."""
-        function, opened = openings(self.scene, module, node)
-        for block, item, where, kind in opened:
-            self._withs[id(block)] = kind
-            self._unwrap(where, block, item)
-        self.scene.edits(module).remove(function)
+    def _in_function(self, module: Module, node: cst.Call) -> Undecided:
+        """What a function sets for whoever opens it is set by each caller: there the state dict says its kind."""
+        function = module.function(node)
+        self._openers |= {function.name.value} if function is not None else set()
+        why = "a function sets the kind: say it where the state dict is made, get_model_state_dict(model, options=...)"
+        return Undecided("FM07", why, node, module)
 
     def _of_optimizers(self, module: Module, block: cst.With) -> bool:
         """Whether the only state dicts in a block are an optimizer's own, which is the same whatever kind is set."""
@@ -96,6 +94,9 @@ class Settings:
                 raise Undecided("FM09", "state dicts are made on every rank, outside of it", node, module)
             if id(above) in self._withs:
                 return self._withs[id(above)]
+            opened = above.items if isinstance(above, cst.With) else ()
+            if any(last_name(item.item) in self._openers for item in opened):
+                return None
         here = [k for n, m, k in self._lasting if m is module and module.function(n) is module.function(node)
                 and module.span(n)[0] < module.span(node)[0]]  # fmt: skip
         if here:

@@ -36,6 +36,7 @@ def _move(scene: Scene, module: Module, node: cst.Call) -> None:
     of = _loaded(scene, module, node, target.value)
     if of is None:
         return
+    scene.take("FC29", node, module)
     edits.need("torch.distributed.checkpoint.state_dict", "get_optimizer_state_dict")
     edits.need("torch.distributed.checkpoint")
     key, reader = (edits.code(named[name]) for name in ("optimizer_key", "storage_reader"))

@@ -42,14 +42,6 @@ def shard_by_policy(module: Any, policy: Any, first: Any = None, is_root: bool =
     return numel
 
 
-def own_parameters(module: Any) -> list[torch.nn.Parameter]:
-    """The parameters of a group, without those of groups below it: shards, which FSDP1 kept in one flat parameter."""
-    module.reshard()
-    below: list[Any] = [inner for inner in module.modules() if inner is not module and isinstance(inner, FSDPModule)]
-    theirs = {id(parameter) for inner in below for parameter in inner.parameters()}
-    return [parameter for parameter in module.parameters() if id(parameter) not in theirs]
-
-
 def wrap_by_size(module: Any, recurse: bool, nonwrapped_numel: int, min_num_params: int = int(1e8)) -> bool:
     """FSDP1's size_based_auto_wrap_policy: a group for so many parameters that are in no inner group."""
     never = torch.nn.MultiheadAttention if recurse else (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -79,12 +71,6 @@ def wrap_always(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
 def local_shard(tensor: Any) -> Any:
     """This rank's part of a tensor, as FSDP1's parameters and gradients were."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def own_group(module: Any) -> Any:
-    """Say that a module is a group of its own, when the model that it is in is sharded."""
-    module.own_group = True
-    return module
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import libcst as cst
 from rewriter.bindings import arguments
 from rewriter.module import Module
 from rewriter.scene import Scene
+from rewriter.taken import KEPT, MOVED
 from rewriter.values import string
 
 SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
@@ -37,10 +38,13 @@ def fixed(module: Module) -> list[tuple[cst.Subscript, cst.Assign]]:
 def move(scene: Scene) -> None:
     for module in {id(module): module for _, module in scene.calls}.values():
         for node in spawns(module):
-            if _spawn(scene, module, node):
+            moved = _spawn(scene, module, node)
+            scene.take("FC19", node, module, MOVED if moved else KEPT)
+            if moved:
                 edits = scene.edits(module)
                 for target, assign in fixed(module):
                     name, value = module.code(target.slice[0].slice), module.code(assign.value)
+                    scene.take("FC19", assign, module)
                     edits.replace(module.span(assign), f"{module.code(target.value)}.setdefault({name}, {value})")
 
 

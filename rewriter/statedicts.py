@@ -16,8 +16,10 @@ from rewriter.module import Module
 from rewriter.scene import Scene
 from rewriter.settings import Settings
 from rewriter.symbols import ROWS
+from rewriter.taken import MOVED, WAITS
 from rewriter.translate import constant
 
+LOADS = "set_optimizer_state_dict(model, optimizer, state) loads by itself: call it where the optimizer is loaded"
 PACKAGE = "torch.distributed.checkpoint.state_dict"
 
 
@@ -62,6 +64,7 @@ class StateDicts:
                 raise Undecided(code, f"{module.code(receiver)} is a sharded model in {owner} alone", node, module)
             return
         kind = self.settings.kind_at(module, node)
+        self.scene.take("FC10" if method == "state_dict" else "FC11", node, module, MOVED if kind else WAITS)
         if kind is None:
             return
         if self.scene.on_first_rank(node, module):
@@ -199,10 +202,9 @@ class StateDicts:
             model, optimizer, state = (args.get(k, args.get(p)) for k, p in
                                        (("model", 0), ("optim", 1), ("optim_state_dict", 2)))  # fmt: skip
             if model is not None and 0 in args and not self.scene.is_model(model, module):
-                if 1 in args and self.scene.is_model(args[1], module):  # its order until torch 2.1
-                    state, model, optimizer = args[0], args[1], args.get(2, args.get("optim"))
-                elif "model" not in args and "optim_state_dict" not in args and "state" in module.code(model):
-                    state, model, optimizer = args[0], args.get(1), args.get(2, args.get("optim"))
+                raise Undecided(
+                    code, "its first argument is the model since torch 2.1: give the arguments names", node, module
+                )
             options = ["full_state_dict=True"] if kind.kind == FULL else []
         else:
             state, model = args.get(0), args.get(1, args.get("model"))
@@ -212,12 +214,8 @@ class StateDicts:
             if method.startswith("scatter"):
                 options.append("broadcast_from_rank0=True")
         load = self._loading(module, node)
-        statement = module.statement(node)
-        if load is None and method == "optim_state_dict_to_load" and isinstance(statement, cst.SimpleStatementLine):
-            self._loaded_later(module, node, statement, (model, optimizer, state), options)
-            return
         if load is None:
-            raise Undecided(code, "what it returns isn't loaded right here", node, module)
+            raise Undecided(code, LOADS, node, module)
         loaded, assign = load
         assert isinstance(loaded.func, cst.Attribute)
         optimizer = optimizer if optimizer is not None else loaded.func.value
@@ -225,6 +223,7 @@ class StateDicts:
             raise Undecided(code, "its arguments can't be followed", node, module)
         if constant(args.get("load_directly"), False) is not False:
             raise Undecided(code, "it loads by itself", node, module)
+        self.scene.take(code, loaded, module)
         edits = self.scene.edits(module)
         shown = edits.code(state)
         if method.startswith("scatter") and not isinstance(state, cst.Call):
@@ -239,24 +238,6 @@ class StateDicts:
             statement = module.statement(assign)
             assert statement is not None
             edits.remove(statement)
-
-    def _loaded_later(
-        self,
-        module: Module,
-        node: cst.Call,
-        statement: cst.SimpleStatementLine,
-        given: tuple[cst.BaseExpression | None, ...],
-        options: list[str],
-    ) -> None:
-        """The optimizer is filled here, and what is loaded into it later is its own state."""
-        model, optimizer, state = given
-        if model is None or optimizer is None or state is None or not isinstance(module.parent(node), cst.Assign):
-            raise Undecided(self._code("optim_state_dict_to_load"), "what it returns isn't loaded here", node, module)
-        edits = self.scene.edits(module)
-        values = [edits.code(model), edits.code(optimizer), edits.code(state)]
-        made = self._made(module, statement, "set_optimizer_state_dict", values, options)
-        edits.before(statement, made.replace(module.source.newline + module.indent(statement), "\n"))
-        edits.replace(module.span(node), f"{edits.code(optimizer)}.state_dict()")
 
     def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:
         """The optimizer's load_state_dict that takes the result, and the assignment between, if there is one."""

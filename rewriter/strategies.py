@@ -79,34 +79,12 @@ def _names(scene: Scene, module: Module, enum: str) -> None:
     for attribute in module.all(cst.Attribute):
         if attribute.attr.value == "name" and _is_member(attribute.value, module, scene, enum):
             scene.rewriting.consume(attribute.value)
+            scene.take("FA03", attribute, module)
             edits.replace(module.span(attribute), edits.code(attribute.value))
     for node, symbol in uses(module, scene.symbol):
         head, _, member = symbol.partition(".")
-        if head == enum and not member and _looped(scene, module, node, enum):
-            continue
         if head == enum and not edits.covers(node) and not _sets(scene, module, node):
             _use(scene, module, node, enum, member.removesuffix(".name"))
-
-
-def _looped(scene: Scene, module: Module, node: cst.Name | cst.Attribute, enum: str) -> bool:
-    """A loop over all members goes over their names."""
-    loop = module.parent(node)
-    if not isinstance(loop, (cst.For, cst.CompFor)) or loop.iter is not node or not isinstance(loop.target, cst.Name):
-        return False
-    reads = module.references(loop.target)
-    above = [module.parent(read) for read in reads]
-    if any(
-        isinstance(a, cst.Attribute) and a.value is r and a.attr.value != "name"
-        for r, a in zip(reads, above, strict=True)
-    ):
-        return False
-    edits = scene.edits(module)
-    for read, attribute in zip(reads, above, strict=True):
-        if isinstance(attribute, cst.Attribute):
-            scene.rewriting.consume(read)
-            edits.replace(module.span(attribute), module.code(read))
-    edits.replace(module.span(node), "(" + ", ".join(f'"{name}"' for name in MEMBERS[enum]) + ")")
-    return True
 
 
 def _sets(scene: Scene, module: Module, node: cst.CSTNode) -> bool:

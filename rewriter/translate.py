@@ -16,6 +16,7 @@ from rewriter.edits import Edits, Undecided
 from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.symbols import name_or, row_of
+from rewriter.taken import MOVED, Taken
 from rewriter.values import Values, assignment, by_key, dictionary, held, is_none, string
 
 FSDP = "torch.distributed.fsdp"
@@ -30,6 +31,7 @@ class Rewriting(Conditions):
         self.program = program
         self.values = Values(program)
         self._edits: dict[int, Edits] = {}
+        self.account: list[Taken] = []  # what the rules have taken
         self.consumed: set[int] = set()
         self._watched: list[tuple[cst.Name | cst.Attribute, Module, str]] = []
         self._droppable: list[tuple[cst.Name | cst.Attribute, Module]] = []
@@ -40,6 +42,9 @@ class Rewriting(Conditions):
 
     def edits(self, module: Module) -> Edits:
         return self._edits.setdefault(id(module), Edits(module))
+
+    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED) -> None:
+        self.account.append(Taken(code, node, module, outcome))
 
     @property
     def all(self) -> list[Edits]:

@@ -28,10 +28,12 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 - **Give all files of a program together.** Policies, precision and models are followed through imports, arguments,
   dictionaries, partials and classes from one file to the other. What comes from a file that wasn't given can't be
   decided.
-- `check` prints decisions first, then a line for each file's imports, and counts the rest; `--all` lists it. Its exit
-  status is 1 while anything is left to do, and a file that can't be read and names FSDP1 is something left.
-  `--format json`, `github` (remarks in a pull request) and `sarif` (code scanning) hold everything. Each code is a row
-  of [the table](migration-options.md).
+- `check` prints the account that `rewrite` applies: each use once, as *moved*, *works as it is*, *to decide*, *to
+  decide first* (a constructor: its program stays until then) or *waits for a decision*. Decisions stand first, then a
+  line for each file's imports; `--all` lists the rest. Its exit status is 1 while anything is left to do, that of
+  `rewrite` while a decision is; a file that can't be read and names FSDP1 is something left. `--format json`, `github`
+  (remarks in a pull request) and `sarif` (code scanning) hold everything. Each code is a row of
+  [the table](migration-options.md).
 - `rewrite` leaves what it isn't certain of, and writes a comment above it: `# fsdp2: CODE what there is to decide`. If
   that is a constructor's call, nothing else is changed in the files that belong together: a model is never half moved.
   Change what the comment says, and run it again. Running it twice changes nothing more.

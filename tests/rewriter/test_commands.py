@@ -14,9 +14,8 @@ import pytest
 
 from fsdp2.migrate.__main__ import main
 from fsdp2.options.errors import ConfigError
-from rewriter.check import load
+from rewriter.check import account, load
 from rewriter.source import LIMIT
-from rewriter.survey import survey
 
 PROGRAM = """\
 import torch
@@ -56,25 +55,40 @@ def program(tmp_path: Path) -> Path:
 def test_decisions_stand_first_and_what_needs_none_is_counted(
     program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decision = f"{program}:6:22 FA14 [needs a decision] use_orig_params=True: "
-    imports = f"{program}: imports of FSDP1 in lines 2, 9"
-    program.write_text(PROGRAM + "\nfrom torch.distributed.fsdp import ShardingStrategy\n")
+    counted = "\ndef count(net):\n    return sum(p.numel() for p in shard(net).parameters())\n"
+    program.write_text(PROGRAM + "\nfrom torch.distributed.fsdp import ShardingStrategy\n" + counted)
     assert run("check", program) == 1
     first, second, *end = capsys.readouterr().out.splitlines()
-    assert first.startswith(decision)
-    assert first.endswith("-> nothing (docs/migration-options.md#fa14)")
-    assert second == imports
-    assert end == [
-        "4 uses of FSDP1 in 1 file: 1 to decide, 2 imports, 1 exact (--all lists it); `rewrite` shows what it moves"
-    ]
+    assert first.startswith(f"{program}:12:16 FC17 [to decide] p.numel(): ")
+    assert first.endswith("(docs/migration-options.md#fc17)")
+    assert second == f"{program}: imports of FSDP1 in lines 2, 9"
+    counts = "5 uses of FSDP1 in 1 file: 1 to decide, 2 imports, 2 moved"
+    assert end == [f"{counts} (--all lists them); `rewrite` shows what it moves"]
     assert run("check", "--all", program) == 1
-    first, second, third, *end = capsys.readouterr().out.splitlines()
-    assert first.startswith(decision)
-    assert second == imports
-    assert third.startswith(f"{program}:6:10 FA01 [exact] FSDP: ")
-    assert end == ["4 uses of FSDP1 in 1 file: 1 to decide, 2 imports, 1 exact; `rewrite` shows what it moves"]
+    again, second, third, fourth, *end = capsys.readouterr().out.splitlines()
+    assert again == first
+    assert third.startswith(f"{program}:6:10 FA01 [moved] FSDP: ")
+    assert fourth.startswith(f"{program}:6:22 FA14 [moved] use_orig_params=True: ")
+    assert end == [f"{counts}; `rewrite` shows what it moves"]
+    assert run("rewrite", program) == 1
     page = (Path(__file__).parent.parent.parent / "docs" / "migration-options.md").read_text()
     assert '<a id="fa14"></a>' in page
+
+
+def test_what_waits_is_told_from_what_is_decided_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "blocked.py"
+    path.write_text(BLOCKED)
+    assert run("check", "--format", "json", path) == 1
+    entries = json.loads(capsys.readouterr().out)
+    assert {entry["status"] for entry in entries} == {"to decide first", "waits for a decision"}
+    assert [entry["code"] for entry in entries if entry["status"] == "to decide first"] == ["FA09"]
+    assert run("rewrite", path) == 1
+
+
+def test_a_file_that_can_not_be_read_is_left_for_both_commands(tmp_path: Path) -> None:
+    path = tmp_path / "old.py"
+    path.write_text("from torch.distributed.fsdp import FullyShardedDataParallel\nprint 'python 2'\n")
+    assert run("check", path) == run("rewrite", path) == 1
 
 
 def test_findings_for_programs(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,9 +97,9 @@ def test_findings_for_programs(program: Path, capsys: pytest.CaptureFixture[str]
     assert [set(entry) for entry in entries] == [
         {"file", "line", "col", "code", "status", "message", "replacement"} for _ in range(3)
     ]
-    assert (entries[1]["line"], entries[1]["col"], entries[1]["code"], entries[1]["status"]) == (6, 10, "FA01", "exact")
+    assert (entries[1]["line"], entries[1]["col"], entries[1]["code"], entries[1]["status"]) == (6, 10, "FA01", "moved")
     assert run("check", "--format", "github", program) == 1
-    assert f"::warning file={program},line=6,col=22,title=FA14::" in capsys.readouterr().out
+    assert f"::notice file={program},line=6,col=22,title=FA14::" in capsys.readouterr().out
     assert run("check", "--format", "sarif", program) == 1
     sarif = json.loads(capsys.readouterr().out)
     (made,) = sarif["runs"]
@@ -277,7 +291,7 @@ def test_a_file_that_is_not_python_is_one_line_and_stays(tmp_path: Path, capsys:
     path.write_text(text)
     assert run("check", path) == 1
     printed = capsys.readouterr()
-    assert f"{path}:2:1 FC24 [refused] line 2: not Python" in printed.out
+    assert f"{path}:2:1 FC24 [to decide first] line 2: not Python" in printed.out
     assert printed.err.count("\n") == 1
     run("rewrite", "--write", path)
     assert "left as it is" in capsys.readouterr().err
@@ -314,7 +328,7 @@ def test_a_file_that_cannot_be_read_and_names_fsdp1_is_something_left(
     path.write_text(" " * LIMIT + text)
     assert run("check", path) == 1
     printed = capsys.readouterr()
-    assert f"{path}:1:1 FC24 [refused] " in printed.out
+    assert f"{path}:1:1 FC24 [to decide first] " in printed.out
     assert "aren't read" in printed.err
     path.write_text(" " * LIMIT + "import torch")
     assert run("check", path) == 0
@@ -385,7 +399,7 @@ def test_fsdp1_that_a_library_makes_is_found(tmp_path: Path, line: str, capsys: 
     path.write_text("import lightning as L\n\n" + line + "\n")
     assert run("check", path) == 1
     assert f"{path}:3:" in (printed := capsys.readouterr().out)
-    assert " FC21 [needs a decision] " in printed
+    assert " FC21 [to decide] " in printed
 
 
 def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path) -> None:
@@ -402,6 +416,6 @@ def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path)
         "    parameter.requires_grad_(False)\n"
         "model = torch.compile(model)\n"
     )
-    found = [(finding.line, finding.code) for finding in survey(load([str(script)])[0])]
+    found = [(finding.line, finding.code) for finding in account(load([str(script)])[0])]
     wanted = [(6, "FC23"), (7, "FC18"), (9, "FC18"), (10, "FC25")]
     assert [each for each in found if each[1] in ("FC18", "FC23", "FC25")] == wanted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import check
+from rewriter.check import everything
 from tests.rewriter.test_commands import run
 
 ACCELERATE = """\
@@ -40,7 +40,7 @@ num_processes: 8
 def test_accelerates_configuration_is_moved(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(ACCELERATE)
-    codes = [(finding.line, finding.code) for finding in check([str(path)])[0]]
+    codes = [(finding.line, finding.code) for finding in everything([str(path)]).findings]
     assert codes == [
         (4, "FY01"), (5, "FY05"), (6, "FY03"), (7, "FY03"), (8, "FY02"), (9, "FY04"), (10, "FY03"), (11, "FY03")
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_accelerates_configuration_is_moved(tmp_path: Path) -> None:
     assert path.read_text() == MOVED
     assert run("rewrite", "--write", path) == 0
     assert path.read_text() == MOVED
-    assert check([str(path)]) == ([], [])
+    assert everything([str(path)]).findings == []
 
 
 @pytest.mark.parametrize("indent", [None, 4, "\t"])
@@ -60,7 +60,7 @@ def test_accelerates_json_is_moved(tmp_path: Path, indent: int | str | None) -> 
     moved = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
     expected = {"num_processes": 8, "fsdp_config": moved, "é": None}
     assert path.read_text() == json.dumps(expected, indent=indent, ensure_ascii=False)
-    assert check([str(path)]) == ([], [])
+    assert everything([str(path)]).findings == []
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
@@ -89,7 +89,7 @@ def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
 def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    assert code in [finding.code for finding in check([str(path)])[0]]
+    assert code in [finding.code for finding in everything([str(path)]).findings]
     run("rewrite", "--write", path)
     assert path.read_text() == text
 
@@ -98,7 +98,8 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("fsdp: [1\n")
     (tmp_path / "other.yaml").write_text("a: 1\nb: [fsdp]\n")
     (tmp_path / "two.yaml").write_text("fsdp_config:\n  fsdp_version: 2\n")
-    findings, notes = check([str(tmp_path)])
+    found = everything([str(tmp_path)])
+    findings, notes = found.findings, found.notes
     assert findings == []
     assert len(notes) == 1
     assert "broken.yaml: is not YAML" in notes[0]

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import load
+from rewriter.check import account, load
 from rewriter.rewrite import rewrite
-from rewriter.survey import survey
 from tests.harness import Ranks
 from tests.rewriter.test_rules import DECIDED, NOT_BEFORE, both
 
@@ -35,7 +34,7 @@ def test_it_is_found_and_asked_and_gone_when_it_is_decided(pair: Path) -> None:
     codes = set(re.findall(r"F[A-Z]\d\d", pair.name))
     before, after = (load([str(pair / name)])[0] for name in ("in.py", "out.py"))
     text = (pair / "in.py").read_text().splitlines()
-    found = [f for f in survey(before) if f.code in codes and not text[f.line - 1].startswith("from ")]
+    found = [f for f in account(before) if f.code in codes and not text[f.line - 1].startswith("from ")]
     assert codes == {finding.code for finding in found}
     asked = {
         p.module.source.place(p.module.span(p.module.statement(p.node) or p.node)[0])[1]
@@ -45,7 +44,7 @@ def test_it_is_found_and_asked_and_gone_when_it_is_decided(pair: Path) -> None:
         lines = _statement(pair / "in.py", finding.line)
         # FC18 goes on working where it stands.
         assert finding.code == "FC18" or asked & set(lines), "it was moved without a word"
-    assert survey(after) == []
+    assert account(after) == []
     assert rewrite(after).files == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rewriter.check import check, load
+from rewriter.check import everything, load
 from rewriter.rewrite import rewrite
 
 METHODS = """\
@@ -105,7 +105,7 @@ def _rewritten(tmp_path: Path, text: str) -> tuple[str, list[tuple[int, str]], l
     path = tmp_path / "program.py"
     path.write_text(text)
     result = rewrite(load([str(path)])[0])
-    found = [(finding.line or 0, finding.code) for finding in check([str(path)])[0]]
+    found = [(finding.line or 0, finding.code) for finding in everything([str(path)]).findings]
     return result.files[0].data.decode(), found, [problem.code for problem in result.undecided]
 
 

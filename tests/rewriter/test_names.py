@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import load
+from rewriter.check import account, load
 from rewriter.rewrite import rewrite
-from rewriter.survey import survey
 
 CLASS = "from torch.distributed.fsdp import FullyShardedDataParallel"
 FSDP = f"{CLASS} as FSDP\n"
@@ -123,14 +122,14 @@ def test_it_is_moved(tmp_path: Path, way: str) -> None:
     assert marks == []
     assert line in files["program"]
     (tmp_path / "program.py").write_text(files["program"])
-    assert survey(load([str(tmp_path)])[0]) == [], files["program"]
+    assert account(load([str(tmp_path)])[0]) == [], files["program"]
 
 
 @pytest.mark.parametrize("way", MARKED)
 def test_it_is_marked(tmp_path: Path, way: str) -> None:
     program, code, why, blocks = MARKED[way]
     (tmp_path / "program.py").write_text(program)
-    assert code in {finding.code for finding in survey(load([str(tmp_path)])[0])}
+    assert code in {finding.code for finding in account(load([str(tmp_path)])[0])}
     files, marks = moved(tmp_path, program=program)
     assert [(c, b) for c, said, b in marks if c == code and why in said] == [(code, blocks)], marks
     lines = [line for line in files["program"].splitlines(keepends=True) if not line.lstrip().startswith("# fsdp2:")]

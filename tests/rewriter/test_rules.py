@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from rewriter.check import load
+from rewriter.check import account, load
 from rewriter.rewrite import rewrite
-from rewriter.survey import survey
 from rewriter.symbols import BY_CODE
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import OLD, fsdp1_broadcasts_on_a_cpu
@@ -39,9 +38,9 @@ def rewritten(path: Path) -> str:
 def test_what_becomes_of_it(rule: Path) -> None:
     assert rewritten(rule / "in.py") == (rule / "out.py").read_text()
     assert rewritten(rule / "out.py") == (rule / "out.py").read_text(), "a second time changes more"
-    found = {finding.code for finding in survey(load([str(rule / "in.py")])[0])}
+    found = {finding.code for finding in account(load([str(rule / "in.py")])[0])}
     assert set(re.findall(r"F[A-Z]\d\d", rule.name)) <= found
-    assert survey(load([str(rule / "out.py")])[0]) == []
+    assert account(load([str(rule / "out.py")])[0]) == []
 
 
 def both(rules: list[Path]) -> dict[str, list[Any]]:
@@ -75,7 +74,7 @@ def test_a_name_that_is_no_strategys_is_refused() -> None:
 def test_every_code_has_a_pair_or_a_reason() -> None:
     """test_scripts.py runs whole scripts before and after."""
     pairs = [pair / "in.py" for pair in (*RULES, *DECIDED)] + [*(RULES_FOLDER.parent / "scripts").glob("*.py")]
-    found = {finding.code for path in pairs for finding in survey(load([str(path)])[0])}
+    found = {finding.code for path in pairs for finding in account(load([str(path)])[0])}
     assert found | set(WITHOUT) == set(BY_CODE)
     assert found & set(WITHOUT) == set()
 

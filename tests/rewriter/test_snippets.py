@@ -102,14 +102,8 @@ def test_groups_are_those_of_fsdp1(ranks: Ranks) -> None:
 def in_use() -> None:
     whole, model = small(), small()
     mesh = init_device_mesh("cpu", (2,))
-    assert snippets.own_group(model[2]) is model[2]
-    assert model[2].own_group
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert [p.shape for p in snippets.own_parameters(model)] == [
-        p.shape for name, p in whole.named_parameters() if not name.startswith("2.")
-    ]
-    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in snippets.own_parameters(model))
     batches = [torch.randn(3, 4) for _ in range(2)]
     with snippets.no_sync(model):
         model(batches[0]).sum().backward()

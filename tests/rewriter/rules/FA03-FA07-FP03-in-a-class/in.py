@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -63,14 +63,14 @@ class Sharding:
                 param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
             )
         if self.precision == "mixed":
-            return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+            return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
         return None
 
     def chosen_units(self):
         if self.units == "size":
             return partial(size_based_auto_wrap_policy, min_num_params=50)
         if self.units == "blocks":
-            return ModuleWrapPolicy({Block})
+            return partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
         return always_wrap_policy if self.units == "all" else None
 
 

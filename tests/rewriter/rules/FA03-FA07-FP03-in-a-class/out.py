@@ -1,7 +1,6 @@
 """A configuration's methods and properties, which say what FSDP1 is given."""
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,11 +31,6 @@ def sharding_options(strategy, device_type, mesh=None):
     return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
 
 
-def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
-    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
 def shard_by_policy(module, policy, first=None, is_root=True, **options):
     """Shard what an FSDP1 wrapping policy chooses, inner modules first; returns how many parameters are in groups."""
     numel = sum(parameter.numel() for parameter in module.parameters())
@@ -55,6 +49,11 @@ def wrap_by_size(module, recurse, nonwrapped_numel, min_num_params=int(1e8)):
     """FSDP1's size_based_auto_wrap_policy: a group for so many parameters that are in no inner group."""
     never = torch.nn.MultiheadAttention if recurse else (torch.nn.ModuleList, torch.nn.ModuleDict)
     return nonwrapped_numel >= min_num_params and not isinstance(module, never)
+
+
+def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
+    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def wrap_always(module, recurse, nonwrapped_numel):
@@ -119,7 +118,7 @@ class Sharding:
         if self.units == "size":
             return partial(wrap_by_size, min_num_params=50)
         if self.units == "blocks":
-            return functools.partial(wrap_by_class, transformer_layer_cls={Block})
+            return partial(wrap_by_class, transformer_layer_cls={Block})
         return wrap_always if self.units == "all" else None
 
 
@@ -142,6 +141,6 @@ def main():
         fully_shard(model, **sharding, mp_policy=mp_policy)
         for buffer in model.buffers():  # FSDP1's buffer_dtype
             if buffer.is_floating_point() and mp_policy.param_dtype is not None:
-                buffer.data = buffer.to(mp_policy.reduce_dtype)
+                buffer.data = buffer.to(mp_policy.param_dtype)
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return losses

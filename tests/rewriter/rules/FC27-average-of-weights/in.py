@@ -47,7 +47,8 @@ class Average:
 def main():
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), "use_orig_params": True}
     model = FSDP(build(), **options)
-    average = Average(FSDP(build(), **options))
+    mean = FSDP(build(), **options)
+    average = Average(mean)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):

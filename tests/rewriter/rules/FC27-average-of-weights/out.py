@@ -55,13 +55,13 @@ def main():
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sharded_model = build()
+    mean = build()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(sharded_model.modules())[1:]):
+    for module in reversed(list(mean.modules())[1:]):
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
-    fully_shard(sharded_model, mesh=mesh)
-    average = Average(sharded_model)
+    fully_shard(mean, mesh=mesh)
+    average = Average(mean)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):

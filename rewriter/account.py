@@ -1,0 +1,195 @@
+"""The account of a program: each use of FSDP1 once, and what becomes of it. `check` prints it, `rewrite` applies it.
+
+Rules record what they take while they make their changes; whatever no rule has taken is marked. So nothing is asked
+twice, and the two commands can't disagree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import libcst as cst
+
+from rewriter import imports, names
+from rewriter.edits import Undecided
+from rewriter.module import Module
+from rewriter.precision import FIELDS
+from rewriter.program import Program, module_name
+from rewriter.scene import Scene
+from rewriter.source import Source
+from rewriter.symbols import AROUND, CONFIGS, ROWS, canonical
+from rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS, Taken
+
+FIELDS_OF: dict[str, tuple[str, ...]] = {
+    "MixedPrecision": FIELDS,
+    "CPUOffload": ("offload_params",),
+    **dict.fromkeys(CONFIGS, ("offload_to_cpu", "rank0_only")),
+    "StateDictSettings": ("state_dict_type", "state_dict_config", "optim_state_dict_config"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`start`, `end`: the place in the file's text; `statement`: that of the statement that it stands in."""
+
+    source: Source
+    start: int
+    end: int
+    statement: tuple[int, int]
+    code: str
+    outcome: str
+    why: str
+    use: bool  # a name of FSDP1, not an argument, a method of a model, or what is done with one
+
+    @property
+    def shown(self) -> str:
+        line = self.source.text[self.start : self.end].split("\n")[0].strip()
+        return line if len(line) <= 60 else line[:57] + "…"
+
+
+def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
+    """What has been taken, what is left to decide, and the arguments of FSDP1's configurations."""
+    problems = {id(problem.node) for problem in undecided}
+    found: list[tuple[Taken, bool]] = []
+    seen: set[tuple[int, str]] = set()
+    for problem in undecided:
+        outcome = BLOCKS if problem.blocking else MARKED
+        found.append((Taken(problem.code, problem.node, problem.module, outcome, problem.why), False))
+    for taken in scene.rewriting.account:
+        if (id(taken.node), taken.code) not in seen and id(taken.node) not in problems:
+            seen.add((id(taken.node), taken.code))
+            found.append((taken, False))
+    recorded = {id(taken.node): place for place, (taken, _) in enumerate(found)}
+    for module in scene.modules:
+        for node, symbol in names.uses(module, scene.symbol):
+            if symbol in AROUND.values():
+                if scene.calls:
+                    found.append((Taken("FX02", node, module, KEPT), True))
+                continue
+            if (place := recorded.get(id(node))) is None:
+                code = names.code_of(symbol, node, module, scene.symbol)
+                gone = scene.edits(module).covers(node) or isinstance(node, cst.SimpleString)
+                taken = Taken(code, node, module, MOVED if gone else WAITS)
+                place = len(found)
+                found.append((taken, True))
+            found[place] = (found[place][0], True)
+            found += [(arg, False) for arg in _fields(found[place][0], symbol)]
+    return [_entry(taken, use) for taken, use in found]
+
+
+def _fields(taken: Taken, symbol: str) -> list[Taken]:
+    """The arguments of a configuration's call, which go its way."""
+    call = taken.module.parent(taken.node)
+    if not isinstance(call, cst.Call) or call.func is not taken.node:
+        return []
+    order = FIELDS_OF.get(symbol, ())
+    named = [(a.keyword.value if a.keyword is not None else order[n], a) for n, a in enumerate(call.args[: len(order)])]
+    return [
+        replace(taken, code=ROWS[f"{symbol}.{name}"].code, node=arg)
+        for name, arg in named
+        if f"{symbol}.{name}" in ROWS
+    ]
+
+
+def _entry(taken: Taken, use: bool) -> Entry:
+    module = taken.module
+    span = module.span(taken.node)
+    around = module.line_span(module.statement(taken.node) or taken.node)
+    return Entry(module.source, *span, around, taken.code, taken.outcome, taken.why, use)
+
+
+def imported(program: Program, found: list[Entry]) -> list[Entry]:
+    """Imports of FSDP1, each with the worst that becomes of what it brings."""
+    made = []
+    for module in program.parsed:
+        left = [entry for entry in found if entry.source.path == module.path and entry.outcome not in (MOVED, KEPT)]
+        blocked = any(entry.outcome in (BLOCKS, WAITS) for entry in left)
+
+        def add(node: cst.CSTNode, code: str, bound: str, module: Module = module, stays: bool = blocked,
+                left: list[Entry] = left) -> None:  # fmt: skip
+            read = any(bound in entry.source.text[slice(*entry.statement)] for entry in left)
+            outcome = MARKED if code in ("FC21", "FC22") else WAITS if stays or read else MOVED
+            made.append(_entry(Taken(code, node, module, outcome), False))
+
+        for name in imports.imported(module):
+            qualified = (
+                f"{name.package}.{name.name}" if name.package and not name.package.startswith(".") else name.name
+            )
+            known = canonical(qualified) if not name.package.startswith(".") else None
+            if known is None or qualified in AROUND:
+                continue
+            code = {"private": "FC06", "library": "FC21", "fairscale": "FC22"}.get(known.partition(":")[0], "FC01")
+            if name.name == "default_auto_wrap_policy":
+                code = "FX04"
+            elif code == "FC01" and "fully_sharded_data_parallel" in qualified:
+                code = "FX07"
+            add(name.alias, code, name.bound)
+        for statement in module.all(cst.ImportFrom):
+            if isinstance(statement.names, cst.ImportStar) and module_name(statement).startswith(
+                "torch.distributed.fsdp"
+            ):
+                add(statement, "FC01", "")
+    return made
+
+
+def held_back(found: list[Entry], blocked: set[str]) -> list[Entry]:
+    """What would be moved, or stays as it is, waits where a decision has to be taken first in the same program."""
+    return [
+        replace(entry, outcome=WAITS) if str(entry.source.path) in blocked and entry.outcome in (MOVED, KEPT) else entry
+        for entry in found
+    ]
+
+
+def placed(found: list[Entry], spelled: Program, given: Program) -> list[Entry]:
+    """Entries of a program that was spelled out, at the places of the program as it is on disk. What spelling out has
+    replaced is taken by it."""
+    made = []
+    lines: dict[str, tuple[list[int], list[int], list[Any]]] = {}
+    for module in given.parsed:
+        known = spelled.known(module.path)
+        if known is None or known.text == module.text:
+            continue
+        old, new = (re.findall(r"[^\n]*\n|[^\n]+$", text) for text in (module.text, known.text))
+        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        lines[str(module.path)] = (_starts(old), _starts(new), codes)
+        changed = [(_starts(old)[i], _starts(old)[j]) for tag, i, j, _, _ in codes if tag != "equal" and j > i]
+        stays = any(entry.source.path == module.path and entry.outcome == WAITS for entry in found)
+        outcome = WAITS if stays else MOVED
+        # Dictionaries of arguments, and what is put into them: names of FSDP1 need not stand there.
+        made += [
+            Entry(module.source, start, end - 1, (start, end), "FC07", outcome, "", False) for start, end in changed
+        ]
+        for node, symbol in names.uses(module, given.symbol):
+            at = module.span(node)[0]
+            if symbol not in AROUND.values() and any(start <= at < end for start, end in changed):
+                code = names.code_of(symbol, node, module, given.symbol)
+                made.append(_entry(Taken(code, node, module, outcome), True))
+    for entry in found:
+        source = next(s for s in given.sources.values() if s.path == entry.source.path)
+        if str(entry.source.path) not in lines:
+            made.append(entry)
+            continue
+        old, new, codes = lines[str(entry.source.path)]
+        for tag, i, j, k, last in codes:
+            if not new[k] <= entry.start < max(new[last], new[k] + 1):
+                continue
+            if tag == "equal":
+                by = old[i] - new[k]
+                around = (entry.statement[0] + by, entry.statement[1] + by)
+                made.append(replace(entry, source=source, start=entry.start + by, end=entry.end + by, statement=around))
+            elif not (entry.use and entry.outcome in (MOVED, WAITS)):
+                at = old[min(i, len(old) - 2)]
+                made.append(replace(entry, source=source, start=at, end=old[j] - 1, statement=(at, old[j])))
+            break
+    return made
+
+
+def _starts(lines: list[str]) -> list[int]:
+    """Where each line starts, and where the last one ends."""
+    found = [0]
+    for line in lines:
+        found.append(found[-1] + len(line))
+    return found

@@ -1,0 +1,56 @@
+"""check's account and rewrite's changes are the same thing: over all pairs, whole programs and scripts."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+from rewriter import names
+from rewriter.account import Entry
+from rewriter.check import load
+from rewriter.rewrite import rewrite
+from rewriter.symbols import AROUND
+from rewriter.taken import BLOCKS, MARKED, MOVED, WAITS
+
+HERE = Path(__file__).parent
+PROGRAMS = sorted([*HERE.glob("rules/*/in.py"), *HERE.glob("decided/*/in.py"), *HERE.glob("scripts/*.py")])
+
+
+def _lines(text: str, entry: Entry) -> range:
+    """Those of the statement that an entry stands in, from 0."""
+    start, end = entry.statement
+    return range(text.count("\n", 0, start), text.count("\n", 0, max(start, end - 1)) + 1)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem if path.stem != "in" else path.parent.name)
+def test_each_use_is_in_one_entry_and_each_change_belongs_to_one(path: Path) -> None:
+    program, _ = load([str(path)])
+    result = rewrite(program)
+    (module,) = program.parsed
+    uses = [module.span(n) for n, s in names.uses(module, program.symbol) if s not in AROUND.values()]
+    assert uses
+    entries = [(entry.start, entry.end) for entry in result.account if entry.use]
+    assert [entries.count(use) for use in uses] == [1] * len(uses)
+
+    left = {MARKED, BLOCKS, WAITS} & {entry.outcome for entry in result.account}
+    assert bool(left) == bool(result.undecided)
+    assert (BLOCKS in left) == any(problem.blocking for problem in result.undecided)
+
+    old, new = module.text.splitlines(), result.files[0].data.decode().splitlines()
+    taken = {line for entry in result.account if entry.outcome == MOVED for line in _lines(module.text, entry)}
+    marked = {line for entry in result.account if entry.outcome in (MARKED, BLOCKS)
+              for line in _lines(module.text, entry)}  # fmt: skip
+    header = re.compile(r'import |from |"""|#|    |\)|try|[A-Z]')
+    begun = next(number for number, line in enumerate(old) if line and not header.match(line))
+    for tag, start, end, first, last in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for number in range(start, end) if tag in ("replace", "delete") else ():
+            if old[number].strip() and not re.match(r"\s*(#|import |from )", old[number]):
+                assert number in taken, (tag, number + 1, old[number])
+        if tag == "insert" and start > begun:
+            beside = taken & {start - 1, start, start + 1}
+            marks = all(line.strip().startswith("# fsdp2: ") for line in new[first:last]) and start in marked
+            helpers = any(re.match(r"def |@|class |import |from ", line) for line in new[first : last + 1])
+            assert beside or marks or helpers, (start + 1, new[first:last])
