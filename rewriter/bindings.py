@@ -244,7 +244,7 @@ class Bindings(ABC):
 
     def calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         """Calls of a function or method, in all files that are parsed. Methods are told apart by name alone."""
-        return self.program.answer("calls", function, lambda: self._calls(function, module), [])  # type: ignore[no-any-return]
+        return self.program.answer("calls", function, lambda: self._calls(function, module), [])
 
     def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         name = function.name.value
@@ -263,7 +263,7 @@ class Bindings(ABC):
         return found[0] if found else None
 
     def function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
-        return self.program.answer("function", node, lambda: self._function_in(node, module))  # type: ignore[no-any-return]
+        return self.program.answer("function", node, lambda: self._function_in(node, module))
 
     def _function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
         if isinstance(node, cst.Call):  # of what it returns

@@ -92,8 +92,12 @@ class Module:
     def code(self, node: cst.CSTNode) -> str:
         if type(node) is cst.Name:
             return node.value
-        if type(node) is cst.Attribute and type(node.value) is cst.Name and not node.value.lpar:
-            return f"{node.value.value}.{node.attr.value}"  # most of them, without anybody's position
+        names, root = [], node
+        while type(root) is cst.Attribute and not root.value.lpar:
+            names.append(root.attr.value)
+            root = root.value
+        if names and type(root) is cst.Name:  # as most are, for which no positions are needed
+            return ".".join([root.value, *reversed(names)])
         start, end = self.span(node)
         return self.text[start:end]
 
@@ -144,6 +148,10 @@ class Module:
     def _holds(self, outer: cst.CSTNode, inner: cst.CSTNode) -> bool:
         start, end = self._spans[id(outer)]
         return start <= self.order(inner) < end
+
+    def within_body(self, above: cst.If, node: cst.CSTNode) -> bool:
+        """Whether a node stands in the first branch of an `if`."""
+        return self._holds(above.body, node)
 
     def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
         above = self._parents.get(node)

@@ -375,7 +375,7 @@ class Program:
 
     def definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
         """The file and the name there of something that this file imports from the program."""
-        return self.answer("definition", node, lambda: self._definition(node, module))  # type: ignore[no-any-return]
+        return self.answer("definition", node, lambda: self._definition(node, module))
 
     def _definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
         for name, imported in module.qualified(node):

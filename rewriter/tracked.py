@@ -100,8 +100,7 @@ class Tracked(Branches):
             elif above.attr.value in SAME and called and call is not None:
                 self._hold(call, module)
             elif above.attr.value in ("values", "items") and called and call is not None:
-                if any(held.rpartition(".")[2] == last_name(node) for held in self._holders):
-                    self._listed(call, module)
+                self._values(node, call, module)
         elif isinstance(above, cst.Subscript) and above.value is node:
             self._subscript(above, module)
         elif isinstance(above, cst.IfExp) and above.test is not node:
@@ -114,6 +113,11 @@ class Tracked(Branches):
 
     def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         return [(c, m) for c, m in self.values.calls(function, module) if self.values.function(c.func, m) is function]
+
+    def _values(self, node: cst.CSTNode, call: cst.CSTNode, module: Module) -> None:
+        """values() or items() of a dictionary, or of a ModuleDict, of sharded models."""
+        if any(held.rpartition(".")[2] == last_name(node) for held in self._holders):
+            self._listed(call, module)
 
     def _subscript(self, node: cst.Subscript, module: Module) -> None:
         held = self._holders.get(module.code(node.value), [])
@@ -329,10 +333,11 @@ class Tracked(Branches):
                 self._target(target, module, 0)
             elif isinstance(target, cst.Tuple) and pairs:
                 self._target(target.elements[1].value, module, 0)
-        call = module.parent(above) if isinstance(above, cst.Arg) else None
-        loop = module.parent(call) if isinstance(call, cst.Call) and last_name(call) == "zip" else None
+        zipped = module.parent(above) if isinstance(above, cst.Arg) else None
+        loop = module.parent(zipped) if isinstance(zipped, cst.Call) and last_name(zipped) == "zip" else None
         if isinstance(loop, (cst.For, cst.CompFor)) and isinstance(loop.target, cst.Tuple):
-            place = [arg is above for arg in call.args].index(True)  # type: ignore[union-attr]
+            assert isinstance(zipped, cst.Call)
+            place = [arg is above for arg in zipped.args].index(True)
             if place < len(loop.target.elements):
                 self._target(loop.target.elements[place].value, module, 0)
 
@@ -349,9 +354,9 @@ class Tracked(Branches):
             for read in module.within(above.body, cst.Name):
                 beside = module.parent(read)
                 named = isinstance(beside, cst.Attribute) and beside.attr is read
-                if read.value == asked.value and not named and module.function(read) is home:
-                    if not self._excluded(read, module):
-                        self._hold(read, module)
+                same = read.value == asked.value and not named and module.function(read) is home
+                if same and not self._excluded(read, module):
+                    self._hold(read, module)
 
     def _annotated(self, annotation: cst.Annotation, module: Module) -> None:
         """What a program says is FSDP1's: `model: FSDP`, `model: "FSDP | None"`."""
@@ -383,6 +388,7 @@ class Tracked(Branches):
         if isinstance(node, cst.Name):
             for binding in module.assignments(node):
                 if isinstance(module.parent(binding.node), cst.Param) or isinstance(binding.node, cst.Param):
+                    assert isinstance(binding.node, (cst.Name, cst.Param))
                     self._bind(binding.node, module, 0)
         elif isinstance(node, cst.Attribute) and not self._made:
             self._set(node, module)

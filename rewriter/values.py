@@ -69,7 +69,7 @@ class Values(Bindings):
         return list(found.values())
 
     def _steps(self, node: cst.BaseExpression, module: Module) -> list[Step]:
-        return self.program.answer("steps", node, lambda: list(self._of(node, module)), [])  # type: ignore[no-any-return]
+        return self.program.answer("steps", node, lambda: list(self._of(node, module)), [])
 
     def _of(self, node: cst.BaseExpression, module: Module) -> Iterator[Step]:
         if is_none(node):
