@@ -68,7 +68,7 @@ class Bindings(ABC):
         """Where an expression's value is written out."""
 
     @abstractmethod
-    def leaves(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> list[Leaf]:
+    def leaves(self, node: cst.BaseExpression, module: Module) -> list[Leaf]:
         """Every value that an expression may have."""
 
     def sources(self, node: cst.Name | cst.Attribute, module: Module) -> tuple[list[tuple[Bound, Module]] | None, str]:
@@ -108,7 +108,7 @@ class Bindings(ABC):
         home = module.function(name)
         if len(bindings) < 2 or any(module.function(b.node) is not home for b in bindings):
             return bindings
-        here = module.span(name)[0]
+        here = module.order(name)
         for statement in (
             s for s in module.ancestors(name) if isinstance(s, (cst.BaseStatement, cst.BaseCompoundStatement))
         ):
@@ -116,14 +116,14 @@ class Bindings(ABC):
             last = -1
             for binding in bindings:
                 line = module.statement(binding.node)
-                at = module.span(binding.node)[0]
+                at = module.order(binding.node)
                 plain = isinstance(line, cst.SimpleStatementLine) and any(line is known for known in beside)
-                if plain and at < module.span(statement)[0]:
+                if plain and at < module.order(statement):
                     last = max(last, at)
             if last >= 0:
                 loops = [a for a in module.ancestors(name) if isinstance(a, (cst.For, cst.While))]
-                again = any(module.span(loop)[0] > last for loop in loops)
-                return [b for b in bindings if (at := module.span(b.node)[0]) >= last and (at < here or again)]
+                again = any(module.order(loop) > last for loop in loops)
+                return [b for b in bindings if (at := module.order(b.node)) >= last and (at < here or again)]
         return bindings
 
     def _defined(self, module: Module, name: str) -> tuple[list[tuple[Bound, Module]] | None, str]:
@@ -244,14 +244,17 @@ class Bindings(ABC):
 
     def calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         """Calls of a function or method, in all files that are parsed. Methods are told apart by name alone."""
+        return self.program.answer("calls", function, lambda: self._calls(function, module), [])
+
+    def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
         name = function.name.value
         owner = module.enclosing(function, cst.ClassDef, cst.FunctionDef)
         if isinstance(owner, cst.ClassDef):
-            made = self.program.named(cst.Call, owner.name.value) if name == "__init__" else []
+            made = self.program.called(owner.name.value) if name == "__init__" else []
             found = [(c, where) for c, where in made if isinstance(c.func, cst.Name)]
-            named = self.program.named(cst.Call, name)
+            named = self.program.called(name)
             return found + [(c, where) for c, where in named if isinstance(c.func, cst.Attribute)]
-        named = self.program.named(cst.Call, name) + self.program.named(cst.Call, "")
+        named = self.program.called(name) + self.program.named(cst.Call, "")
         return [(call, where) for call, where in named if self.function(call.func, where) is function]
 
     def function(self, node: cst.CSTNode, module: Module) -> cst.FunctionDef | None:
@@ -260,6 +263,9 @@ class Bindings(ABC):
         return found[0] if found else None
 
     def function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+        return self.program.answer("function", node, lambda: self._function_in(node, module))
+
+    def _function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
         if isinstance(node, cst.Call):  # of what it returns
             made = [self.function_in(value, where) for value, where in self.returns(node, module) or ()]
             return made[0] if len(made) == 1 else None
@@ -309,7 +315,7 @@ class Bindings(ABC):
         held = held or field_of_any(self.program, name)
         if not held:
             return None, f"{module.code(node)} comes from somewhere that isn't followed"
-        if any(self._stored(where, name) for where in self.program.parsed):
+        if self._stored(name):
             return None, f"{module.code(node)} is changed at run time"
         return held, ""
 
@@ -345,11 +351,7 @@ class Bindings(ABC):
                 ]
         return found
 
-    @staticmethod
-    def _stored(module: Module, name: str) -> bool:
-        """Whether any object's attribute of that name is set, by name or by setattr."""
-        for assign in module.all(cst.AssignTarget):
-            target = assign.target
-            if isinstance(target, cst.Attribute) and target.attr.value == name:
-                return True
-        return False
+    def _stored(self, name: str) -> bool:
+        """Whether any object's attribute of that name is set."""
+        known = self.program.named(cst.Attribute, name)
+        return any(isinstance(where.parent(node), cst.AssignTarget) for node, where in known)

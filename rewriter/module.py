@@ -20,6 +20,13 @@ Node = TypeVar("Node", bound=cst.CSTNode)
 Span = tuple[int, int]
 
 
+class _Wrapper(MetadataWrapper):
+    """libcst walks the whole file for providers that work together, even if there are none."""
+
+    def visit_batched(self, *visitors: Any, **hooks: Any) -> cst.CSTNode:
+        return self.module
+
+
 class Module:
     """A Python file and libcst's knowledge of it.
 
@@ -49,7 +56,7 @@ class Module:
 
     @functools.cached_property
     def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
-        return MetadataWrapper(self.tree, unsafe_skip_copy=True).resolve(PositionProvider)
+        return _Wrapper(self.tree, unsafe_skip_copy=True).resolve(PositionProvider)
 
     @functools.cached_property
     def _scopes(self) -> Scopes:
@@ -83,6 +90,14 @@ class Module:
         return self._spans[id(node)][0]
 
     def code(self, node: cst.CSTNode) -> str:
+        if type(node) is cst.Name:
+            return node.value
+        names, root = [], node
+        while type(root) is cst.Attribute and not root.value.lpar:
+            names.append(root.attr.value)
+            root = root.value
+        if names and type(root) is cst.Name:  # as most are, for which no positions are needed
+            return ".".join([root.value, *reversed(names)])
         start, end = self.span(node)
         return self.text[start:end]
 
@@ -134,8 +149,15 @@ class Module:
         start, end = self._spans[id(outer)]
         return start <= self.order(inner) < end
 
+    def within_body(self, above: cst.If, node: cst.CSTNode) -> bool:
+        """Whether a node stands in the first branch of an `if`."""
+        return self._holds(above.body, node)
+
     def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
-        return next((above for above in self.ancestors(node) if isinstance(above, kinds)), None)
+        above = self._parents.get(node)
+        while above is not None and not isinstance(above, kinds):
+            above = self._parents.get(above)
+        return above
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         return self.enclosing(node, cst.FunctionDef)
@@ -164,10 +186,18 @@ class Module:
         found: dict[tuple[type, str], list[Any]] = {}
         for node in self.all(cst.FunctionDef, cst.ClassDef, cst.Attribute, cst.Call, cst.Name):
             found.setdefault((type(node), last_name(node)), []).append(node)
-        for alias in self.all(cst.ImportAlias):  # calls under another name are found by the name of the definition too
-            if alias.asname is not None:
-                other = found.get((cst.Call, alias.evaluated_alias), [])
-                found.setdefault((cst.Call, last_name(alias.name)), []).extend(other)
+        return found
+
+    @functools.cached_property
+    def assigned(self) -> dict[str, list[cst.BaseExpression]]:
+        """What the module assigns to its names, outside of functions and classes."""
+        found: dict[str, list[cst.BaseExpression]] = {}
+        for node in self.all(cst.Assign, cst.AnnAssign):
+            if node.value is None or self.enclosing(node, cst.FunctionDef, cst.ClassDef) is not None:
+                continue
+            targets = [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]
+            for name in dict.fromkeys(target.value for target in targets if isinstance(target, cst.Name)):
+                found.setdefault(name, []).append(node.value)
         return found
 
     def named(self, kind: type[cst.CSTNode], name: str) -> list[Any]:
@@ -225,6 +255,15 @@ class Module:
         return next(
             self._scopes.of[id(above)] for above in (node, *self.ancestors(node)) if id(above) in self._scopes.of
         )
+
+    def dotted(self, node: cst.CSTNode) -> tuple[Scope, str] | None:
+        """A name, or attributes of one, and where it is looked up: what is the same for all that are spelled so."""
+        names: list[str] = []
+        while type(node) is cst.Attribute:
+            names.append(node.attr.value)
+            node = node.value
+        scope = self._scopes.of.get(id(node)) if type(node) is cst.Name else None
+        return None if scope is None else (scope, ".".join([node.value, *reversed(names)]))  # type: ignore[attr-defined]
 
     def assignments(self, name: cst.Name) -> list[Binding]:
         """What binds a name that is read here."""

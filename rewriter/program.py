@@ -6,14 +6,14 @@ Only files that mention FSDP1 are parsed, and those that something is imported f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
 from rewriter.module import Module, last_name
-from rewriter.scopes import module_name
+from rewriter.scopes import Scope, module_name
 from rewriter.source import Source, Unreadable
 from rewriter.symbols import CLASS, PACKAGE, canonical
 
@@ -36,16 +36,27 @@ DEPTH = 12
 
 
 class Program:
-    def __init__(self, sources: Iterable[Source]) -> None:
+    """`memo`: what has been found out, by question and node, until another file is parsed.
+
+    Files of `known` whose text is the same aren't parsed again.
+    """
+
+    def __init__(self, sources: Iterable[Source], known: Program | None = None) -> None:
         self.sources = {source.path.resolve(): source for source in sources}
-        self._modules: dict[Path, Module | None] = {}
+        same = known._modules.items() if known is not None else ()
+        self._modules: dict[Path, Module | None] = {
+            path: module for path, module in same if module is not None and module.source is self.sources.get(path)
+        }
+        self.memo: dict[tuple[Any, ...], Any] = {}
+        self._parsed: list[Module] = [module for module in self._modules.values() if module is not None]
         self._relevant: list[Module] | None = None
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
         self._files: dict[tuple[str, Path], Path | None] = {}
         self._lines: dict[Path, list[tuple[str, str, str]]] = {}
         self._handed: dict[tuple[str, str, Path], set[Path]] = {}
-        self._symbols: dict[int, str | None] = {}  # nodes live as long as the modules here
+        self._foreign: set[tuple[str, Path]] = set()  # names of no file that was given
+        self._symbols: dict[tuple[Scope, str], str | None] = {}
         self._by_last_name: dict[str, list[Path]] = {}
         for path in self.sources:
             name = path.parent.name if path.stem == "__init__" else path.stem
@@ -55,7 +66,9 @@ class Program:
         """The parsed file, or None if it can't be parsed, which is noted."""
         if path not in self._modules:
             try:
-                self._modules[path] = Module(self.sources[path])
+                self._modules[path] = made = Module(self.sources[path])
+                self._parsed.append(made)
+                self.memo.clear()
             except Unreadable as error:
                 self.unparsable[path] = str(error)
                 self._modules[path] = None
@@ -135,11 +148,43 @@ class Program:
 
     @property
     def parsed(self) -> list[Module]:
-        return [module for module in self._modules.values() if module is not None]
+        return list(self._parsed)  # which may grow while it is gone through
+
+    def answer(self, question: str, node: cst.CSTNode, find: Callable[[], Any], meanwhile: Any = None) -> Any:
+        """What has been found out about a node, or is now; `meanwhile` to who asks the same in between."""
+        key = (question, id(node))
+        if key not in self.memo:
+            self.memo[key] = node, meanwhile
+            found = find()  # which may parse a file
+            self.memo[key] = node, found  # the node too: another one could have its id later
+        return self.memo[key][1]
 
     def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
         """Module.named, of all files."""
-        return [(node, module) for module in self.parsed for node in module.named(kind, name)]
+        key = ("named", kind, name)
+        if key not in self.memo:
+            self.memo[key] = [(node, module) for module in self.parsed for node in module.named(kind, name)]
+        return self.memo[key]  # type: ignore[no-any-return]
+
+    def called(self, name: str) -> list[tuple[Any, Module]]:
+        """Calls of a function by its name, or by one under which a file imports it."""
+        return [found for one in self.also_called(name) for found in self.named(cst.Call, one)]
+
+    def also_called(self, name: str) -> list[str]:
+        """A name, and those under which files import something of that name."""
+        if ("aliases",) not in self.memo:
+            aliases: dict[str, set[str]] = {}
+            for module in self.parsed:
+                for alias in module.all(cst.ImportAlias):
+                    if alias.asname is not None:
+                        aliases.setdefault(last_name(alias.name), set()).add(alias.evaluated_alias or "")
+            self.memo[("aliases",)] = aliases
+        names, more = {name: None}, [name]
+        while more:
+            others = sorted(self.memo[("aliases",)].get(more.pop(), ()))
+            more += [other for other in others if other not in names]
+            names.update(dict.fromkeys(others))
+        return list(names)
 
     def said_elsewhere(self, name: str) -> bool:
         """Whether a file that hasn't been parsed has this word."""
@@ -207,11 +252,12 @@ class Program:
             return self._looked_up(node, module, depth)
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
-        if depth:
+        key = None if depth else module.dotted(node)
+        if key is None:
             return self._symbol(node, module, depth)
-        if id(node) not in self._symbols:
-            self._symbols[id(node)] = self._symbol(node, module, 0)
-        return self._symbols[id(node)]
+        if key not in self._symbols:
+            self._symbols[key] = self._symbol(node, module, 0)
+        return self._symbols[key]
 
     def _symbol(self, node: cst.Name | cst.Attribute, module: Module, depth: int) -> str | None:
         for name, imported in module.qualified(node):
@@ -267,10 +313,11 @@ class Program:
 
     def symbol_of(self, qualified: str, module: Module, depth: int = 0) -> str | None:
         known = canonical(qualified)
-        if known is not None or depth > DEPTH:
+        if known is not None or depth > DEPTH or (qualified, module.path) in self._foreign:
             return known
         place = self.split(qualified, module)
         if place is None or not place[1]:
+            self._foreign.add((qualified, module.path))
             return None
         path, names = place
         if path == module.path.resolve():
@@ -328,6 +375,9 @@ class Program:
 
     def definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
         """The file and the name there of something that this file imports from the program."""
+        return self.answer("definition", node, lambda: self._definition(node, module))
+
+    def _definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
         for name, imported in module.qualified(node):
             if imported:
                 place = self.split(name, module)
@@ -384,11 +434,4 @@ def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | Non
 
 def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:
     """What the module assigns to one of its names, outside of functions and classes."""
-    found: list[cst.BaseExpression] = []
-    for node in module.all(cst.Assign, cst.AnnAssign):
-        if module.enclosing(node, cst.FunctionDef, cst.ClassDef) is not None or node.value is None:
-            continue
-        targets = [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]
-        if any(isinstance(target, cst.Name) and target.value == name for target in targets):
-            found.append(node.value)
-    return found
+    return module.assigned.get(name, [])

@@ -96,7 +96,7 @@ def rewrite(program: Program) -> Result:
     spelled = program
     for step in (unpacked, spreads, partials):
         if made := step.spelled_out(spelled):
-            spelled = Program(made.get(path, source) for path, source in spelled.sources.items())
+            spelled = Program([made.get(path, source) for path, source in spelled.sources.items()], spelled)
     if spelled is not program:
         result = _rewrite(spelled, program)
         if not any(problem.blocking for problem in result.undecided):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
-import libcst.matchers as m
 import torch
 
 from rewriter.edits import Edits
-from rewriter.module import Module
+from rewriter.module import Module, last_name
+from rewriter.ranks import Ranks
 from rewriter.symbols import CLASS
 from rewriter.taken import MOVED
 from rewriter.tracked import STATIC, Tracked
@@ -21,15 +20,8 @@ from rewriter.values import Values
 
 # Names that a model has from FSDP1's class alone, but for those that methods.py moves by themselves.
 ON_MODELS = {*STATIC, "check_is_root"}
-FIRST_RANK = re.compile(
-    r"\b\w*rank\w*(\(\))?\s*==\s*0|\b0\s*==\s*\w*rank|is_(main|master|rank_?0|first|global_zero)\w*"
-    r"|^not\s+\w*rank\w*$|\bmain_process|master_process|get_rank\(\)\s*==\s*0|get_rank\(\s*\w*\s*\)\s*==\s*0",
-    re.IGNORECASE,
-)
-
-
-# Functions that compute with a model they are given, most likely.
-RUNS = re.compile(r"train|fit|run|eval|valid|test|sample|generate|step|epoch|loop", re.IGNORECASE)
+# What is done with a model that is given without computing with it.
+LOOKS = ("print", "isinstance", "hasattr", "getattr", "setattr", "len", "type", "id", "str", "repr", "next", "sum")
 
 
 @dataclass
@@ -134,36 +126,58 @@ class Scene:
             called = known.func if isinstance(known, cst.Call) else None
             if called is None or self.is_model(called, module):
                 return True
-            runs = module.code(called).rpartition(".")[2]
-            if RUNS.search(runs) and any(self.is_model(arg.value, module) for arg in known.args):
+            if any(self.is_model(arg.value, module) for arg in known.args) and self._runs(known, module):
                 return True
         return False
 
+    def _runs(self, call: cst.Call, module: Module) -> bool:
+        """Whether what gets a model may compute with it: a function of the program that does, or one of elsewhere."""
+        place = self.values.function_in(call.func, module)
+        if place is not None:
+            find = functools.partial(self.computes, place[0], place[1], 0, len(place[1].text))
+            return bool(self.rewriting.program.answer("computes", place[0], find, False))
+        if module.code(call.func) in LOOKS or self.symbol(call.func, module) is not None:
+            return False
+        names = [name for name, _ in module.qualified(call.func)]
+        return not any(name.startswith(("torch.", "builtins.")) for name in names) and not self.values.classes(
+            call.func, module
+        )
+
     def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:
-        """Whether only the first rank gets here, as far as conditions of this function say."""
+        """Whether not all ranks get here, as far as conditions of this function say."""
         below: cst.CSTNode = node
         for above in module.ancestors(node):
             if isinstance(above, cst.FunctionDef):
                 return False
-            if isinstance(above, cst.If) and below is above.body and FIRST_RANK.search(module.code(above.test)):
+            if isinstance(above, cst.If) and below is above.body and self._ranks.differs(above.test, module):
                 return True
             below = above
         return False
 
+    @functools.cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.rewriting.program, self.values)
+
     def only_first_rank_reads(self, name: cst.Name, module: Module) -> bool:
+        """Whether the first of all ranks alone reads a variable."""
         reads = module.references(name)
-        return bool(reads) and all(self.on_first_rank(read, module) for read in reads)
+        return bool(reads) and all(
+            any(
+                isinstance(above, cst.If) and module.within_body(above, read) and self._ranks.first(above.test, module)
+                for above in module.ancestors(read)
+            )
+            for read in reads
+        )
 
     def entries(self, construction: cst.Call, module: Module) -> list[tuple[str, cst.Call, Module]]:
         """Calls of other methods than forward of the model's class, on the sharded model that a call makes."""
         found = []
-        for owner in self._owners(construction, module):
-            own = [name for name in computing(owner) if not hasattr(torch.nn.Module, name)]
-            for where in self.modules if own else ():
-                for made in where.all(cst.Call):
-                    called = made.func if isinstance(made.func, cst.Attribute) else None
-                    if called and called.attr.value in own and self.is_model(called.value, where):
-                        found.append((called.attr.value, made, where))
+        for owner, home in self._owners(construction, module):
+            own = [name for name in self._computing(owner, home) if not hasattr(torch.nn.Module, name)]
+            calls = [(name, *call) for name in own for call in self.rewriting.program.named(cst.Call, name)]
+            for name, made, where in calls:
+                if isinstance(made.func, cst.Attribute) and self.is_model(made.func.value, where):
+                    found.append((name, made, where))
         return found
 
     @functools.cached_property
@@ -173,27 +187,30 @@ class Scene:
 
     def maybe_without(self, construction: cst.Call, module: Module, method: str) -> bool:
         """Whether one of the classes that a model may be of has no such method."""
-        return any(method not in methods_of(owner) for owner in self._owners(construction, module))
+        return any(method not in methods_of(owner) for owner, _ in self._owners(construction, module))
 
-    def _owners(self, construction: cst.Call, module: Module) -> list[cst.ClassDef]:
+    def _owners(self, construction: cst.Call, module: Module) -> list[tuple[cst.ClassDef, Module]]:
         """The classes of the program that the model of a call may be of."""
         given = [
             a.value for a in construction.args if not a.star and (a.keyword is None or a.keyword.value == "module")
         ]
-        return [owner for owner, _ in self.values.classes(given[0], module)] if given else []
+        return self.values.classes(given[0], module) if given else []
+
+    def _computing(self, owner: cst.ClassDef, module: Module) -> list[str]:
+        find = functools.partial(computing, owner, module)
+        return self.rewriting.program.answer("computing", owner, find)
 
     @functools.cached_property
     def called_on_models(self) -> set[int]:
         """Methods of sharded models' classes that are called on the models, by node."""
         found = set()
         for construction, module in self.calls:
-            for owner in self._owners(construction, module):
+            for owner, _ in self._owners(construction, module):
                 own = methods_of(owner)
-                for where in self.modules:
-                    for made in where.all(cst.Call):
-                        called = made.func if isinstance(made.func, cst.Attribute) else None
-                        if called and called.attr.value in own and self.is_model(called.value, where):
-                            found.add(id(own[called.attr.value]))
+                for name, method in own.items():
+                    for made, where in self.rewriting.program.named(cst.Call, name):
+                        if isinstance(made.func, cst.Attribute) and self.is_model(made.func.value, where):
+                            found.add(id(method))
         return found
 
 
@@ -201,39 +218,41 @@ def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
     return {s.name.value: s for s in owner.body.body if isinstance(s, cst.FunctionDef)}
 
 
-def computing(owner: cst.ClassDef) -> list[str]:
+def computing(owner: cst.ClassDef, module: Module) -> list[str]:
     """A model's methods that compute with its parameters: those that call it or a part of it, or read a parameter.
 
     Of others, such as one that returns a configuration, an entry point mustn't be made: it would gather parameters,
     and whoever calls it on one rank alone would wait for the others.
     """
     methods = methods_of(owner)
-    made = m.Call(func=m.Name("Parameter") | m.Attribute(attr=m.Name("Parameter")))
     parameters = {
         node.targets[0].target.attr.value
-        for node in m.findall(owner, m.Assign(value=made))
-        if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Attribute)
+        for node in module.within(owner, cst.Assign)
+        if isinstance(node.value, cst.Call) and last_name(node.value) == "Parameter"
+        if isinstance(node.targets[0].target, cst.Attribute)
     }
+
+    def of_self(node: cst.CSTNode) -> list[str]:
+        """The attributes of self that are read below a node."""
+        return [a.attr.value for a in module.within(node, cst.Attribute) if is_self(a.value)]
+
+    def is_self(node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Name) and node.value == "self"
 
     def computes(name: str, seen: frozenset[str]) -> bool:
         function = methods[name]
-        of_self = m.Attribute(value=m.Name("self"))
-        for call in m.findall(function, m.Call(func=m.Name("self") | of_self)):
-            assert isinstance(call, cst.Call)
-            called = call.func.attr.value if isinstance(call.func, cst.Attribute) else "forward"
+        for call in module.within(function, cst.Call):
+            own = isinstance(call.func, cst.Attribute) and is_self(call.func.value)
+            if not own and not is_self(call.func):
+                continue
+            called = call.func.attr.value if own else "forward"
             if called in methods and called != "forward":
                 if called not in seen and computes(called, seen | {called}):
                     return True
             elif called == "forward" or not hasattr(torch.nn.Module, called):
                 return True
-        looped = [
-            loop.iter for loop in m.findall(function, m.For() | m.CompFor()) if isinstance(loop, (cst.For, cst.CompFor))
-        ]
         # Over the parts of the model, most likely; who lists all parameters makes an optimizer of them, or counts.
-        parts = [part for over in looped for part in m.findall(over, of_self)]
-        if any(isinstance(part, cst.Attribute) and not hasattr(torch.nn.Module, part.attr.value) for part in parts):
-            return True
-        read = {node.attr.value for node in m.findall(function, of_self) if isinstance(node, cst.Attribute)}
-        return bool(read & parameters)
+        parts = [part for loop in module.within(function, cst.For, cst.CompFor) for part in of_self(loop.iter)]
+        return any(not hasattr(torch.nn.Module, part) for part in parts) or bool({*of_self(function)} & parameters)
 
     return [name for name in methods if computes(name, frozenset({name}))]

@@ -1,5 +1,5 @@
-"""Which names and attributes of a program hold a sharded model: followed from the constructor through assignments,
-arguments, returned values and attributes."""
+"""Which expressions of a program are sharded models: followed forward from where one is made, each read leading to the
+next, through assignments, arguments, returned values, attributes, containers and loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ STATIC = {
     "scatter_full_optim_state_dict": 1,
     "rekey_optim_state_dict": 2,
 }
-ROUNDS = 8
 
 
 class Tracked(Branches):
@@ -40,65 +39,250 @@ class Tracked(Branches):
 
     def __init__(self, program: Program, values: Values, constructions: list[tuple[cst.Call, Module]]) -> None:
         self.program, self.values = program, values
-        self._made = {id(call) for call, _ in constructions}
-        self._bound: dict[int, int] = {}  # a binding's node: the position from which on it is a sharded model
-        self._attributes: dict[str, set[str]] = {}  # by name: the classes that set it; "" for other objects
-        self._returning: set[int] = set()
-        # Dictionaries, lists and ModuleDicts of sharded models, by their names: where something of them is sharded.
-        self._holders: dict[str, list[tuple[cst.FunctionDef | None, int]]] = {}
-        self._grow()
+        self._constructions = constructions
+        parsed = -1
+        while parsed != len(program.parsed):  # following one may parse another file
+            parsed = len(program.parsed)
+            self._follow()
 
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
         """Whether an expression is, or may be, a sharded model where it stands."""
-        if id(node) in self._made:
-            return True
-        if isinstance(node, cst.Attribute):
-            if node.attr.value in ("module", "_fsdp_wrapped_module") and self.is_model(node.value, module):
-                return True
-            return self._held(node, module)
-        if isinstance(node, cst.Subscript):
-            held = self._holders.get(module.code(node.value), [])
-            home, here = module.function(node), module.order(node)
-            later = any(function is home and here < since for function, since in held)
-            return bool(held) and not later and self.is_model(node.value, module)
-        if isinstance(node, cst.Name):
-            if self._excluded(node, module):
-                return False
-            if self._made and self._included(node, module):
-                return True
-            here = module.order(node)
-            others = self._otherwise(node, module)
-            for binding in module.assignments(node):
-                if binding.imported and self._imported(node, module):
-                    return True
-                since = self._bound.get(id(binding.node))
-                if since is None or (others and self._conditions(binding.node, module) & others):
-                    continue
-                if since <= here or not self._beside(binding.node, node, module):
-                    return True
-            return False
-        if isinstance(node, cst.Call):
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value in SAME:
-                return self.is_model(node.func.value, module)
-            if any(name in WRAPPERS for name, _ in module.qualified(node.func)) and node.args:
-                return self.is_model(node.args[0].value, module)
-            function = self.values.function(node.func, module)
-            return (function is not None and id(function) in self._returning) or self._holder(node, module)
-        return isinstance(node, cst.IfExp) and (self.is_model(node.body, module) or self.is_model(node.orelse, module))
+        return id(node) in self._models
+
+    def _follow(self) -> None:
+        self._models: set[int] = set()
+        self._lists: set[int] = set()
+        self._bound: dict[int, int] = {}  # a binding's node: the position from which on it is a sharded model
+        self._attributes: dict[str, set[str]] = {}  # by name: the classes that set it; "" for other objects
+        # Dictionaries, lists and ModuleDicts of sharded models, by their names: where something of them is sharded.
+        self._holders: dict[str, list[tuple[cst.FunctionDef | None, int]]] = {}
+        self._ways: list[tuple[cst.CSTNode, Module]] = []
+        self._made = {id(call) for call, _ in self._constructions}
+        for call, module in self._constructions:
+            self._hold(call, module)
+        for module in self.program.parsed:
+            for annotation in module.all(cst.Annotation) if "F" in module.text else ():
+                self._annotated(annotation, module)
+        for name in STATIC:
+            for call, module in self.program.named(cst.Call, name):
+                self._seed(call, module)
+        for name in ("isinstance", "hasattr") if self._made else ():
+            for call, module in self.program.named(cst.Call, name):
+                self._asked(call, module)
+        while self._ways:
+            self._onward(*self._ways.pop())
+
+    def _hold(self, node: cst.CSTNode, module: Module) -> None:
+        """An expression is a sharded model."""
+        if id(node) not in self._models:
+            self._models.add(id(node))
+            self._ways.append((node, module))
+
+    # --- where a model goes from where it is read ---
+
+    def _onward(self, node: cst.CSTNode, module: Module) -> None:
+        above = module.parent(node)
+        if isinstance(above, (cst.Assign, cst.AnnAssign)):
+            targets = [t.target for t in above.targets] if isinstance(above, cst.Assign) else [above.target]
+            for target in targets:
+                if not isinstance(target, (cst.Tuple, cst.List)):
+                    self._target(target, module, module.order(above))
+        elif isinstance(above, cst.NamedExpr) and above.value is node:
+            self._target(above.target, module, module.order(above))
+            self._hold(above, module)
+        elif isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):
+            self._passed(above, call, module)
+        elif isinstance(above, cst.Attribute) and above.value is node:
+            call = module.parent(above)
+            called = isinstance(call, cst.Call) and call.func is above
+            if above.attr.value in ("module", "_fsdp_wrapped_module"):
+                self._hold(above, module)
+            elif above.attr.value in SAME and called and call is not None:
+                self._hold(call, module)
+            elif above.attr.value in ("values", "items") and called and call is not None:
+                self._values(node, call, module)
+        elif isinstance(above, cst.Subscript) and above.value is node:
+            self._subscript(above, module)
+        elif isinstance(above, cst.IfExp) and above.test is not node:
+            self._hold(above, module)
+        elif isinstance(above, cst.Element) and isinstance(pair := module.parent(above), (cst.Tuple, cst.List)):
+            self._in_tuple(above, pair, module)
+        elif isinstance(above, cst.Return) and (function := module.function(above)) is not None:
+            for call, where in self._calls(function, module):
+                self._hold(call, where)
+
+    def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
+        return [(c, m) for c, m in self.values.calls(function, module) if self.values.function(c.func, m) is function]
+
+    def _values(self, node: cst.CSTNode, call: cst.CSTNode, module: Module) -> None:
+        """values() or items() of a dictionary, or of a ModuleDict, of sharded models."""
+        if any(held.rpartition(".")[2] == last_name(node) for held in self._holders):
+            self._listed(call, module)
+
+    def _subscript(self, node: cst.Subscript, module: Module) -> None:
+        held = self._holders.get(module.code(node.value), [])
+        home, here = module.function(node), module.order(node)
+        later = [function is home and here < since for function, since in held]
+        if held and not all(later):
+            self._hold(node, module)
+
+    def _in_tuple(self, element: cst.BaseElement, pair: cst.Tuple | cst.List, module: Module) -> None:
+        index = [known is element for known in pair.elements].index(True)
+        if all(id(known.value) in self._models for known in pair.elements):
+            self._listed(pair, module)
+        above = module.parent(pair)
+        if isinstance(above, cst.Assign):
+            self._unpacked(above, index, module)
+        elif isinstance(above, cst.Return) and isinstance(pair, cst.Tuple):
+            function = module.function(above)
+            for call, where in self._calls(function, module) if function is not None else ():
+                assign = where.parent(call)
+                if isinstance(assign, cst.Assign):
+                    self._unpacked(assign, index, where)
+
+    def _unpacked(self, assign: cst.Assign, index: int, module: Module) -> None:
+        for target in [t.target for t in assign.targets]:
+            if isinstance(target, (cst.Tuple, cst.List)) and index < len(target.elements):
+                self._target(target.elements[index].value, module, module.order(assign))
+
+    def _passed(self, arg: cst.Arg, call: cst.Call, module: Module) -> None:
+        """What a sharded model is given to: a parameter of the program's functions, a field, a model around it."""
+        if id(call) in self._made:
+            return
+        if arg is call.args[0] and any(name in WRAPPERS for name, _ in module.qualified(call.func)):
+            self._hold(call, module)
+        if not arg.star and self._holder(call, module):
+            self._hold(call, module)
+        place = self.values.function_in(call.func, module) or self._method(call, module)
+        if place is None:
+            for leaf in self.values.leaves(call.func, module) if isinstance(call.func, cst.Name) else ():
+                if isinstance(leaf.node, cst.ClassDef) and arg.keyword is not None:
+                    self._attribute(arg.keyword.value, leaf.node.name.value)
+            return
+        function, where = place
+        names = [*function.params.posonly_params, *function.params.params]
+        if isinstance(where.enclosing(function, cst.ClassDef, cst.FunctionDef), cst.ClassDef):
+            names = names[1:]
+        if arg.keyword is not None:
+            known = [p for p in (*names, *function.params.kwonly_params) if p.name.value == arg.keyword.value]
+        else:
+            given = [a for a in call.args if a.keyword is None and not a.star]
+            position = next((n for n, a in enumerate(given) if a is arg), len(names))
+            known = names[position : position + 1]
+        for parameter in known:
+            self._bind(parameter, where, 0)
+
+    def _method(self, call: cst.Call, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+        """The __init__ of a class of the program that is called."""
+        for leaf in self.values.leaves(call.func, module) if isinstance(call.func, cst.Name) else ():
+            if leaf.kind == "class" and isinstance(leaf.node, cst.ClassDef):
+                for line in leaf.node.body.body:
+                    if isinstance(line, cst.FunctionDef) and line.name.value == "__init__":
+                        return line, leaf.module
+        return None
 
     def _holder(self, node: cst.Call, module: Module) -> bool:
         """A model of the program's whose parts are given to it sharded. Its parameters are theirs."""
-        if not node.args or not isinstance(node.func, cst.Name):
-            return False
-        if not any(self.is_model(arg.value, module) for arg in node.args if not arg.star):
-            return False
-        owners = [leaf for leaf in self.values.leaves(node.func, module) if isinstance(leaf.node, cst.ClassDef)]
+        owners = self.values.leaves(node.func, module) if isinstance(node.func, cst.Name) else []
         return any(
             leaf.module.code(base.value).endswith("Module") and "self.module" not in leaf.module.code(leaf.node)
             for leaf in owners
             if isinstance(leaf.node, cst.ClassDef)
             for base in leaf.node.bases
         )
+
+    # --- what holds it then, and where that is read ---
+
+    def _target(self, target: cst.BaseExpression, module: Module, since: int) -> None:
+        if isinstance(target, cst.Name):
+            self._bind(target, module, since)
+        elif isinstance(target, cst.Attribute):
+            self._set(target, module)
+        elif isinstance(target, cst.Subscript) and isinstance(target.value, (cst.Name, cst.Attribute)):
+            held = self._holders.setdefault(module.code(target.value), [])
+            if (place := (module.function(target), since)) not in held:
+                held.append(place)
+                for known, where in self.program.named(type(target.value), last_name(target.value)):
+                    if id(known) in self._models:
+                        self._ways.append((known, where))
+            self._target(target.value, module, since)
+
+    def _bind(self, bound: cst.Name | cst.Param, module: Module, since: int) -> None:
+        """A name is a sharded model from a position on."""
+        if id(bound) in self._bound:
+            return
+        self._bound[id(bound)] = since
+        name = bound.name if isinstance(bound, cst.Param) else bound
+        self._models.add(id(name))
+        for binding in module.assignments(name):
+            for read in binding.references if binding.node is bound else ():
+                if isinstance(read, cst.Name) and not self._excluded(read, module):
+                    others = self._otherwise(read, module)
+                    if others and self._conditions(bound, module) & others:
+                        continue
+                    if since <= module.order(read) or not self._beside(bound, read, module):
+                        self._hold(read, module)
+        if isinstance(bound, cst.Name) and module.function(bound) is None:
+            self._import(bound, module)
+
+    def _import(self, bound: cst.Name, module: Module) -> None:
+        """Another file reads it."""
+        for other in self.program.also_called(bound.value):
+            for read, where in self.program.named(cst.Name, other):
+                if where is not module and any(known.imported for known in where.assignments(read)):
+                    place = self.program.definition(read, where)
+                    if place == (module, bound.value) and not self._excluded(read, where):
+                        self._hold(read, where)
+
+    def _set(self, node: cst.Attribute, module: Module) -> None:
+        owner = module.enclosing(node, cst.ClassDef)
+        mine = isinstance(node.value, cst.Name) and node.value.value == "self" and owner is not None
+        self._attribute(node.attr.value, owner.name.value if mine and owner else "")
+
+    def _attribute(self, name: str, owner: str) -> None:
+        """Objects of a class, or any, have an attribute that is a sharded model."""
+        setters = self._attributes.setdefault(name, set())
+        if owner not in setters:
+            setters.add(owner)
+            for node, module in self.program.named(cst.Attribute, name):
+                if id(node) not in self._models and self._held(node, module):
+                    self._hold(node, module)
+
+    def _held(self, node: cst.Attribute, module: Module) -> bool:
+        setters = self._attributes.get(node.attr.value)
+        if setters is None:
+            return False
+        if not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            if node.attr.value == "module":  # of DDP, it may be: only an object of a class that sets it
+                owners = {owner.name.value for owner, _ in self.values.classes(node.value, module)}
+                return bool(owners & setters)
+            return True
+        owner = module.enclosing(node, cst.ClassDef)
+        return owner is not None and bool(setters & ({owner.name.value, ""} | self._bases(owner, module)))
+
+    def in_subclass(self, node: cst.CSTNode, module: Module) -> str:
+        """The class, if an attribute of self is set to a sharded model in a class derived from this one only."""
+        if not isinstance(node, cst.Attribute) or self.is_model(node, module):
+            return ""
+        owner = module.enclosing(node, cst.ClassDef)
+        if owner is None or not (isinstance(node.value, cst.Name) and node.value.value == "self"):
+            return ""
+        for setter in sorted(self._attributes.get(node.attr.value, ())):
+            for known, where in self.program.named(cst.ClassDef, setter):
+                if owner.name.value in self._bases(known, where):
+                    return setter
+        return ""
+
+    def _bases(self, owner: cst.ClassDef, module: Module, depth: int = 0) -> set[str]:
+        """The names of the classes that a class is derived from, as far as the program has them."""
+        found: set[str] = set()
+        for base in owner.bases if depth < 5 else ():
+            name = module.code(base.value).rpartition(".")[2]
+            found.add(name)
+            for known, where in self.program.named(cst.ClassDef, name):
+                if known is not owner:
+                    found |= self._bases(known, where, depth + 1)
+        return found
 
     @staticmethod
     def _conditions(node: cst.CSTNode, module: Module) -> set[str]:
@@ -124,50 +308,55 @@ class Tracked(Branches):
             below = above
         return found
 
-    def _held(self, node: cst.Attribute, module: Module) -> bool:
-        setters = self._attributes.get(node.attr.value)
-        if setters is None:
-            return False
-        if not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-            if node.attr.value == "module":  # of DDP, it may be: only an object of a class that sets it
-                owners = {owner.name.value for owner, _ in self.values.classes(node.value, module)}
-                return bool(owners & setters)
-            return True
-        owner = module.enclosing(node, cst.ClassDef)
-        return owner is not None and bool(setters & ({owner.name.value, ""} | self._bases(owner, module)))
-
-    def in_subclass(self, node: cst.CSTNode, module: Module) -> str:
-        """The class, if an attribute of self is set to a sharded model in a class derived from this one only."""
-        if not isinstance(node, cst.Attribute) or self.is_model(node, module):
-            return ""
-        owner = module.enclosing(node, cst.ClassDef)
-        if owner is None or not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-            return ""
-        for setter in sorted(self._attributes.get(node.attr.value, ())):
-            for where in self.program.parsed:
-                for known in where.all(cst.ClassDef):
-                    if known.name.value == setter and owner.name.value in self._bases(known, where):
-                        return setter
-        return ""
-
-    def _bases(self, owner: cst.ClassDef, module: Module, depth: int = 0) -> set[str]:
-        """The names of the classes that a class is derived from, as far as the program has them."""
-        found: set[str] = set()
-        for base in owner.bases if depth < 5 else ():
-            name = module.code(base.value).rpartition(".")[2]
-            found.add(name)
-            for where in self.program.parsed:
-                for known in where.all(cst.ClassDef):
-                    if known.name.value == name and known is not owner:
-                        found |= self._bases(known, where, depth + 1)
-        return found
-
     def _beside(self, binding: cst.CSTNode, read: cst.Name, module: Module) -> bool:
         """Whether reads above the binding come before it: same function, and no loop around both."""
         if module.function(binding) is not module.function(read):
             return False
         loops = {id(loop) for loop in module.ancestors(binding) if isinstance(loop, (cst.For, cst.While))}
         return not any(id(loop) in loops for loop in module.ancestors(read))
+
+    # --- lists of models ---
+
+    def _listed(self, node: cst.CSTNode, module: Module) -> None:
+        """FSDP.fsdp_modules(model), a function that returns it, values() of a dictionary, or models one by one."""
+        if id(node) in self._lists:
+            return
+        self._lists.add(id(node))
+        above = module.parent(node)
+        if isinstance(above, cst.Return) and (function := module.function(above)) is not None:
+            for call, where in self._calls(function, module):
+                self._listed(call, where)
+        if isinstance(above, (cst.For, cst.CompFor)) and above.iter is node:
+            pairs = isinstance(node, cst.Call) and last_name(node) == "items"
+            target = above.target
+            if isinstance(target, cst.Name) and not pairs:
+                self._target(target, module, 0)
+            elif isinstance(target, cst.Tuple) and pairs:
+                self._target(target.elements[1].value, module, 0)
+        zipped = module.parent(above) if isinstance(above, cst.Arg) else None
+        loop = module.parent(zipped) if isinstance(zipped, cst.Call) and last_name(zipped) == "zip" else None
+        if isinstance(loop, (cst.For, cst.CompFor)) and isinstance(loop.target, cst.Tuple):
+            assert isinstance(zipped, cst.Call)
+            place = [arg is above for arg in zipped.args].index(True)
+            if place < len(loop.target.elements):
+                self._target(loop.target.elements[place].value, module, 0)
+
+    # --- where it starts ---
+
+    def _asked(self, call: cst.Call, module: Module) -> None:
+        """What stands under `if isinstance(model, FSDP)`."""
+        above = module.parent(call)
+        asked = call.args[0].value if call.args else None
+        if not isinstance(above, (cst.If, cst.IfExp)) or above.test is not call or not isinstance(asked, cst.Name):
+            return
+        if self._asks(call, asked.value, module):
+            home = module.function(above)
+            for read in module.within(above.body, cst.Name):
+                beside = module.parent(read)
+                named = isinstance(beside, cst.Attribute) and beside.attr is read
+                same = read.value == asked.value and not named and module.function(read) is home
+                if same and not self._excluded(read, module):
+                    self._hold(read, module)
 
     def _annotated(self, annotation: cst.Annotation, module: Module) -> None:
         """What a program says is FSDP1's: `model: FSDP`, `model: "FSDP | None"`."""
@@ -179,72 +368,9 @@ class Tracked(Branches):
         if not said or not around <= {"Optional", "Union"}:
             return
         if isinstance(holder, cst.Param):
-            self._bound.update({id(holder): 0, id(holder.name): 0})
+            self._bind(holder, module, 0)
         elif isinstance(holder, cst.AnnAssign):
             self._target(holder.target, module, 0)
-
-    def _imported(self, name: cst.Name, module: Module) -> bool:
-        """Whether another file's variable is a sharded model."""
-        place = self.program.definition(name, module)
-        return place is not None and any(
-            id(target) in self._bound and place[0].function(target) is None
-            for target in place[0].named(cst.Name, place[1])
-        )
-
-    def _grow(self) -> None:
-        for module in self.program.parsed:
-            for annotation in module.all(cst.Annotation) if "F" in module.text else ():
-                self._annotated(annotation, module)
-            for call in module.all(cst.Call):
-                self._seed(call, module)
-        for _ in range(ROUNDS):
-            before = (len(self._bound), sum(map(len, self._attributes.values())), len(self._returning))
-            for module in self.program.parsed:
-                for assign in module.all(cst.Assign, cst.AnnAssign):
-                    self._assigned(assign, module)
-                for call in module.all(cst.Call):
-                    self._passed(call, module)
-                for loop in module.all(cst.For, cst.CompFor):
-                    self._looped(loop, module)
-                for returned in module.all(cst.Return):
-                    if returned.value is not None and (function := module.function(returned)) is not None:
-                        self._returned(returned.value, function, module)
-            if before == (len(self._bound), sum(map(len, self._attributes.values())), len(self._returning)):
-                return
-
-    def _looped(self, loop: cst.For | cst.CompFor, module: Module) -> None:
-        """A loop over sharded models, or over several lists of them at once."""
-        target, over = loop.target, loop.iter
-        if isinstance(target, cst.Name):
-            if self._lists_models(over, module):
-                self._bound.setdefault(id(target), 0)
-        elif isinstance(target, cst.Tuple) and isinstance(over, cst.Call):
-            called = over.func.attr.value if isinstance(over.func, cst.Attribute) else module.code(over.func)
-            for place, element in enumerate(target.elements):
-                listed = called == "zip" and place < len(over.args) and over.args[place].value
-                if (listed and self._lists_models(listed, module)) or (
-                    called == "items" and place == 1 and self._holds_models(over, module)
-                ):
-                    self._target(element.value, module, 0)
-
-    def _holds_models(self, node: cst.Call, module: Module) -> bool:
-        """values() or items() of a dictionary, or of a ModuleDict, of sharded models."""
-        held = node.func.value if isinstance(node.func, cst.Attribute) else None
-        last = module.code(held).rpartition(".")[2] if held is not None else ""
-        return any(name.rpartition(".")[2] == last for name in self._holders) and self.is_model(held or node, module)
-
-    def _lists_models(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> bool:
-        """FSDP.fsdp_modules(model), a function that returns it, or models one after the other."""
-        if isinstance(node, (cst.Tuple, cst.List)):
-            return bool(node.elements) and all(self.is_model(element.value, module) for element in node.elements)
-        if not isinstance(node, cst.Call) or depth > 2:
-            return False
-        if self.program.symbol(node.func, module) == f"{CLASS}.fsdp_modules":
-            return True
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "values" and not node.args:
-            return self._holds_models(node, module)
-        returned = self.values.returns(node, module) or ()
-        return any(self._lists_models(value, where, depth + 1) for value, where in returned)
 
     def _seed(self, call: cst.Call, module: Module) -> None:
         """The model that a static method of FSDP1's class is called with."""
@@ -252,6 +378,8 @@ class Tracked(Branches):
             return
         if self.program.symbol(call.func, module) != f"{CLASS}.{call.func.attr.value}":
             return
+        if call.func.attr.value == "fsdp_modules":
+            self._listed(call, module)
         args, _ = arguments(call)
         node = args.get("model", args.get("module", args.get(STATIC[call.func.attr.value])))
         loads = call.func.attr.value == "optim_state_dict_to_load" and node is not None and 1 in args
@@ -260,93 +388,7 @@ class Tracked(Branches):
         if isinstance(node, cst.Name):
             for binding in module.assignments(node):
                 if isinstance(module.parent(binding.node), cst.Param) or isinstance(binding.node, cst.Param):
-                    self._bound.setdefault(id(binding.node), 0)
+                    assert isinstance(binding.node, (cst.Name, cst.Param))
+                    self._bind(binding.node, module, 0)
         elif isinstance(node, cst.Attribute) and not self._made:
-            self._attribute(node, module)
-
-    def _target(self, target: cst.BaseExpression, module: Module, since: int) -> None:
-        if isinstance(target, cst.Name):
-            self._bound.setdefault(id(target), since)
-        elif isinstance(target, cst.Attribute):
-            self._attribute(target, module)
-        elif isinstance(target, cst.Subscript) and isinstance(target.value, (cst.Name, cst.Attribute)):
-            held = self._holders.setdefault(module.code(target.value), [])
-            if (place := (module.function(target), since)) not in held:
-                held.append(place)
-            self._target(target.value, module, since)
-
-    def _attribute(self, node: cst.Attribute, module: Module) -> None:
-        owner = module.enclosing(node, cst.ClassDef)
-        mine = isinstance(node.value, cst.Name) and node.value.value == "self" and owner is not None
-        self._attributes.setdefault(node.attr.value, set()).add(owner.name.value if mine and owner else "")
-
-    def _assigned(self, assign: cst.Assign | cst.AnnAssign, module: Module) -> None:
-        if assign.value is None:
-            return
-        targets = [t.target for t in assign.targets] if isinstance(assign, cst.Assign) else [assign.target]
-        since = module.order(assign)
-        for target in targets:
-            if isinstance(target, (cst.Tuple, cst.List)):
-                self._unpacked(target, assign.value, module, since)
-            elif self.is_model(assign.value, module):
-                self._target(target, module, since)
-
-    def _unpacked(self, target: cst.Tuple | cst.List, value: cst.BaseExpression, module: Module, since: int) -> None:
-        for index, element in enumerate(target.elements):
-            if isinstance(value, (cst.Tuple, cst.List)) and index < len(value.elements):
-                if self.is_model(value.elements[index].value, module):
-                    self._target(element.value, module, since)
-            elif isinstance(value, cst.Call):
-                for returned, where in self.values.returns(value, module) or ():
-                    held = returned.elements if isinstance(returned, cst.Tuple) else ()
-                    if index < len(held) and self.is_model(held[index].value, where):
-                        self._target(element.value, module, since)
-
-    def _passed(self, call: cst.Call, module: Module) -> None:
-        """Parameters of the program's functions that a sharded model is passed for."""
-        if not call.args or id(call) in self._made:
-            return
-        place = self.values.function_in(call.func, module) or self._method(call, module)
-        if place is None:
-            self._fields(call, module)
-            return
-        function, where = place
-        names = [*function.params.posonly_params, *function.params.params]
-        if isinstance(where.enclosing(function, cst.ClassDef, cst.FunctionDef), cst.ClassDef):
-            names = names[1:]
-        by_name = {p.name.value: p for p in (*names, *function.params.kwonly_params)}
-        position = 0
-        for arg in call.args:
-            parameter = None
-            if arg.keyword is not None:
-                parameter = by_name.get(arg.keyword.value)
-            elif not arg.star:
-                parameter = names[position] if position < len(names) else None
-                position += 1
-            if parameter is not None and self.is_model(arg.value, module):
-                self._bound.setdefault(id(parameter.name), 0)
-                self._bound.setdefault(id(parameter), 0)
-
-    def _fields(self, call: cst.Call, module: Module) -> None:
-        """Fields of a dataclass that are given a sharded model."""
-        for arg in call.args:
-            if arg.keyword is None or not self.is_model(arg.value, module):
-                continue
-            for leaf in self.values.leaves(call.func, module) if isinstance(call.func, cst.Name) else ():
-                if isinstance(leaf.node, cst.ClassDef):
-                    self._attributes.setdefault(arg.keyword.value, set()).add(leaf.node.name.value)
-
-    def _method(self, call: cst.Call, module: Module) -> tuple[cst.FunctionDef, Module] | None:
-        """The __init__ of a class of the program that is called."""
-        if not isinstance(call.func, cst.Name):
-            return None
-        for leaf in self.values.leaves(call.func, module):
-            if leaf.kind == "class" and isinstance(leaf.node, cst.ClassDef):
-                for line in leaf.node.body.body:
-                    if isinstance(line, cst.FunctionDef) and line.name.value == "__init__":
-                        return line, leaf.module
-        return None
-
-    def _returned(self, node: cst.BaseExpression, function: cst.FunctionDef, module: Module) -> None:
-        if self.is_model(node, module):
-            self._returning.add(id(function))
+            self._set(node, module)

@@ -15,7 +15,8 @@ from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.symbols import ENUMS
 
-DEPTH = 14
+MOST = 2000  # expressions behind one, after which it may be anything
+Step = Leaf | tuple[cst.BaseExpression, Module]
 
 
 def is_partial(module: Module, call: cst.Call) -> bool:
@@ -45,26 +46,32 @@ def assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssig
 class Values(Bindings):
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._active: set[int] = set()
 
-    def leaves(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> list[Leaf]:
-        if depth > DEPTH or id(node) in self._active:
-            return [] if id(node) in self._active else [Leaf("unknown", node, module, why="too many steps away")]
-        self._active.add(id(node))
-        try:
-            found = list(self._of(node, module, depth + 1))
-        finally:
-            self._active.discard(id(node))
-        unique: dict[int, Leaf] = {}
-        for leaf in found:
-            unique.setdefault(id(leaf.node), leaf)
-        return list(unique.values())
+    def leaves(self, node: cst.BaseExpression, module: Module) -> list[Leaf]:
+        """Every value that an expression may have: the ends of all ways back from it."""
+        # Meanwhile none: where an attribute's class depends on the attribute.
+        return list(self.program.answer("leaves", node, lambda: self._ends(node, module), []))
 
-    def _all(self, nodes: list[tuple[cst.BaseExpression, Module]], depth: int) -> Iterator[Leaf]:
-        for node, module in nodes:
-            yield from self.leaves(node, module, depth)
+    def _ends(self, node: cst.BaseExpression, module: Module) -> list[Leaf]:
+        found: dict[int, Leaf] = {}
+        seen: set[int] = set()
+        ways: list[Step] = [(node, module)]
+        while ways:
+            way = ways.pop()
+            if isinstance(way, Leaf):
+                found.setdefault(id(way.node), way)
+            elif id(way[0]) not in seen:
+                seen.add(id(way[0]))
+                ways += reversed(self._steps(*way))
+                if len(seen) > MOST:
+                    found[id(node)] = Leaf("unknown", node, module, why="too many values")
+                    break
+        return list(found.values())
 
-    def _of(self, node: cst.BaseExpression, module: Module, depth: int) -> Iterator[Leaf]:
+    def _steps(self, node: cst.BaseExpression, module: Module) -> list[Step]:
+        return self.program.answer("steps", node, lambda: list(self._of(node, module)), [])
+
+    def _of(self, node: cst.BaseExpression, module: Module) -> Iterator[Step]:
         if is_none(node):
             yield Leaf("none", node, module)
             return
@@ -73,35 +80,33 @@ class Values(Bindings):
             yield Leaf("symbol", node, module, symbol)
             return
         if isinstance(node, cst.IfExp):
-            yield from self._all([(node.body, module), (node.orelse, module)], depth)
+            yield from [(node.body, module), (node.orelse, module)]
         elif isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
-            yield from self._all([(node.left, module), (node.right, module)], depth)
+            yield from [(node.left, module), (node.right, module)]
         elif isinstance(node, cst.NamedExpr):
-            yield from self.leaves(node.value, module, depth)
+            yield node.value, module
         elif isinstance(node, cst.Lambda):
             yield Leaf("function", node, module)
         elif isinstance(node, cst.Call):
-            yield from self._of_call(node, module, depth)
+            yield from self._of_call(node, module)
         elif isinstance(node, cst.Subscript):
-            yield from self._of_subscript(node, module, depth)
+            yield from self._of_subscript(node, module)
         elif isinstance(node, (cst.Name, cst.Attribute)):
             sources, why = self.sources(node, module)
             if sources is None:
                 yield Leaf("unknown", node, module, why=why)
-            else:
-                for source, where in sources:
-                    if isinstance(source, (cst.FunctionDef, cst.ClassDef)):
-                        kind = "function" if isinstance(source, cst.FunctionDef) else "class"
-                        yield Leaf(kind, source, where)
-                    else:
-                        yield from self.leaves(source, where, depth)
+            for source, where in sources or ():
+                if isinstance(source, (cst.FunctionDef, cst.ClassDef)):
+                    yield Leaf("function" if isinstance(source, cst.FunctionDef) else "class", source, where)
+                else:
+                    yield source, where
         else:
             yield Leaf("value", node, module)
 
-    def _of_call(self, node: cst.Call, module: Module, depth: int) -> Iterator[Leaf]:
+    def _of_call(self, node: cst.Call, module: Module) -> Iterator[Step]:
         if is_partial(module, node) and node.args and not node.args[0].star:
             args, spread = arguments(node, skip=1)
-            for callee in self.leaves(node.args[0].value, module, depth):
+            for callee in self.leaves(node.args[0].value, module):
                 if callee.kind == "symbol":
                     yield Leaf("partial", node, module, callee.symbol, args, spread)
                 elif callee.kind == "partial":
@@ -122,21 +127,21 @@ class Values(Bindings):
                 default = node.args[2].value if len(node.args) > 2 else None
                 yield from self._member(node, module, base, node.args[1].value, name, default)
                 if default is not None and name is None:
-                    yield from self.leaves(default, module, depth)
+                    yield default, module
                 return
         if isinstance(node.func, cst.Attribute) and node.func.attr.value == "get" and node.args:
             held = self._entries(node.func.value, module, node.args[0].value)
             if held is not None:
-                defaults = [(a.value, module) for a in node.args[1:2]]
-                yield from self._all(held + defaults, depth)
+                yield from held
+                yield from [(arg.value, module) for arg in node.args[1:2]]
                 return
         returned = self.returns(node, module)
         if returned is None:
             yield Leaf("value", node, module)
         else:
-            yield from self._all(returned, depth)
+            yield from returned
 
-    def _of_subscript(self, node: cst.Subscript, module: Module, depth: int) -> Iterator[Leaf]:
+    def _of_subscript(self, node: cst.Subscript, module: Module) -> Iterator[Step]:
         index = node.slice[0].slice
         key = index.value if isinstance(index, cst.Index) else None
         base = self.program.symbol(node.value, module)
@@ -147,7 +152,7 @@ class Values(Bindings):
         if held is None:
             yield Leaf("unknown", node, module, why="chosen at run time")
         else:
-            yield from self._all(held, depth)
+            yield from held
 
     @staticmethod
     def _member(
