@@ -164,7 +164,7 @@ class Program:
         key = ("named", kind, name)
         if key not in self.memo:
             self.memo[key] = [(node, module) for module in self.parsed for node in module.named(kind, name)]
-        return self.memo[key]  # type: ignore[no-any-return]
+        return self.memo[key]
 
     def called(self, name: str) -> list[tuple[Any, Module]]:
         """Calls of a function by its name, or by one under which a file imports it."""
