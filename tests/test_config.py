@@ -173,6 +173,10 @@ BAD = [
         ["--strategy", "ddp", "--grad-accumulation", "2", "--grad-accumulation-sync", "last"],
         ["--grad-accumulation-sync with --strategy ddp", "use --strategy fsdp2 or drop"],
     ),
+    (
+        ["--activation-checkpointing", "op", "--shard-granularity", "layer"],
+        ["--activation-checkpointing op with --shard-granularity layer", "use --activation-checkpointing block"],
+    ),
     (["--config", "nowhere.toml"], ["--config nowhere.toml", "cannot be read"]),
 ]
 

@@ -20,6 +20,7 @@ def check_together(config: Options) -> None:
         _check_batches,
         _check_optimizer,
         _check_precision,
+        _check_recomputation,
         _check_resume,
         _check_lora,
         _check_weights,
@@ -104,6 +105,15 @@ def _check_precision(config: Options) -> None:
             f"--reduce-dtype {config.reduce_dtype} with --mixed-precision {config.mixed_precision or 'off'}: "
             "gradients would be rounded to a dtype they are not computed in; "
             f"add --mixed-precision {config.reduce_dtype} or drop it"
+        )
+
+
+def _check_recomputation(config: Options) -> None:
+    if config.activation_checkpointing == "op" and config.shard_granularity == "layer":
+        # torch counts the operators of a block's forward, and the hooks of groups inside it call others in backward.
+        raise ConfigError(
+            "--activation-checkpointing op with --shard-granularity layer: a block's operators are told apart by their "
+            "number, and groups within a block change it; use --activation-checkpointing block, or whole blocks as groups"
         )
 
 
