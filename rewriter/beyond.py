@@ -92,6 +92,9 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
             if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
                 problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
+            if (code := of_an_unknown_model(scene, module, attribute)) and not edits.covers(attribute):
+                why = f"not moved, since it isn't known which model this is; it would be {BY_CODE[code].becomes}"
+                problems.append(Undecided(code, why, attribute, module, blocking=False))
         for text in module.all(cst.SimpleString):
             if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
                 said.add(id(line))
@@ -162,6 +165,25 @@ def asked_of_a_part(scene: Scene, module: Module, node: cst.Call) -> str:
         own = called in ("getattr", "hasattr") and name in OWN
         own = own and not (scene.is_model(node.args[0].value, module) and (name == "no_sync" or called == "hasattr"))
     return ROWS[f"{CLASS}.{name}()"].code if own else ""
+
+
+def of_an_unknown_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
+    """The row of `model.no_sync` and `model.clip_grad_norm_(norm)`, of a model that came here in a way that isn't
+    followed. Libraries have methods of these names too, which take more arguments."""
+    name, above = node.attr.value, module.parent(node)
+    if name not in ("no_sync", "clip_grad_norm_") or not scene.calls:
+        return ""
+    call = above if isinstance(above, cst.Call) and above.func is node else None
+    if len(call.args if call is not None else ()) != (name == "clip_grad_norm_"):
+        return ""
+    own = scene.rewriting.program.named(cst.FunctionDef, name)
+    known = own or any(imported for _, imported in module.qualified(node)) or scene.symbol(node, module)
+    made = scene.values.leaves(node.value, module) if scene.ddp else []
+    if made and all(leaf.kind == "value" for leaf in made):
+        return ""  # a DDP model, most likely: nothing of FSDP1's arrives here
+    if known or scene.is_model(node.value, module) or (call is not None and asked_of_a_part(scene, module, call)):
+        return ""
+    return ROWS[f"{CLASS}.{name}()"].code
 
 
 DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)

@@ -181,7 +181,9 @@ class Placement:
                 plan.options["mesh"] = f"init_device_mesh({self._device_type()}, ({self._dist()}.get_world_size(),))"
         elif not cpu and "current_device()" not in text and "set_device(" not in self._all_text():
             self.edits.need("torch")
-            plan.before.append(f"torch.cuda.set_device({text})")
+            kind = self._device_type()
+            guard = "" if kind == '"cuda"' else f'if {kind} == "cuda":\n    '
+            plan.before.append(f"{guard}torch.cuda.set_device({text})")
 
     def _begin(self, plan: Plan, model: str) -> None:
         """What parameters are before they are sharded: made on the meta device, rank 0's for all, or as they are."""

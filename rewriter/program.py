@@ -6,12 +6,14 @@ Only files that mention FSDP1 are parsed, and those that something is imported f
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
+from rewriter.files import DEPTH, Files
 from rewriter.module import Module, last_name
 from rewriter.scopes import Scope, module_name
 from rewriter.source import Source, Unreadable
@@ -27,40 +29,31 @@ SURE = re.compile(
     r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
     r"|_fsdp_wrapped_module"
 )
-USES = re.compile(r"FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp|_fsdp_wrapped_module")
-IMPORTS = re.compile(
-    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
-)
-HANDLES = re.compile(r"parameters\(|state_dict|no_sync|clip_grad|requires_grad")  # what is done with models
-DEPTH = 12
+
+NOTHING = sys.maxsize
 
 
-class Program:
+class Program(Files):
     """`memo`: what has been found out, by question and node, until another file is parsed.
 
     Files of `known` whose text is the same aren't parsed again.
     """
 
     def __init__(self, sources: Iterable[Source], known: Program | None = None) -> None:
-        self.sources = {source.path.resolve(): source for source in sources}
+        super().__init__(sources)
         same = known._modules.items() if known is not None else ()
         self._modules: dict[Path, Module | None] = {
             path: module for path, module in same if module is not None and module.source is self.sources.get(path)
         }
         self.memo: dict[tuple[Any, ...], Any] = {}
+        self._asking: dict[tuple[str, int], int] = {}  # questions that are being answered, the outermost first
+        self._open = NOTHING  # the outermost of those that were asked again meanwhile
         self._parsed: list[Module] = [module for module in self._modules.values() if module is not None]
         self._relevant: list[Module] | None = None
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
-        self._files: dict[tuple[str, Path], Path | None] = {}
-        self._lines: dict[Path, list[tuple[str, str, str]]] = {}
-        self._handed: dict[tuple[str, str, Path], set[Path]] = {}
         self._foreign: set[tuple[str, Path]] = set()  # names of no file that was given
         self._symbols: dict[tuple[Scope, str], str | None] = {}
-        self._by_last_name: dict[str, list[Path]] = {}
-        for path in self.sources:
-            name = path.parent.name if path.stem == "__init__" else path.stem
-            self._by_last_name.setdefault(name, []).append(path)
 
     def module(self, path: Path) -> Module | None:
         """The parsed file, or None if it can't be parsed, which is noted."""
@@ -101,63 +94,32 @@ class Program:
         ]
         return [module for path in paths if (module := self.module(path)) is not None]
 
-    def _near(self, sure: set[Path]) -> set[Path]:
-        """Files that use FSDP1, those that import something of one of them, through a package's __init__.py too, and
-        what these import that does something with parameters: a model goes from one to the other under any name."""
-        imported = {path: self._imported(path) for path in self.sources} if sure else {}
-        users = {path for path in sure if USES.search(self.sources[path].text)}  # the others may only talk of it
-        while more := {path for path in sure - users if imported[path] & users}:
-            users |= more
-        found = sure | {path for path, others in imported.items() if others & users}
-        below = {
-            other for path in found for other in imported.get(path, ()) if HANDLES.search(self.sources[other].text)
-        }
-        return found | below
-
-    def _import_lines(self, path: Path) -> list[tuple[str, str, str]]:
-        if path not in self._lines:
-            self._lines[path] = IMPORTS.findall(self.sources[path].text)
-        return self._lines[path]
-
-    def _imported(self, path: Path) -> set[Path]:
-        """The given files that a file imports something of, found without parsing it."""
-        found: set[Path] = set()
-        for package, listed, plain in self._import_lines(path):
-            if package:
-                found |= {file for name in re.findall(r"\w+", listed) for file in self._behind(package, name, path)}
-            for name in re.findall(r"[\w.]+", plain):
-                if (file := self._file_of(name, path)) is not None:
-                    used = re.findall(rf"\b{re.escape(name)}\.(\w+)", self.sources[path].text)
-                    found |= {file, *(other for one in used for other in self._behind(name, one, path))}
-        return found - {path}
-
-    def _behind(self, package: str, name: str, path: Path, depth: int = 0) -> set[Path]:
-        """The files that `from package import name` may get it from: each hands on what it imports itself."""
-        key = (package, name, path)
-        if key not in self._handed:
-            self._handed[key] = set()  # for imports in circles
-            below = self._file_of(f"{package}{'' if package.endswith('.') else '.'}{name}", path)
-            file = below or self._file_of(package, path)
-            found = {file} if file is not None else set()
-            if below is None and file is not None and depth < DEPTH:
-                for source, listed, _ in self._import_lines(file):
-                    if source and ("*" in listed or re.search(rf"\b{name}\b", listed)):
-                        found |= self._behind(source, name, file, depth + 1)
-            self._handed[key] = found
-        return self._handed[key]
-
     @property
     def parsed(self) -> list[Module]:
         return list(self._parsed)  # which may grow while it is gone through
 
     def answer(self, question: str, node: cst.CSTNode, find: Callable[[], Any], meanwhile: Any = None) -> Any:
-        """What has been found out about a node, or is now; `meanwhile` to who asks the same in between."""
+        """What has been found out about a node, or is now; `meanwhile` to who asks the same in between.
+
+        What was found out with such an answer isn't kept: asked by itself it may be more.
+        """
         key = (question, id(node))
-        if key not in self.memo:
-            self.memo[key] = node, meanwhile
+        if key in self.memo:
+            return self.memo[key][1]
+        if key in self._asking:
+            self._open = min(self._open, self._asking[key])
+            return meanwhile
+        depth, outer = len(self._asking), self._open
+        self._asking[key], self._open = depth, NOTHING
+        try:
             found = find()  # which may parse a file
+        finally:
+            del self._asking[key]
+            inner = self._open
+            self._open = min(outer, inner if inner < depth else NOTHING)
+        if inner >= depth:
             self.memo[key] = node, found  # the node too: another one could have its id later
-        return self.memo[key][1]
+        return found
 
     def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
         """Module.named, of all files."""
@@ -190,59 +152,6 @@ class Program:
         """Whether a file that hasn't been parsed has this word."""
         word, parsed = re.compile(rf"\b{name}\b"), {module.path.resolve() for module in self.parsed}
         return any(word.search(source.text) for path, source in self.sources.items() if path not in parsed)
-
-    # --- from one file to another ---
-
-    def file_of(self, dotted: str, importer: Module) -> Path | None:
-        """The given file that a module's name means, seen from another one. None if it isn't among them."""
-        key = (dotted, importer.path)
-        if key not in self._files:
-            self._files[key] = self._file_of(dotted, importer.path.resolve())
-        return self._files[key]
-
-    def _file_of(self, dotted: str, importer: Path) -> Path | None:
-        if dotted.startswith("."):
-            level = len(dotted) - len(dotted.lstrip("."))
-            folder = importer.parent
-            for _ in range(level - 1):
-                folder = folder.parent
-            return self._under(folder, dotted.lstrip("."))
-        parts = dotted.split(".")
-        candidates = self._by_last_name.get(parts[-1], [])
-        if not candidates:
-            return None
-        folders = importer.parents
-        for folder in folders:  # the nearest one wins, as it does when a script is run from its folder
-            found = self._under(folder, dotted)
-            if found in candidates:
-                return found
-        ends = [path for path in candidates if self._dotted(path).endswith("." + dotted)]
-        return ends[0] if len(ends) == 1 else None
-
-    def _under(self, folder: Path, dotted: str) -> Path | None:
-        base = folder.joinpath(*dotted.split(".")) if dotted else folder
-        for path in (base.with_suffix(".py") if dotted else base / "__init__.py", base / "__init__.py"):
-            if path in self.sources:
-                return path
-        return None
-
-    @staticmethod
-    def _dotted(path: Path) -> str:
-        parts = [*path.parts[1:-1], *([] if path.stem == "__init__" else [path.stem])]
-        return "." + ".".join(parts)
-
-    def split(self, qualified: str, importer: Module) -> tuple[Path, list[str]] | None:
-        """A qualified name as one of the given files and the names below it."""
-        lead = len(qualified) - len(qualified.lstrip("."))
-        parts = qualified[lead:].split(".")
-        for count in range(len(parts), 0, -1):
-            path = self.file_of("." * lead + ".".join(parts[:count]), importer)
-            if path is not None:
-                return path, parts[count:]
-        if lead:  # from . import x, where x is a name in __init__.py
-            path = self.file_of("." * lead, importer)
-            return (path, parts) if path is not None else None
-        return None
 
     # --- what a name is ---
 

@@ -42,7 +42,7 @@ class Ranks:
         return bool(self.program.answer("rank", node, lambda: self._differs(node, module), False))
 
     def _differs(self, node: cst.BaseExpression, module: Module) -> bool:
-        if self._source(node, module):
+        if self._source(node, module) or self._unseen(node, module):
             return True
         for leaf in self.values.leaves(node, module):
             if leaf.node is node:
@@ -51,6 +51,14 @@ class Ranks:
             elif leaf.kind in ("value", "unknown") and self.differs(leaf.node, leaf.module):
                 return True
         return False
+
+    def _unseen(self, node: cst.BaseExpression, module: Module) -> bool:
+        """Whether a function of a file that wasn't given is asked without an argument, as `is_main_process()`: it may
+        ask for the rank, and who reads the mark knows."""
+        if not isinstance(node, cst.Call) or node.args or self.values.function(node.func, module) is not None:
+            return False
+        names = [name for name, imported in module.qualified(node.func) if imported]
+        return bool(names) and not any(name.startswith(("torch.", "os.", "time.")) for name in names)
 
     def _set(self, node: cst.Attribute) -> list[tuple[cst.BaseExpression, Module]]:
         """What attributes of this name are set to, whose object isn't followed."""

@@ -113,7 +113,7 @@ def _check_recomputation(config: Options) -> None:
         # torch counts the operators of a block's forward, and the hooks of groups inside it call others in backward.
         raise ConfigError(
             "--activation-checkpointing op with --shard-granularity layer: a block's operators are told apart by their "
-            "number, and groups within a block change it; use --activation-checkpointing block, or whole blocks as groups"
+            "number, and groups within a block change it; use --activation-checkpointing block, or whole blocks"
         )
 
 

@@ -14,6 +14,15 @@ HEAD = (
 )
 
 
+def test_only_a_gpu_is_made_the_current_device(tmp_path: Path) -> None:
+    """device_id made a GPU the current one; which device a setting is may be known at run time alone."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + "def made(net, settings):\n    return FSDP(net, device_id=settings.device)\n")
+    assert run("rewrite", "--write", path) == 0
+    made = path.read_text()
+    assert 'if torch.device(settings.device).type == "cuda":\n        torch.cuda.set_device(settings.device)' in made
+
+
 @pytest.mark.parametrize(
     ("program", "code", "kept"),
     [
@@ -34,6 +43,19 @@ HEAD = (
             "def made(net):\n    model = FSDP(net)\n    net.init_weights()\n    return model\n",
             "FC32",
             "net.init_weights()",
+        ),
+        (
+            # Which model it is comes from a file that wasn't given.
+            "from elsewhere import current\n\n\ndef made(net):\n    return FSDP(net)\n\n\n"
+            "def accumulate():\n    model = current()\n    return model.no_sync\n",
+            "FM12",
+            "return model.no_sync",
+        ),
+        (
+            "from elsewhere import current\n\n\ndef made(net):\n    return FSDP(net)\n\n\n"
+            "def clip():\n    model = current()\n    return model.clip_grad_norm_(1.0)\n",
+            "FM13",
+            "model.clip_grad_norm_(1.0)",
         ),
     ],
 )
