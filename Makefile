@@ -236,7 +236,7 @@ ray-tune: $(VENV)/.installed  ## search over flags with Ray Tune: 4 learning rat
 
 ##@ Develop
 
-test: $(VENV)/.tools  ## the tests, with the newest torch (20 min)
+test: $(VENV)/.tools  ## the tests, with the newest torch (22 min)
 	$(BIN)/tox run -e newest -- $(ARGS)
 
 test-slow: $(VENV)/.tools  ## the tests that take minutes each
