@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from fsdp2.checkpoint.files import publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of
-from fsdp2.options.parser import to_flags
+from fsdp2.options.parser import to_flags, words_of
 from fsdp2.options.settings_file import parse_json
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
 from fsdp2.run.preflight import check_data, check_versions, check_world
@@ -281,14 +280,9 @@ def command(options: RayOptions, config: Config) -> str:
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
         if value != field.default:
-            words += words_of(flag_of(field.name), value)
+            words += words_of(Config, field.name, value)
     return " ".join(words)
 
-
-def words_of(flag: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    return [f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, tuple) else (value,))]
 
 
 if __name__ == "__main__":

@@ -119,14 +119,14 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
-        raise RunFailed(_reason(result.stderr or result.stdout))
+        raise RunFailed(reason(result.stderr or result.stdout))
     try:
         return read_records(RunDir(run).metrics)
     except ValueError as error:
         raise RunFailed(str(error)) from None
 
 
-def _reason(output: str) -> str:
+def reason(output: str) -> str:
     """The line that says why, of what a failed run has printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     refused = [found[1] for line in lines if (found := re.search(r"fsdp2: (?:error|stopped): (.*)", line))]

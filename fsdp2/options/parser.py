@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import empty_word
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.settings_file import read_table
-from fsdp2.options.values import LONGEST_NAME, checked, location, optional_switch, switch
+from fsdp2.options.values import LONGEST_NAME, checked, location, optional_switch, reshard_policy, switch
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,6 +131,20 @@ def files_at(place: str, flag: str) -> Files:
         return open_files(place)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{flag} {place}: {error}") from None
+
+
+def words_of(options: type, name: str, value: Any) -> list[str]:
+    """One option as it stands on a command line, quoted for a shell."""
+    field = next(field for field in dataclasses.fields(options) if field.name == name)
+    flag, parse = flag_of(name), field.metadata["parse"]
+    if parse in (switch, optional_switch):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if value is None:
+        return [f"{flag} {'auto' if parse is reshard_policy else 'off'}"]
+    if isinstance(value, tuple) and not field.metadata["many"]:
+        value = ",".join(map(str, value))
+    values = value if field.metadata["many"] else (value,)
+    return [f"{flag} {shlex.quote(str(one).lower() if isinstance(one, bool) else str(one))}" for one in values]
 
 
 def to_flags(config: Any) -> dict[str, Any]:

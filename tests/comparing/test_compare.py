@@ -11,7 +11,7 @@ import pytest
 from fsdp2.compare import __main__ as compare
 from fsdp2.compare import report
 from fsdp2.compare.advice import advice, efficient
-from fsdp2.compare.measure import Measured, _reason
+from fsdp2.compare.measure import Measured, reason
 from fsdp2.compare.picture import page, write_image, write_memory_image
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.memory.series import Series
@@ -143,10 +143,10 @@ def test_bad_input_is_refused_before_anything_is_started(tmp_path: Path, flags: 
 
 
 def test_the_reason_of_a_failure_is_its_first_error() -> None:
-    assert _reason("noise\nfsdp2: error: --x: no\nTraceback\n") == "--x: no"
-    assert _reason("W0101 warning\nTraceback\n  File\nValueError: bad\nmore: noise\n") == "ValueError: bad"
-    assert _reason("torch.OutOfMemoryError: CUDA\n") == "torch.OutOfMemoryError: CUDA"
-    assert _reason("") == "it ended without a word"
+    assert reason("noise\nfsdp2: error: --x: no\nTraceback\n") == "--x: no"
+    assert reason("W0101 warning\nTraceback\n  File\nValueError: bad\nmore: noise\n") == "ValueError: bad"
+    assert reason("torch.OutOfMemoryError: CUDA\n") == "torch.OutOfMemoryError: CUDA"
+    assert reason("") == "it ended without a word"
 
 
 def test_a_comparison_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,9 @@ def test_the_command_that_repeats_a_trial_makes_its_config() -> None:
             "--cpu-offload",
             "--freeze=a.*",
             "--freeze=b",
+            "--reshard-after-forward=false",
+            "--no-fused-optimizer",
+            "--betas=0.9,0.95",
         ],
         "launchers.ray_train",
     )
