@@ -284,6 +284,5 @@ def command(options: RayOptions, config: Config) -> str:
     return " ".join(words)
 
 
-
 if __name__ == "__main__":
     ray_train.run_as_program(main)
