@@ -144,7 +144,7 @@ def _device(module: nn.Module, device_id: int | torch.device | None, mesh: Devic
         return device if device.index is not None or device.type == "cpu" else _current(device.type)
     kind = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
     if kind is None:
-        accelerator = torch.accelerator.current_accelerator()  # None without one
+        accelerator = torch.accelerator.current_accelerator(check_available=True)  # None without one
         kind = mesh.device_type if mesh is not None else accelerator.type if accelerator else "cpu"
     return _current(kind)
 

@@ -1,5 +1,5 @@
-"""`shard(module, …)` takes what FullyShardedDataParallel took, and does for each unit what FSDP1 did, in its order,
-with `fully_shard` at the end of it."""
+"""`shard_like_fsdp1(module, …)` takes what FullyShardedDataParallel took, and does for each unit what FSDP1 did, in
+its order, with `fully_shard` at the end of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FSDPModule,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from fsdp2.migrate.shim.arguments import Arguments
 from fsdp2.migrate.shim.units import Ignored, alone, chosen, materialize, own_modules, synchronize
@@ -42,31 +48,42 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp1")
 
 
-def shard(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+def shard_like_fsdp1(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
     """Shard a module in place by FSDP1's options, in FSDP1's order or by name; returns it. A collective call.
 
     Raises what `Arguments` raises, and ValueError for a model that can't be sharded so.
     """
-    old = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}  # before torch 2.0
+    old = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}  # before torch 2.1
+    old["ignored_params"] = "ignored_states"
     shard_units(module, Arguments(*args, **{old.get(name, name): value for name, value in options.items()}))
+    return module
+
+
+def gather_in(module: nn.Module, *methods: str) -> nn.Module:
+    """Methods of a sharded module gather its parameters as forward does, where it has them; returns it."""
+    for name in methods:
+        if isinstance(module, FSDPModule) and hasattr(module, name):
+            register_fsdp_forward_method(module, name)
     return module
 
 
 class _Asks(type):
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        return shard(*args, **options)
+        return shard_like_fsdp1(*args, **options)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, FSDPModule)
 
 
-class Sharded(metaclass=_Asks):
-    """`shard` where a program passes FSDP1's class on: it can be called, and asked for with isinstance."""
+class ShardedLikeFSDP1(metaclass=_Asks):
+    """`shard_like_fsdp1` where a program passes FSDP1's class on: it can be called, and asked for with isinstance."""
 
 
 def shard_units(model: nn.Module, arguments: Arguments, sharding: Callable[..., Any] = fully_shard) -> Plan:
     """Shard the units of the policy, inner before outer ones, then the model; `fully_shard`'s arguments for each."""
     arguments.place(model)
+    if arguments.device.type != "cpu":  # which fully_shard takes, whatever device_id says
+        torch.accelerator.set_device_index(arguments.device)
     ignored = Ignored(model, arguments)
     changes = chosen(model, arguments, ignored)
     for module in model.modules():
