@@ -63,11 +63,11 @@ def plan_memory(config: Config, ranks: int, rank: int, *, offload_apart: bool = 
     apart = OFFLOADED if offload_apart and config.cpu_offload else ()
     there = depths(config)
     if there is None:
-        done = execute(config, ranks, rank)
+        done = execute(config, ranks, rank, gloo=not offload_apart)
         found, sizes = peaks(done, apart), _sizes(done)
     else:
         whole, short, longer = there
-        one, done = (execute(config, ranks, rank, count) for count in (short, longer))
+        one, done = (execute(config, ranks, rank, count, gloo=not offload_apart) for count in (short, longer))
         times = (whole - longer) // (longer - short)
         first, second = peaks(one, apart), peaks(done, apart)
         found = {place: _grown(first[place], peak, times) for place, peak in second.items() if place in first}
