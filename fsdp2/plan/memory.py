@@ -41,6 +41,7 @@ class Memory:
         evaluation: the most in evaluation.
         on_host: bytes of parameters, gradients and optimizer state in the machine's memory.
         largest_exchange: bytes of the largest collective.
+        exchanged_bytes, exchanges: of the collectives of a step; of at most three microbatches.
         model_bytes, optimizer_bytes, average_bytes: of this rank's shards.
     """
 
@@ -49,6 +50,8 @@ class Memory:
     evaluation: Peak
     on_host: int
     largest_exchange: int
+    exchanged_bytes: int
+    exchanges: int
     model_bytes: int
     optimizer_bytes: int
     average_bytes: int
@@ -87,7 +90,9 @@ def _bytes(peak: Peak) -> int:
 
 
 def _sizes(done: Execution) -> dict[str, int]:
-    return {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    sent = [exchange.bytes for exchange in done.timeline.collectives if exchange.step == STEPS]
+    sizes = {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    return {**sizes, "exchanged_bytes": sum(sent), "exchanges": len(sent)}
 
 
 def _grown(first: Peak, second: Peak, times: int) -> Peak:
