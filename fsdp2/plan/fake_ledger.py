@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.memory.ledger import Allocation, Ledger
+from fsdp2.plan.work import Watch
 
 LOSS = "loss"  # what the training loop computes after the model
 
 
+@dataclass(eq=False)
 class FakeLedger(Ledger):
-    """Counts fake tensors, and names in backward the module whose gradient is computed."""
+    """Counts fake tensors, and names in backward the module whose gradient is computed.
+
+    Attributes:
+        watching: writes down every operator too.
+    """
+
+    watching: Watch = field(default_factory=Watch)
 
     steps_done = 0
     _backward = LOSS
@@ -31,6 +40,12 @@ class FakeLedger(Ledger):
         if self.phases[-1].name == "backward":
             return self._backward
         return LOSS if self.phases[-1].name in ("forward", "evaluation") else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)
+        return result
 
     def phase(self, name: str, step: int) -> None:
         self._backward = LOSS
