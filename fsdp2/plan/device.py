@@ -51,7 +51,7 @@ def gpu(place: str) -> Gpu:
         table = tomllib.loads(TABLE.read_text())
         if place not in table:
             raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
-        return _gpu(place, table[place], place)
+        return gpu_of(place, table[place], place)
     try:
         table = tomllib.loads(Path(place).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -59,10 +59,10 @@ def gpu(place: str) -> Gpu:
     if not table:
         raise ConfigError(f'--gpu {shown(place)}: is empty; give it a table such as [mine] with memory = "80GB"')
     name, values = next(iter(table.items()))
-    return _gpu(name, values, place)
+    return gpu_of(name, values, place)
 
 
-def _gpu(name: str, values: Any, place: str) -> Gpu:
+def gpu_of(name: str, values: Any, place: str) -> Gpu:
     where = f"--gpu {shown(place)}"
     if not isinstance(values, dict) or "memory" not in values:
         raise ConfigError(f'{where}: [{shown(name)}] says no memory; add memory = "80GB"')

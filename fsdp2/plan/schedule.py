@@ -148,34 +148,49 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
     gathers: list[tuple[float, Event]] = []  # issued, and not yet copied out
     names: dict[int, str] = {}  # of groups, by bytes
     kept = 0.0  # the copy-out of forward that the all-gather streams don't wait for yet
-    reducing: list[tuple[float, Event]] = []  # reduce-scatters that the computation hasn't waited for
-    current: list[Group] = []  # exchanges of the group that computes
+    reducing: list[tuple[float, str]] = []  # reduce-scatters that the computation hasn't waited for, and their groups
+    gathered: Group | None = None  # the last group that was gathered,
+    reduced: Group | None = None  # and the last whose gradients are reduced: what is computed now may hide the next
     phase = -1
 
-    def wait(until: float, event: Event, exchange: str, name: str) -> None:
+    def group_of(name: str, exchange: str) -> Group:
+        key = (name, phases[phase], exchange)
+        return done.groups.setdefault(key, Group(*key))
+
+    def counted(name: str, exchange: str, event: Event) -> Group:
+        group = group_of(name, exchange)
+        group.count += 1
+        group.milliseconds += event.seconds * 1e3
+        return group
+
+    def wait(until: float, exchange: str, name: str) -> None:
         nonlocal compute
         ready = max(compute, cpu)
         waited = max(0.0, until - ready)
         done.idle += ready - compute
         done.exposed += waited
         compute = max(ready, until)
-        key = (name, phases[phase], exchange)
-        group = done.groups.setdefault(key, Group(*key))
-        group.exposed += waited * 1e3
+        group_of(name, exchange).exposed += waited * 1e3
+
+    def wait_for_reduced() -> None:
+        for end, name in reducing:
+            wait(end, "reduce-scatter", name)
+        reducing.clear()
+
+    def end_backward() -> None:
+        wait_for_reduced()
+        if all_reduce > compute:
+            wait(all_reduce, "all-reduce", "all groups")
 
     for event in found:
         if event.phase != phase:
             if phase >= 0 and phases[phase] == BACKWARD:
-                for end, last in reducing:
-                    wait(end, last, "reduce-scatter", names.get(last.bytes, ""))
-                reducing.clear()
-                if all_reduce > compute:
-                    wait(all_reduce, found[0], "all-reduce", "all groups")
+                end_backward()
             phase = event.phase
             if phases[phase] == FORWARD:
                 copy_in, gather = max(copy_in, compute), max(gather, compute)
                 kept = 0.0
-            current = []
+            gathered = reduced = None
         cpu += event.issue
         if event.role == COMPUTE:
             start = cpu - event.issue
@@ -183,8 +198,9 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             done.idle += busy - compute - event.seconds
             compute = busy
             done.compute += event.seconds
-            for group in current:
-                group.compute += event.seconds * 1e3
+            for one in (gathered, reduced):
+                if one is not None:
+                    one.compute += event.seconds * 1e3
         elif event.role == COPY_IN:
             copy_in = max(copy_in, cpu) + event.seconds
         elif event.role == "all-gather":
@@ -196,11 +212,8 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             if phases[phase] != BACKWARD or brought.bytes not in names:
                 names[brought.bytes] = name_of(event)
             name = names[brought.bytes]
-            wait(end, brought, "all-gather", name)
-            group = done.groups[name, phases[phase], "all-gather"]
-            group.count += 1
-            group.milliseconds += brought.seconds * 1e3
-            current = [group]
+            wait(end, "all-gather", name)
+            gathered = counted(name, "all-gather", brought)
             compute += event.seconds
             done.compute += event.seconds
             if phases[phase] == BACKWARD:
@@ -208,30 +221,22 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             else:
                 copy_in, gather, kept = max(copy_in, kept), max(gather, kept), compute
         elif event.role == REDUCE_IN:
-            for end, last in reducing:
-                wait(end, last, "reduce-scatter", names.get(last.bytes, ""))
-            reducing.clear()
+            wait_for_reduced()
             compute = max(compute, cpu) + event.seconds
             done.compute += event.seconds
         elif event.role == "reduce-scatter":
             reduce = max(reduce, compute, cpu, links[event.ranks]) + event.seconds
             links[event.ranks] = reduce
-            reducing.append((reduce, event))
-            name = names.setdefault(event.bytes, name_of(event))
-            key = (name, phases[phase], "reduce-scatter")
-            group = done.groups.setdefault(key, Group(*key))
-            group.count += 1
-            group.milliseconds += event.seconds * 1e3
-            current = [one for one in current if one.exchange != "reduce-scatter"] + [group]
+            reduced = counted(name_of(event), "reduce-scatter", event)
+            reducing.append((reduce, reduced.name))
         elif event.role == "all-reduce":
             all_reduce = max(all_reduce, reduce, cpu, links[event.ranks]) + event.seconds
             links[event.ranks] = all_reduce
-            key = ("all groups", phases[phase], "all-reduce")
-            group = done.groups.setdefault(key, Group(*key))
-            group.count += 1
-            group.milliseconds += event.seconds * 1e3
+            counted("all groups", "all-reduce", event)
         else:  # another collective, which the computation waits for
             compute = max(compute, cpu) + event.seconds
+    if phase >= 0 and phases[phase] == BACKWARD:
+        end_backward()
     done.seconds = max(cpu, compute, reduce, all_reduce)
     return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from fsdp2.plan.schedule import BACKWARD, FORWARD, Event, Group, Replay, average
 from fsdp2.plan.speed import Speed
 from fsdp2.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
 
-TRAINED = (FORWARD, BACKWARD)
+TRAINED = ("data", FORWARD, BACKWARD)  # an early all-gather is issued before the data is there
 
 
 @dataclass(frozen=True)
@@ -105,25 +106,18 @@ def _replayed(runs: Runs, speed: Speed, config: Config, more: int) -> Replay:
         first = len(done.blocks) // 2 // group * group
         found = deepened(found, phases, first, group, runs.times)
     if more:
-        numbers = list(dict.fromkeys(event.phase for event in found))
-        second = numbers[2:4]
-        part = [event for event in found if event.phase in second]
-        where = max(i for i, event in enumerate(found) if event.phase in second) + 1
-        # Phases begin where their number changes, so the copies need numbers of their own.
+        # A phase begins where its number changes, so the copies need numbers of their own.
+        starts = [n for n in sorted({event.phase for event in found}) if phases[n] == FORWARD]
+        part = [event for event in found if starts[1] <= event.phase < starts[2]]
+        where = next(i for i, event in enumerate(found) if event.phase >= starts[2])
         copies = []
         for _ in range(more):
-            base = len(phases)
-            phases += [phases[number] for number in second]
-            copies += [_moved(event, base + second.index(event.phase)) for event in part]
+            numbers = {number: len(phases) + i for i, number in enumerate(sorted({event.phase for event in part}))}
+            phases += [phases[number] for number in numbers]
+            copies += [dataclasses.replace(event, phase=numbers[event.phase]) for event in part]
         found = [*found[:where], *copies, *found[where:]]
     names = set(done.blocks)
     return replay(found, phases, lambda event: _name(event, names))
-
-
-def _moved(event: Event, phase: int) -> Event:
-    return Event(
-        event.role, phase, event.block, event.issue, event.seconds, event.lead, event.bytes, event.ranks, event.module
-    )
 
 
 def _name(event: Event, blocks: set[str]) -> str:
@@ -135,7 +129,12 @@ def _name(event: Event, blocks: set[str]) -> str:
 
 
 def _rest(done: Execution, speed: Speed, config: Config) -> float:
-    """Seconds of clipping, optimizer and what the loop does after it, where nothing overlaps."""
+    """Seconds of clipping, optimizer and what the loop does after it, where nothing overlaps.
+
+    With `--cpu-offload` these run on the CPU, whose memory is taken to be as fast as the link to it.
+    """
+    if config.cpu_offload:
+        speed = dataclasses.replace(speed, memory=speed.host)
     found = _priced(done, speed, config, ("optimizer", "between"))
     phases = [phase.name for phase in done.timeline.phases]
     return replay(found, phases, lambda event: "").seconds
@@ -150,12 +149,21 @@ def _priced(done: Execution, speed: Speed, config: Config, names: Sequence[str])
 
 
 def price(work: Work, speed: Speed, config: Config) -> float:
-    """Seconds of an operator or a collective, with what `--cpu-offload` moves over the link to the machine's memory."""
+    """Seconds of an operator or a collective.
+
+    With `--cpu-offload` a shard comes over the link to the machine's memory before it is gathered, and its gradient
+    goes back over it, in fp32.
+    """
+    wide = 2 if config.mixed_precision else 1  # fp32 for what is gathered in a narrower dtype
     if work.role in (COMPUTE, COPY_OUT, REDUCE_IN):
         return work.seconds(speed)
     if work.role == COPY_IN:
-        return work.seconds(speed)
-    return links.seconds(work.role, work.bytes, work.ranks, speed)
+        moved = wide * work.bytes / 2 if config.cpu_offload else 0
+        return work.seconds(speed) + moved / speed.host
+    seconds = links.seconds(work.role, work.bytes, work.ranks, speed)
+    if work.role == "reduce-scatter" and config.cpu_offload:
+        seconds += work.bytes / work.ranks[0] / speed.host
+    return seconds
 
 
 def _numbers(blocks: Sequence[str]) -> Callable[[str], int | None]:

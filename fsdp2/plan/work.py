@@ -66,6 +66,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.done: list[Work] = []
+        self.flattens = False  # whether the last one did
 
     def note(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, module: str, phase: int
@@ -87,11 +88,13 @@ class Watch:
         if namespace == "fsdp":
             role = next((part for start, part in OF_FSDP.items() if name.startswith(start)), COMPUTE)
         count = 2 * _bytes(made) if name in LOOKED_UP else _bytes(tensors) + _bytes(written)
+        if role == COPY_IN:
+            count = 2 * _bytes(args[0])  # it returns the whole buffer, of which it writes this rank's part
+            if self.flattens:
+                self.done.pop()  # the shards are cast into one tensor just before, on the same stream
         kind, flops, full = self._flops(func, name, args, kwargs, result)
         dtype = DTYPES.get(tensors[0].dtype, "fp32") if tensors else "fp32"
-        if role == COPY_IN and self.done and self.done[-1].role == COMPUTE:
-            # The shards are cast and flattened just before, on the same stream.
-            count += self.done.pop().bytes
+        self.flattens = name == "_foreach_copy_"
         self.done.append(Work(role, kind, flops, full, count, dtype, module, phase))
 
     def _collective(self, name: str, values: Sequence[Any], module: str, phase: int) -> None:
@@ -107,13 +110,20 @@ class Watch:
             full = sdpa_flop_count(query, (*heads, *key[2:]), (*heads, *value[2:]))
             # Backward makes four products of forward's two, and a flash kernel its scores once more.
             full = full * 5 // 2 if backward else full
-            is_causal = any(argument is True for argument in (*args, *kwargs.values()))
+            # transformers gives the causal mask itself where tensors have no values, and leaves it to the kernel else.
+            masked = any(_is_mask(argument, query[2]) for argument in (*args[first + 3 :], *kwargs.values()))
+            is_causal = masked or any(argument is True for argument in (*args, *kwargs.values()))
             return ATTENTION, full // 2 if is_causal else full, full
         packet = func._overloadpacket
         if packet not in flop_registry:
             return MEMORY, 0, 0
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
         return MATRIX, flops, flops
+
+
+def _is_mask(value: Any, length: int) -> bool:
+    """Whether an argument of attention has a place for each pair of a query and a key."""
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[-2:] == (length, length)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
