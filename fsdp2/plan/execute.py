@@ -26,6 +26,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.plan import batches, fake
 from fsdp2.plan.depth import shorten
 from fsdp2.plan.fake_ledger import FakeLedger
+from fsdp2.plan.work import Work
 from fsdp2.run.parts import add_parts
 from fsdp2.run.runtime import World
 from fsdp2.run.start import blocks_of
@@ -46,6 +47,7 @@ class Execution:
         head: the name of the layer that makes the logits, of a model that tells.
         model_bytes, optimizer_bytes: of this rank's parameters and buffers, and of its optimizer's state.
         average_bytes: of `--ema`.
+        work: every operator, in the order in which they were issued.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class Execution:
     model_bytes: int
     optimizer_bytes: int
     average_bytes: int
+    work: list[Work]
 
 
 def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *, gloo: bool = True) -> Execution:
@@ -119,6 +122,7 @@ def _execute(
         model_bytes=_bytes([*held["parameters"], *held["buffers"]]),
         optimizer_bytes=_bytes(held["optimizer"]),
         average_bytes=_bytes(average),
+        work=ledger.watching.done,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.memory.ledger import Allocation, Ledger
+from fsdp2.plan.work import Watch
 
 LOSS = "loss"  # what the training loop computes after the model
 
@@ -21,9 +22,11 @@ class FakeLedger(Ledger):
 
     Attributes:
         gloo: a reduce-scatter takes a copy of its input, as gloo's does.
+        watching: writes down every operator too.
     """
 
     gloo: bool = False
+    watching: Watch = field(default_factory=Watch)
 
     steps_done = 0
     _backward = LOSS
@@ -41,6 +44,12 @@ class FakeLedger(Ledger):
         if self.phases[-1].name == "backward":
             return self._backward
         return LOSS if self.phases[-1].name in ("forward", "evaluation") else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)
+        return result
 
     def phase(self, name: str, step: int) -> None:
         self._backward = LOSS
