@@ -88,6 +88,16 @@ def test_the_site_builds_without_a_link_that_leads_nowhere_or_to_a_network(tmp_p
         assert not fetched, page
 
 
+def test_pages_and_help_avoid_the_words_that_our_style_avoids() -> None:
+    """docs/contributing.md, "How we write"."""
+    avoided = re.compile(r"\b(?:anew|shall|otherwise|(?:is|are) said)\b")
+    texts = {page.relative_to(ROOT).as_posix(): _without_code(page.read_text()) for page in PAGES}
+    texts["docs/contributing.md"] = texts["docs/contributing.md"].replace('"anew" and "shall"', "")
+    texts["--help"] = " ".join(action.help or "" for action in parser()._actions)
+    found = {name: [line for line in text.splitlines() if avoided.search(line)] for name, text in texts.items()}
+    assert not {name: lines for name, lines in found.items() if lines and "migration" not in name}
+
+
 @pytest.mark.parametrize("notebook", ["tutorial.ipynb", "deepspeed_tutorial.ipynb"])
 def test_a_notebook_prints_the_code_that_there_is(notebook: str) -> None:
     names: dict[str, Any] = {}
