@@ -199,6 +199,10 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
 
+.PHONY: tune
+tune: $(VENV)/.installed  ## the planner's best flags, measured beside the default on the ranks of this machine (10 min)
+	$(BIN)/python -m fsdp2.tune --nproc $(NPROC) $(ARGS)
+
 .PHONY: migrate-demo
 migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSDP2: both losses side by side
 	PATH="$(abspath $(BIN)):$$PATH" ARGS="$(ARGS)" bash docs/migration/demo.sh

@@ -1,4 +1,4 @@
-"""Will it fit?  python -m fsdp2.plan --model llama --model-size 8b --ranks 8,64 --gpu h100 --mixed-precision
+"""Will it fit, and how fast is it?  python -m fsdp2.plan --model llama --model-size 8b --ranks 8,64 --gpu h100
 
 Executes the training on tensors without memory, as one rank of many, and says what it takes. It needs no GPU, no
 download and no other process. Every other flag is one of `fsdp2.train`'s.
@@ -6,22 +6,28 @@ download and no other process. Every other flag is one of `fsdp2.train`'s.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp2.checkpoint.files import publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
-from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import make_parser, read_values, to_flags
 from fsdp2.options.values import checked, whole
-from fsdp2.plan import advice, report
+from fsdp2.plan import advice, report, report_time
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
+from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run import runtime
 from fsdp2.units import byte_count
 
 MOST_RANKS = 65536
+MOST_TOKENS = 1e18
 
 
 def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
@@ -33,6 +39,7 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
         "--gpu", metavar="NAME|FILE.toml", help="what the ranks run on: a name of the table, or a table of your own"
     )
     own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
+    own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
     own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
     return found
 
@@ -44,9 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     place, budget, as_json = given.pop("gpu", None), given.pop("budget", None), given.pop("json", False)
     gpu = None if place is None else find_gpu(place)
     limit = gpu.memory if gpu is not None else None
+    tokens = given.pop("tokens", None)
+    if tokens is not None:
+        tokens = checked("--tokens", tokens, token_count)
     if budget is not None:
         limit = checked("--budget", budget, byte_count)
     config = Config(**read_values(Config, given))
+    if tokens is not None and (gpu is None or gpu.speed is None or config.spec.kind != "language"):
+        raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -60,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         say(f"planning {count:,} ranks")
         plans.append(plan(config, count, gpu, limit, last=True))
     lines = report.lines(plans, gpu)
+    if gpu is not None:
+        lines += report_time.lines(plans, gpu, tokens)
     found = None
     short = next((one for one in reversed(plans) if not one.fits), None)
     if short is not None:
@@ -70,8 +84,33 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
 
         found = advice.advise(short, replan)
         lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
-    print(report.as_json(plans, gpu, found) if as_json else "\n".join(lines))
+    print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
+    if config.run_dir is not None:
+        _leave(config, report.as_json(plans, gpu, found, tokens))
     return plans
+
+
+def _leave(config: Config, plans: str) -> None:
+    """Put the plans into the run directory, for the header of the run."""
+    try:
+        files = open_files(str(config.run_dir))
+        files.mkdir("")
+        publish(files, PLAN, json.dumps({"flags": to_flags(config), **json.loads(plans)}, indent=1).encode())
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"--run-dir {config.run_dir}: can't be written ({error}); choose another, or drop it"
+        ) from None
+
+
+def token_count(value: object) -> float:
+    """A number such as 15000000000 or 15e12. Raises ValueError."""
+    try:
+        number = float(str(value)[:40])
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= MOST_TOKENS:
+        raise ValueError("must be a number of tokens such as 15e12")
+    return number
 
 
 def _ranks(value: str) -> list[int]:

@@ -10,10 +10,12 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.plan.memory import Memory, Peak
+from fsdp2.plan.speed import KEYS as SPEED_KEYS
+from fsdp2.plan.speed import Speed, read_speed
 from fsdp2.units import byte_count
 
 TABLE = Path(__file__).with_name("gpus.toml")
-KEYS = ("memory", "source")
+KEYS = ("memory", "source", *SPEED_KEYS)
 
 # Assumed: torch documents that blocks of other sizes can't always be reused, and no figure for it.
 FRAGMENTATION = 0.05
@@ -26,11 +28,12 @@ NCCL_COMMUNICATOR = 16 * 2 * 4 * 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device to plan for: its name, bytes of memory, and where that number is from."""
+    """A device to plan for: its name, bytes of memory, where its numbers are from, and its speed if that is known."""
 
     name: str
     memory: int
     source: str
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def gpu(place: str) -> Gpu:
         table = tomllib.loads(TABLE.read_text())
         if place not in table:
             raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
-        return _gpu(place, table[place], place)
+        return gpu_of(place, table[place], place)
     try:
         table = tomllib.loads(Path(place).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -56,10 +59,10 @@ def gpu(place: str) -> Gpu:
     if not table:
         raise ConfigError(f'--gpu {shown(place)}: is empty; give it a table such as [mine] with memory = "80GB"')
     name, values = next(iter(table.items()))
-    return _gpu(name, values, place)
+    return gpu_of(name, values, place)
 
 
-def _gpu(name: str, values: Any, place: str) -> Gpu:
+def gpu_of(name: str, values: Any, place: str) -> Gpu:
     where = f"--gpu {shown(place)}"
     if not isinstance(values, dict) or "memory" not in values:
         raise ConfigError(f'{where}: [{shown(name)}] says no memory; add memory = "80GB"')
@@ -67,9 +70,10 @@ def _gpu(name: str, values: Any, place: str) -> Gpu:
         if key not in KEYS:
             raise ConfigError(f"{where}: {shown(key)} {unknown(shown(key), KEYS)}")
     try:
-        return Gpu(name, byte_count(values["memory"]), str(values.get("source", place)))
+        memory = byte_count(values["memory"])
     except ValueError as error:
         raise ConfigError(f"{where}: memory {error}") from None
+    return Gpu(name, memory, str(values.get("source", place)), read_speed(where, values))
 
 
 def terms(config: Config, ranks: int, peak: Peak) -> list[Term]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.memory.ledger import Allocation, Ledger
+from fsdp2.plan.work import Watch
 
 LOSS = "loss"  # what the training loop computes after the model
 
 
+@dataclass(eq=False)
 class FakeLedger(Ledger):
-    """Counts fake tensors, and names in backward the module whose gradient is computed."""
+    """Counts fake tensors, and names in backward the module whose gradient is computed.
+
+    Attributes:
+        gloo: a reduce-scatter takes a copy of its input, as gloo's does.
+        watching: writes down every operator too.
+    """
+
+    gloo: bool = False
+    watching: Watch = field(default_factory=Watch)
 
     steps_done = 0
     _backward = LOSS
@@ -32,6 +45,12 @@ class FakeLedger(Ledger):
             return self._backward
         return LOSS if self.phases[-1].name in ("forward", "evaluation") else ""
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)
+        return result
+
     def phase(self, name: str, step: int) -> None:
         self._backward = LOSS
         super().phase(name, step)
@@ -41,6 +60,13 @@ class FakeLedger(Ledger):
         if new is not None:
             new.module = self.module
         return new
+
+    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+        super()._collective(name, operation, values)
+        if name == "reduce-scatter" and self.gloo:
+            tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            copy = torch.empty_like(max(tensors, key=lambda tensor: tensor.nbytes))
+            self.mark("communication", [copy])
 
     def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         super()._out_of(module, inputs, outputs)

@@ -41,6 +41,7 @@ class Memory:
         evaluation: the most in evaluation.
         on_host: bytes of parameters, gradients and optimizer state in the machine's memory.
         largest_exchange: bytes of the largest collective.
+        exchanged_bytes, exchanges: of the collectives of a step; of at most three microbatches.
         model_bytes, optimizer_bytes, average_bytes: of this rank's shards.
     """
 
@@ -49,26 +50,55 @@ class Memory:
     evaluation: Peak
     on_host: int
     largest_exchange: int
+    exchanged_bytes: int
+    exchanges: int
     model_bytes: int
     optimizer_bytes: int
     average_bytes: int
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The executions that a plan is drawn from.
+
+    Attributes:
+        longer: of the whole model, or of one with fewer of its equal blocks.
+        short: of one with fewer blocks by a group; None if the whole model was executed.
+        times: how many groups of blocks the whole model has more than `longer`.
+    """
+
+    longer: Execution
+    short: Execution | None
+    times: int
+
+
+def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
+    """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
+    there = depths(config)
+    if there is None:
+        return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
+    whole, short, longer = there
+    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
+    return Runs(done, one, (whole - longer) // (longer - short))
+
+
 def plan_memory(config: Config, ranks: int, rank: int, *, offload_apart: bool = False) -> Memory:
-    """What `config` needs as one rank of many. Raises ConfigError if the model can't be executed without values.
+    """What `config` needs as one rank of many. As `memory_of`, and raises what `run` does."""
+    runs = run(config, ranks, rank, gloo=not offload_apart)
+    return memory_of(config, rank, runs, offload_apart=offload_apart)
+
+
+def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = False) -> Memory:
+    """What `config` needs as the rank that was executed.
 
     Args:
         offload_apart: there is a device beside the CPU, so `--cpu-offload` takes memory elsewhere.
     """
     apart = OFFLOADED if offload_apart and config.cpu_offload else ()
-    there = depths(config)
-    if there is None:
-        done = execute(config, ranks, rank)
+    one, done, times = runs.short, runs.longer, runs.times
+    if one is None:
         found, sizes = peaks(done, apart), _sizes(done)
     else:
-        whole, short, longer = there
-        one, done = (execute(config, ranks, rank, count) for count in (short, longer))
-        times = (whole - longer) // (longer - short)
         first, second = peaks(one, apart), peaks(done, apart)
         found = {place: _grown(first[place], peak, times) for place, peak in second.items() if place in first}
         sizes = {name: size + times * (size - _sizes(one)[name]) for name, size in _sizes(done).items()}
@@ -87,7 +117,9 @@ def _bytes(peak: Peak) -> int:
 
 
 def _sizes(done: Execution) -> dict[str, int]:
-    return {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    sent = [exchange.bytes for exchange in done.timeline.collectives if exchange.step == STEPS]
+    sizes = {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    return {**sizes, "exchanged_bytes": sum(sent), "exchanges": len(sent)}
 
 
 def _grown(first: Peak, second: Peak, times: int) -> Peak:

@@ -10,7 +10,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_world
 from fsdp2.parallel.optimizer import FUSED
 from fsdp2.plan.device import Gpu, Term, beside_on_cpu, terms
-from fsdp2.plan.memory import Memory, plan_memory
+from fsdp2.plan.memory import Memory, memory_of, run
+from fsdp2.plan.steptime import StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Plan:
         last: of the last rank; the same object if it wasn't asked for.
         extra: what a GPU takes beside tensors, or gloo.
         budget: bytes that a rank may take; None if nobody said.
+        time: of a step of rank 0; None without a GPU, or with one whose table says nothing of speed.
     """
 
     config: Config
@@ -30,6 +32,7 @@ class Plan:
     last: Memory
     extra: tuple[Term, ...]
     budget: int | None
+    time: StepTime | None = None
 
     @property
     def tensors(self) -> int:
@@ -61,10 +64,10 @@ def plan(config: Config, ranks: int, gpu: Gpu | None, budget: int | None, *, las
         raise ConfigError(f"--replicas {config.replicas}: doesn't divide --ranks {ranks}; choose a divisor")
     if gpu is not None and config.fused_optimizer is None and not config.cpu_offload:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take
-    first, *others = (
-        plan_memory(config, ranks, rank, offload_apart=gpu is not None)
-        for rank in dict.fromkeys((0, ranks - 1 if last else 0))
-    )
+    ordered = dict.fromkeys((0, ranks - 1 if last else 0))
+    there = {rank: run(config, ranks, rank, gloo=gpu is None) for rank in ordered}
+    first, *others = (memory_of(config, rank, runs, offload_apart=gpu is not None) for rank, runs in there.items())
     fullest = max((first, *others), key=lambda memory: memory.peak.bytes)
     extra = [beside_on_cpu(fullest)] if gpu is None else terms(config, ranks, fullest.peak)
-    return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget)
+    time = None if gpu is None or gpu.speed is None else step_time(config, ranks, there[0], gpu.speed)
+    return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, time)

@@ -11,6 +11,7 @@ from fsdp2.plan.advice import Advice
 from fsdp2.plan.device import Gpu
 from fsdp2.plan.memory import Peak
 from fsdp2.plan.plans import Plan
+from fsdp2.plan.report_time import gpu_hours
 from fsdp2.units import size
 
 
@@ -76,8 +77,13 @@ def where(peak: Peak) -> str:
     return peak.phase + (f" of {peak.module}" if peak.module else "")
 
 
-def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None) -> str:
-    """All that was planned; bytes throughout."""
+def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None, tokens: float | None = None) -> str:
+    """All that was planned; bytes and milliseconds throughout, and GPU-hours of a training of so many tokens."""
+
+    def hours(plan: Plan) -> list[float] | None:
+        if plan.time is None or tokens is None:
+            return None
+        return [gpu_hours(plan, tokens, one) for one in (plan.time.low, plan.time.milliseconds, plan.time.high)]
 
     def entry(plan: Plan) -> dict[str, Any]:
         return {
@@ -92,6 +98,8 @@ def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None) -> st
             "beside_tensors": [dataclasses.asdict(term) for term in plan.extra],
             "on_host": plan.memory.on_host,
             "checkpoint_bytes": plan.checkpoint_bytes,
+            "time": None if plan.time is None else dataclasses.asdict(plan.time),
+            "gpu_hours": hours(plan),
         }
 
     content: dict[str, Any] = {"gpu": None if gpu is None else dataclasses.asdict(gpu), "plans": [*map(entry, plans)]}

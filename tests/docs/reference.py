@@ -154,6 +154,7 @@ FILES = """\
 ```text
 RUN/
   config.json                 flags and environment; --config reads the flags back, except run-dir and resume
+  plan.json                   what python -m fsdp2.plan --run-dir said, if it was asked
   metrics.jsonl               one JSON object a line
   checkpoints/step-00000120/  __0_0.distcp …, .metadata, and COMMIT.json, written last
   full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json

@@ -56,6 +56,7 @@ NOT_RUN = {
     ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
     ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
     ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
+    ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
 }
 
 # What a page's commands find when they begin: commands, and places on the reader's machine.
