@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_PAGES = 25  # of the site, notes apart: who looks for an answer reads a list of them
+MOST_LINES = 120  # of the README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -61,6 +62,10 @@ def test_a_page_reads_the_same_on_the_site(page: Path) -> None:
     # Python-Markdown, unlike GitHub, takes a list right below a paragraph for a part of it.
     lists = re.findall(r"^(?![-*] |[|>#]|\d+\. | |$).+\n(?:[-*]|1\.) .*", text, flags=re.MULTILINE)
     assert not lists, f"an empty line is missing before the list: {lists}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= MOST_LINES
 
 
 def _listed(nav: Any) -> list[str]:
