@@ -15,7 +15,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
 export OMP_NUM_THREADS ?= 1
 
-# Many container images forbid Python to keep its bytecode. Each of the nine processes that Ray starts for a
+# Many container images forbid Python to keep its bytecode. Each of the processes that Ray starts for a
 # run would then compile torch again: 20 s of CPU each instead of 8.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -198,6 +198,10 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 .PHONY: compare
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)
+
+.PHONY: tune
+tune: $(VENV)/.installed  ## the planner's best flags, measured beside the default on the ranks of this machine (10 min)
+	$(BIN)/python -m fsdp2.tune --nproc $(NPROC) $(ARGS)
 
 .PHONY: migrate-demo
 migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSDP2: both losses side by side

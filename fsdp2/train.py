@@ -107,7 +107,7 @@ def main(
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
         watch = observed(config, engine, checkpoints, run, world, device, progress)
-        with reports, StopSignals() as stop, watch:
+        with reports, StopSignals() as stop, watch as peak:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
@@ -157,7 +157,8 @@ def main(
                 checkpoints.write_full_model()
             checkpoints.finish()
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            end = reports.end({**done, "run_dir": run.place, "full_model_left_out_bytes": left_out}, log)
+            done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out}
+            end = reports.end(done, log, world.world_size, peak)
             if world.rank == 0:
                 run.upload_metrics(reports.position())
     return end

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp2.compare import report
 from fsdp2.compare.advice import advice
-from fsdp2.compare.measure import Measured, measure
+from fsdp2.compare.measure import Measured, measure, memory_of_rank
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of, require, shown, unknown
@@ -63,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
         "load before": f"{load:.1f} processes",
         "measured": f"{repeats} × {steps} steps a row, the rows in turn; {warm_up} of warming up left out",
     }
-    lines = advice(found, options["budget"] or _memory(options["nproc"], training))
+    lines = advice(found, options["budget"] or memory_of_rank(options["nproc"], training.get("device", "auto")))
     write(found, facts, lines, out)
-    print(report.terminal(found))
+    print(report.terminal(report.HEADINGS, report.cells(found)))
     print("\n".join(lines))
     print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json, memory.png")
     return found
@@ -119,13 +117,6 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
         if strategy not in STRATEGIES:
             raise ConfigError(f"--strategies {shown(strategy)}: {unknown(shown(strategy), list(STRATEGIES))}")
     return values, read_values(Config, given)
-
-
-def _memory(ranks: int, training: dict[str, Any]) -> int:
-    """What each rank may use: the memory of its GPU, or its share of the machine's."""
-    if training.get("device") != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.compare.variants import Row
 from fsdp2.config import Config
@@ -137,3 +139,10 @@ def reason(output: str) -> str:
 def _raised(line: str) -> bool:
     name = line.partition(":")[0].rpartition(".")[2]
     return name.endswith(("Error", "Reached", "Failed")) and name.isidentifier()
+
+
+def memory_of_rank(ranks: int, device: str) -> int:
+    """Bytes that each rank of this machine may use: the memory of its GPU, or its share of the machine's."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks

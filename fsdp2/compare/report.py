@@ -68,16 +68,15 @@ def equality(row: Measured, reference: Measured) -> str:
     return f"from step {different[0]}, {largest:.1e}"
 
 
-def terminal(found: Sequence[Measured]) -> str:
-    """The table for a terminal."""
-    table = cells(found)
-    whole = [list(HEADINGS), *(line for line in table if len(line) == len(HEADINGS))]
-    widths = [max(len(line[i]) for line in whole) for i in range(len(HEADINGS))]
-    widths[0] = max(len(line[0]) for line in [*table, list(HEADINGS)])
-    lines = []
-    for line in [list(HEADINGS), *table]:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip())
-    return "\n".join(lines)
+def terminal(headings: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal; a line that is shorter than the headings runs on past its columns."""
+    every = [headings, *table]
+    whole = [line for line in every if len(line) == len(headings)]
+    widths = [max(len(line[i]) for line in whole) for i in range(len(headings))]
+    widths[0] = max(len(line[0]) for line in every)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in every
+    )
 
 
 def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -32,8 +32,10 @@ def observed(
     world: World,
     device: torch.device,
     progress: Progress,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], int | None]]:
     """Record the training as `--memory-snapshot`, `--memory-limit` and `--profile` ask.
+
+    Yields what tells the most bytes of this rank's tensors so far: the allocator of a GPU, else a ledger; None without.
 
     An out-of-memory error gets a note of what was alive, and of the flags that would have saved some of it.
     """
@@ -58,11 +60,18 @@ def observed(
         if config.profile:
             profile = observers.enter_context(Profile(world.rank, device, record))
             phases.listeners.append(profile.phase)
+
+        def tensors() -> int | None:
+            if device.type == "cuda":
+                return torch.cuda.max_memory_allocated(device)
+            return None if recorder is None else recorder.ledger.peak_bytes
+
         try:
-            yield
+            yield tensors
         except torch.OutOfMemoryError as error:
             alive = recorder.ledger.alive() if recorder else known_state(engine, device)
             error.add_note(out_of_memory.report(alive, config, device.type, world.world_size, blocks))
+            error.add_note(out_of_memory.planning(config, device, world.world_size, run.place))
             raise
     if config.profile:
         from fsdp2.memory.page import page  # needs an extra; preflight has checked that it is there

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+
+import torch
 
 from fsdp2.config import Config
 from fsdp2.memory.ledger import Allocation, by_kind
@@ -20,6 +23,20 @@ def report(alive: Sequence[Allocation], config: Config, device: str, world_size:
     lines.append("what would have saved some of it, at that moment:")
     lines += [f"  {flag:44}about {size(saved)}" for flag, saved in found]
     return "\n".join(lines)
+
+
+def planning(config: Config, device: torch.device, world_size: int, run: str) -> str:
+    """The command that finds, by planning, flags with which the run fits, and their bytes.
+
+    This process can't: it is a rank, and a plan needs the process group for itself.
+    """
+    budget = config.memory_limit
+    if budget is None and device.type == "cuda":
+        budget = torch.cuda.get_device_properties(device).total_memory
+    flags = f"--config {shlex.quote(f'{run}/config.json')} --ranks {world_size}"
+    flags += f" --budget {budget}" if budget is not None else ""
+    named = ", with --gpu and the name of this one" if device.type == "cuda" else ""
+    return f"which flags make it fit, found by planning{named}:\n  python -m fsdp2.plan {flags}"
 
 
 def remedies(

@@ -6,19 +6,23 @@ download and no other process. Every other flag is one of `fsdp2.train`'s.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp2.checkpoint.files import publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.parser import make_parser, read_values, to_flags
 from fsdp2.options.values import checked, whole
 from fsdp2.plan import advice, report, report_time
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
+from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run import runtime
 from fsdp2.units import byte_count
 
@@ -81,7 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         found = advice.advise(short, replan)
         lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
     print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
+    if config.run_dir is not None:
+        _leave(config, report.as_json(plans, gpu, found, tokens))
     return plans
+
+
+def _leave(config: Config, plans: str) -> None:
+    """Put the plans into the run directory, for the header of the run."""
+    try:
+        files = open_files(str(config.run_dir))
+        files.mkdir("")
+        publish(files, PLAN, json.dumps({"flags": to_flags(config), **json.loads(plans)}, indent=1).encode())
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"--run-dir {config.run_dir}: can't be written ({error}); choose another, or drop it"
+        ) from None
 
 
 def token_count(value: object) -> float:

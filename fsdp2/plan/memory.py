@@ -41,6 +41,7 @@ class Memory:
         evaluation: the most in evaluation.
         on_host: bytes of parameters, gradients and optimizer state in the machine's memory.
         largest_exchange: bytes of the largest collective.
+        exchanged_bytes, exchanges: of the collectives of a step; of at most three microbatches.
         model_bytes, optimizer_bytes, average_bytes: of this rank's shards.
     """
 
@@ -49,6 +50,8 @@ class Memory:
     evaluation: Peak
     on_host: int
     largest_exchange: int
+    exchanged_bytes: int
+    exchanges: int
     model_bytes: int
     optimizer_bytes: int
     average_bytes: int
@@ -69,19 +72,20 @@ class Runs:
     times: int
 
 
-def run(config: Config, ranks: int, rank: int) -> Runs:
-    """Execute `config` as one rank of many. Raises ConfigError if the model can't be executed without values."""
+def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
+    """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
     there = depths(config)
     if there is None:
-        return Runs(execute(config, ranks, rank), None, 0)
+        return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
     whole, short, longer = there
-    one, done = (execute(config, ranks, rank, count) for count in (short, longer))
+    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
     return Runs(done, one, (whole - longer) // (longer - short))
 
 
 def plan_memory(config: Config, ranks: int, rank: int, *, offload_apart: bool = False) -> Memory:
     """What `config` needs as one rank of many. As `memory_of`, and raises what `run` does."""
-    return memory_of(config, rank, run(config, ranks, rank), offload_apart=offload_apart)
+    runs = run(config, ranks, rank, gloo=not offload_apart)
+    return memory_of(config, rank, runs, offload_apart=offload_apart)
 
 
 def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = False) -> Memory:
@@ -113,7 +117,9 @@ def _bytes(peak: Peak) -> int:
 
 
 def _sizes(done: Execution) -> dict[str, int]:
-    return {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    sent = [exchange.bytes for exchange in done.timeline.collectives if exchange.step == STEPS]
+    sizes = {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
+    return {**sizes, "exchanged_bytes": sum(sent), "exchanges": len(sent)}
 
 
 def _grown(first: Peak, second: Peak, times: int) -> Peak:

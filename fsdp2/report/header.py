@@ -11,13 +11,14 @@ from fsdp2.models import ModelSpec
 from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
+from fsdp2.report import planned
 from fsdp2.units import short, size
 
 
 def lines(
     config: Config, engine: Engine, spec: ModelSpec, world_size: int, device: torch.device, folder: Path
 ) -> list[str]:
-    """Model and parameters, ranks and mesh, precision and memory, sharding, run directory."""
+    """Model and parameters, ranks and mesh, precision and memory, what was planned, sharding, run directory."""
     model = spec.on_meta(config.model_size)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
@@ -26,12 +27,14 @@ def lines(
     if config.replicas > 1:
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
+    plan = planned.read(config, world_size)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else ""),
+        *([] if plan is None else [plan if isinstance(plan, str) else plan.line]),
         f"sharding: {engine.sharding}",
         f"run directory: {short(folder)}",
     ]

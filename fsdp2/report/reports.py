@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from fsdp2.config import Config
+from fsdp2.report import planned
 from fsdp2.report.console import Console
 from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, TensorBoard, peak_memory_bytes
+
+WARM_UP = 2  # steps that no plan is about: caches fill, and gradients get their memory
 
 
 class Reports:
@@ -23,7 +27,8 @@ class Reports:
         self, config: Config, metrics: Path, rank: int, steps_per_epoch: int, on_event: OnEvent | None
     ) -> None:
         """`metrics`: where the metrics file is, in the run directory."""
-        self.rank = rank
+        self.rank, self.config = rank, config
+        self._step_ms: list[float] = []
         self._open = ExitStack()
         self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps)
         self.metrics = MetricsFile(metrics, rank)
@@ -37,6 +42,8 @@ class Reports:
             self._listeners.append(on_event)
 
     def emit(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "train":
+            self._step_ms.append(data["step_ms"])
         for listener in self._listeners:
             listener(kind, data)
 
@@ -44,14 +51,24 @@ class Reports:
         """Bytes of the metrics file, durable when this returns; 0 on ranks that don't write it."""
         return self.metrics.position()
 
-    def end(self, data: dict[str, Any], log: StepLog) -> dict[str, Any]:
-        """Emit the `end` event: `data`, and what was measured since this was entered. Returns it."""
+    def end(
+        self, data: dict[str, Any], log: StepLog, world_size: int, tensors: Callable[[], int | None]
+    ) -> dict[str, Any]:
+        """Emit the `end` event: `data`, and what was measured since this was entered. Returns it.
+
+        If there is a plan, the console has it beside what was measured.
+
+        Args:
+            tensors: the most bytes of this rank's tensors; None if nobody has counted.
+        """
         end = {
             **data,
             "seconds": time.perf_counter() - self._started,
             "nonfinite_steps": log.nonfinite,
             "peak_memory_bytes": peak_memory_bytes(log.device),
         }
+        if self.rank == 0 and isinstance(plan := planned.read(self.config, world_size), planned.Planned):
+            self.console.lines(plan.beside(tensors(), self._step_ms[WARM_UP:]))
         self.emit("end", end)
         return end
 

@@ -80,7 +80,7 @@ def test_all_forms_of_the_result(tmp_path: Path) -> None:
     assert content["efficient"] == ["a", "b"]
     assert content["rows"][0]["step_ms"] == [99, 100, 101]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert report.terminal(FOUND).splitlines()[0].startswith("variant")
+    assert report.terminal(report.HEADINGS, report.cells(FOUND)).splitlines()[0].startswith("variant")
 
 
 def test_a_page_of_failures_alone_can_be_made(tmp_path: Path) -> None:

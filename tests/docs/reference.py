@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp2 import models
 from fsdp2.config import parser
+from tests.docs import figures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -151,6 +154,7 @@ FILES = """\
 ```text
 RUN/
   config.json                 flags and environment; --config reads the flags back, except run-dir and resume
+  plan.json                   what python -m fsdp2.plan --run-dir said, if it was asked
   metrics.jsonl               one JSON object a line
   checkpoints/step-00000120/  __0_0.distcp …, .metadata, and COMMIT.json, written last
   full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json
@@ -201,6 +205,7 @@ def run_page() -> str:
 RESULTS = {
     "A step": ("step-benchmark.md", "benchmarks/steps.py"),
     "A save": ("checkpoint-benchmark.md", "benchmarks/checkpoint.py"),
+    "Memory savers": ("savers-benchmark.md", "fsdp2.compare"),
     "Ray beside torchrun": ("ray-benchmark.md", "benchmarks/ray_cost.py"),
 }
 
@@ -236,7 +241,12 @@ def benchmarks_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"flags.md": flags_page, "run-directory.md": run_page, "benchmarks.md": benchmarks_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags_page,
+    "run-directory.md": run_page,
+    "benchmarks.md": benchmarks_page,
+    **{page: functools.partial(figures.filled, page) for page in figures.TABLES},
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

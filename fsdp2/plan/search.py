@@ -1,0 +1,197 @@
+"""Which settings are best: flags, groups and meshes, each planned, the fastest that fit first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import words_of
+from fsdp2.parallel.optimizer import FUSED
+from fsdp2.plan.plans import Plan
+
+WIDTH = 4  # settings from which the search goes on
+MOST_PLANS = 60
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A plan, and the fields of Config in which it differs from where the search began."""
+
+    changes: Changes
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """As it stands on a command line."""
+        return name_of(self.changes)
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """What settings are ranked by, least first: of those that fit the effort, of others memory."""
+        return (False, *self.effort) if self.plan.fits else (True, self.plan.bytes)
+
+    @property
+    def effort(self) -> tuple[float, ...]:
+        """The time of a step.
+
+        Where none is predicted, kinds of cost stand one after the other: slower links, computing again, microbatches,
+        bytes that a step exchanges, the number of exchanges.
+        """
+        plan = self.plan
+        time = getattr(plan, "time", None)
+        if time is not None:
+            return time.milliseconds, plan.bytes
+        return *_burden(plan.config), plan.memory.exchanged_bytes, plan.memory.exchanges, plan.bytes
+
+
+def _burden(config: Config) -> tuple[int, int, int]:
+    """What saves memory and takes time on any machine: slower links, computing again, microbatches."""
+    again = {None: 0, "op": 1, "block": 2}[config.activation_checkpointing] + (config.chunked_loss is not None)
+    return int(config.cpu_offload), again, config.grad_accumulation
+
+
+def lighter(config: Config, ways: Mapping[str, Sequence[Changes]]) -> dict[str, list[Changes]]:
+    """Of what may be varied, that which takes no more time on any machine: for a Config that fits as it is."""
+
+    def is_light(changes: Changes) -> bool:
+        there = _burden(dataclasses.replace(config, **changes))
+        return all(new <= own for new, own in zip(there, _burden(config), strict=True))
+
+    kept = {name: [one for one in options if is_light(one)] for name, options in ways.items()}
+    return {name: options for name, options in kept.items() if len(options) > 1}
+
+
+def name_of(changes: Changes) -> str:
+    """Changes as they stand on a command line."""
+    return " ".join(word for field, value in changes.items() for word in words_of(Config, field, value)) or "default"
+
+
+def choices(config: Config, ranks: int, *, gpu: bool) -> dict[str, list[Changes]]:
+    """What may be varied, and how: how a model is sharded and computed, never what it learns.
+
+    Precision and the global batch stay as they are. The flags' own values are choices too.
+
+    Args:
+        gpu: the ranks run on GPUs, whose optimizer is fused anyway, and have a memory beside them to offload to.
+    """
+    found: dict[str, list[Changes]] = {}
+
+    def vary(name: str, *values: Any) -> None:
+        found[name] = [{name: value} for value in dict.fromkeys((getattr(config, name), *values))]
+
+    if config.strategy == "fsdp2":
+        vary("replicas", *(count for count in range(1, ranks + 1) if ranks % count == 0))
+        vary("shard_granularity", 1, 2, 4, "root")
+        vary("reshard_after_forward", None, True, False)
+        vary("explicit_prefetching", None, 1, 2)
+        if gpu:
+            vary("cpu_offload", False, True)
+    if config.optimizer in FUSED and not gpu:
+        vary("fused_optimizer", None, True)
+    vary("activation_checkpointing", None, "op", "block")
+    if config.spec.kind == "language":
+        vary("chunked_loss", None, 1024)
+    if config.global_batch_size is None:
+        samples = config.batch_size * config.grad_accumulation
+        found["batch_size"] = [
+            {"batch_size": samples // parts, "grad_accumulation": parts}
+            for parts in dict.fromkeys((config.grad_accumulation, 1, 2, 4, 8, 16, 64, samples))
+            if samples % parts == 0
+        ]
+    return {name: ways for name, ways in found.items() if len(ways) > 1}
+
+
+def neighbours(config: Config, changes: Changes, ways: Mapping[str, Sequence[Changes]]) -> Iterator[dict[str, Any]]:
+    """Settings that differ in one more choice, without those that another one equals."""
+    for options in ways.values():
+        for option in options:
+            there = {**changes, **option}
+            there = {name: value for name, value in there.items() if value != getattr(config, name)}
+            if there != changes and not _senseless(config, there):
+                yield there
+
+
+def _senseless(config: Config, changes: Changes) -> bool:
+    """Whether another setting does the same: one group has nothing to prefetch, and one rank nothing to gather."""
+    own = {**vars(config), **changes}
+    alone = own["shard_granularity"] == "root"
+    touched = {"explicit_prefetching", "reshard_after_forward"} & changes.keys()
+    return alone and any(changes[name] is not None for name in touched)
+
+
+def search(
+    config: Config,
+    ways: Mapping[str, Sequence[Changes]],
+    replan: Callable[[Config, str], Plan],
+    *,
+    width: int = WIDTH,
+    most: int = MOST_PLANS,
+) -> list[Setting]:
+    """Settings that were planned, the best first.
+
+    From the best ones so far every setting with one more change is planned, until that improves nothing. With `width`
+    and `most` as large as the space, all of it is planned.
+
+    Args:
+        replan: plans a Config, whose changes it is told; ConfigError passes a setting over.
+        ways: what may be varied, as `choices` says.
+        width: from how many settings the search goes on.
+        most: plans, at most.
+
+    Raises ConfigError if the Config itself can't be planned.
+    """
+    found = [Setting({}, replan(config, "default"))]
+    seen = {name_of({})}
+    expanded: set[str] = set()
+    while fresh := [one for one in sorted(found, key=_cost)[:width] if one.name not in expanded]:
+        for one in fresh:
+            expanded.add(one.name)
+            for changes in neighbours(config, one.changes, ways):
+                name = name_of(dict(sorted(changes.items())))
+                if name in seen:
+                    continue
+                if len(seen) >= most:
+                    return sorted(found, key=_cost)
+                seen.add(name)
+                try:
+                    found.append(Setting(changes, replan(dataclasses.replace(config, **changes), name_of(changes))))
+                except ConfigError:
+                    continue
+    return sorted(found, key=_cost)
+
+
+def _cost(one: Setting) -> tuple[Any, ...]:
+    return one.cost
+
+
+def frontier(found: Sequence[Setting]) -> list[Setting]:
+    """Those that no other beats in both memory and time, the least memory first."""
+    best: list[Setting] = []
+    for one in sorted(found, key=lambda one: (one.plan.bytes, one.effort)):
+        if not best or one.effort < best[-1].effort:
+            best.append(one)
+    return best
+
+
+def varied(found: Sequence[Setting], count: int) -> list[Setting]:
+    """So many of a ranking, which between them have as many values of flags as there is room for.
+
+    The best is taken first, then the best of those that bring a value which none before has: where a prediction is
+    wrong, it is wrong about a flag.
+    """
+    chosen: list[Setting] = []
+    values: set[str] = set()
+    rest = list(found)
+    while rest and len(chosen) < count:
+        new = [one for one in rest if {f"{name} {value}" for name, value in one.changes.items()} - values]
+        one = (new or rest)[0]
+        rest.remove(one)
+        chosen.append(one)
+        values |= {f"{name} {value}" for name, value in one.changes.items()}
+    return chosen

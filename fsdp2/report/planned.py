@@ -1,0 +1,89 @@
+"""What a plan in the run directory said of this run, and what was measured beside it.
+
+`python -m fsdp2.plan … --run-dir RUN` leaves the plan there, as data: nothing here plans.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2.checkpoint.places import open_files
+from fsdp2.config import Config
+from fsdp2.options.parser import to_flags
+from fsdp2.options.settings_file import parse_json
+from fsdp2.units import size
+
+FILE = "plan.json"
+# Flags that change neither what a step holds nor how long it takes.
+FREE = {"run-dir", "resume", "resume-partial", "epochs", "max-steps", "seed", "lr", "gamma", "schedule", "warmup-steps"}
+FREE |= {"lr-floor", "checkpoint-every", "keep", "keep-every", "save-model", "inspect", "tensorboard", "memory-limit"}
+FREE |= {"memory-snapshot", "device", "threads", "timeout", "data-root", "verify", "init-from", "init-partial"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of this many ranks.
+
+    Attributes:
+        tensors: bytes of a rank's tensors at the peak.
+        step_ms: the least, the likely and the most; None if the plan has no time.
+        place: where the peak is.
+        other: flags that the plan has with other values.
+    """
+
+    tensors: int
+    step_ms: tuple[float, float, float] | None
+    place: str
+    other: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """For the header."""
+        time = "" if self.step_ms is None else f", a step in {_range(self.step_ms)}"
+        other = f" (planned with other {', '.join(self.other)})" if self.other else ""
+        return f"plan: {size(self.tensors)} of tensors a rank, in {self.place}{time}{other}"
+
+    def beside(self, tensors: int | None, step_ms: Sequence[float]) -> list[str]:
+        """For the end of a run, with what was measured on this rank; `tensors` is None where nobody counts them."""
+        if tensors is None:
+            counted = "not counted here (on a CPU --memory-snapshot or --memory-limit does)"
+        else:
+            counted = f"{size(tensors)} measured ({tensors / self.tensors - 1:+.1%})"
+        lines = [f"planned {size(self.tensors)} of tensors; {counted}"]
+        if self.step_ms is not None and step_ms:
+            measured = statistics.median(step_ms)
+            off = measured / self.step_ms[1] - 1
+            lines.append(f"planned a step in {_range(self.step_ms)}; {measured:.1f} ms measured ({off:+.1%})")
+        return lines
+
+
+def _range(step_ms: tuple[float, float, float]) -> str:
+    return f"{step_ms[1]:.1f} ms ({step_ms[0]:.1f} to {step_ms[2]:.1f})"
+
+
+def read(config: Config, world_size: int) -> Planned | str | None:
+    """The plan in a run's directory for this many ranks; what is wrong with it; None if there is none."""
+    if config.run_dir is None:
+        return None  # a new directory
+    files = open_files(config.run_dir)
+    if files.size(FILE) is None:
+        return None
+    try:
+        content: Any = parse_json(files.read(FILE))
+        plans = {one["ranks"]: one for one in content["plans"]}
+        if world_size not in plans:
+            return f"plan: {FILE} is for {', '.join(map(str, plans))} ranks; python -m fsdp2.plan --ranks {world_size}"
+        one, flags = plans[world_size], to_flags(config)
+        there = content["flags"]
+        time = one.get("time")
+        return Planned(
+            int(one["tensors"]),
+            None if time is None else tuple(float(time[name]) for name in ("low", "milliseconds", "high")),  # type: ignore[arg-type]
+            str(one["peak"]["phase"])[:80],
+            tuple(f"--{flag}" for flag, value in flags.items() if flag not in FREE and there.get(flag) != value),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"plan: {FILE} can't be read as one; python -m fsdp2.plan … --run-dir writes it again"

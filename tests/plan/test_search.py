@@ -1,0 +1,106 @@
+"""The search beside brute force, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+from typing import Any
+
+from fsdp2.config import Config, parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.plan.plans import Plan, plan
+from fsdp2.plan.search import Setting, choices, frontier, lighter, search, varied
+
+LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "replicas": [{"replicas": 1}, {"replicas": 2}],
+    "shard_granularity": [{"shard_granularity": 1}, {"shard_granularity": "root"}],
+    "activation_checkpointing": [{"activation_checkpointing": None}, {"activation_checkpointing": "block"}],
+    "batch_size": [{"batch_size": 4, "grad_accumulation": 1}, {"batch_size": 2, "grad_accumulation": 2}],
+}
+
+
+def _brute_force(config: Config, plans: dict[str, Plan]) -> list[Setting]:
+    found = {}
+    for combination in product(*WAYS.values()):
+        changes = {k: v for way in combination for k, v in way.items() if v != getattr(config, k)}
+        changed = dataclasses.replace(config, **changes)
+        found[repr(changed)] = Setting(changes, plans[repr(changed)])
+    return sorted(found.values(), key=lambda one: one.cost)
+
+
+def test_the_search_finds_what_brute_force_finds() -> None:
+    config = parse(LLAMA)
+    every = {}
+    for combination in product(*WAYS.values()):
+        changed = dataclasses.replace(config, **{k: v for way in combination for k, v in way.items()})
+        every[repr(changed)] = plan(changed, 2, None, None)
+    sizes = sorted(one.bytes for one in every.values())
+    for budget in (None, sizes[-1], sizes[len(sizes) // 2], sizes[1], sizes[0], sizes[0] - 1):
+        plans = {name: dataclasses.replace(one, budget=budget) for name, one in every.items()}
+        asked: list[str] = []
+
+        def replan(changed: Config, flags: str, plans: dict[str, Plan] = plans, asked: list[str] = asked) -> Plan:
+            asked.append(flags)
+            return plans[repr(changed)]
+
+        best = _brute_force(config, plans)
+        narrow = search(config, WAYS, replan)
+        assert narrow[0].cost == best[0].cost, budget
+        assert len(asked) == len(set(asked)) <= len(plans)
+        wide = search(config, WAYS, replan, width=1000)
+        assert [one.cost for one in wide] == [one.cost for one in best]
+        assert wide[0].plan.fits == (budget is None or budget >= sizes[0])
+
+
+def test_a_search_passes_over_what_cant_be() -> None:
+    config = parse(LLAMA)
+    base = plan(config, 2, None, None)
+
+    def replan(changed: Config, flags: str) -> Plan:
+        if changed != config:
+            raise ConfigError("--x: no")
+        return base
+
+    assert [one.changes for one in search(config, WAYS, replan)] == [{}]
+
+
+def test_choices_leave_what_is_trained_alone() -> None:
+    config = parse([*LLAMA, "--grad-accumulation=3"])
+    for ways in choices(config, 4, gpu=True).values():
+        for changes in ways:
+            there = dataclasses.replace(config, **changes)
+            assert there.global_batch(4) == config.global_batch(4)
+            assert changes.keys().isdisjoint({"lr", "mixed_precision", "optimizer", "seed", "seq_len"})
+    assert set(lighter(config, choices(config, 4, gpu=True))) == {
+        "replicas",
+        "shard_granularity",
+        "reshard_after_forward",
+        "explicit_prefetching",
+        "batch_size",
+    }
+    assert choices(config, 4, gpu=True)["replicas"] == [{"replicas": 1}, {"replicas": 2}, {"replicas": 4}]
+    assert "cpu_offload" not in choices(config, 4, gpu=False)
+    assert "chunked_loss" not in choices(parse([]), 4, gpu=True)
+    assert "batch_size" not in choices(parse(["--global-batch-size=64"]), 4, gpu=True)
+
+
+def _made_up(memory: int, time: float, **changes: Any) -> Setting:
+    class Made:
+        bytes, fits = memory, True
+
+    Made.time = type("Time", (), {"milliseconds": time})()  # type: ignore[attr-defined]
+    return Setting(changes, Made())  # type: ignore[arg-type]
+
+
+def test_the_frontier_is_what_no_other_beats() -> None:
+    small, fast, beaten = _made_up(1, 9.0), _made_up(5, 2.0), _made_up(6, 3.0)
+    assert frontier([fast, beaten, small]) == [small, fast]
+
+
+def test_candidates_have_many_values_between_them() -> None:
+    ranking = [_made_up(1, n, a=n // 4, b=n % 4) for n in range(8)]
+    chosen = varied(ranking, 5)
+    assert chosen[0] is ranking[0]
+    assert {one.changes["a"] for one in chosen} == {0, 1}
+    assert {one.changes["b"] for one in chosen} == {0, 1, 2, 3}

@@ -1,0 +1,121 @@
+"""The halving, with measures that are made up: who wins, who is out, and what is never recommended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from fsdp2.config import Config
+from fsdp2.tune.report import verdict
+from fsdp2.tune.rounds import Candidate, Measure, Record, halve, interval, is_faster
+
+CONFIG = Config()
+
+
+def candidates(count: int) -> list[Candidate]:
+    return [Candidate("default" if number == 0 else f"setting {number}", CONFIG) for number in range(count)]
+
+
+def machine(speeds: dict[str, float], *, noise: float = 0.0, seed: int = 0, calls: list[int] | None = None) -> Measure:
+    """A machine that becomes slower and faster, and on which a setting takes so many ms."""
+    chance = random.Random(seed)
+
+    def measure(there: Sequence[Candidate], steps: int) -> list[Record | None]:
+        found: list[Record | None] = []
+        if calls is not None:
+            calls.append(len(there))
+        drift = [chance.uniform(1, 3) for _ in range(steps)]
+        for one in there:
+            times = [speeds[one.name] * slow * (1 + noise * chance.gauss(0, 1)) for slow in drift]
+            found.append({"losses": [2.0, 1.0], "step_ms": times, "samples": 8, "peak_bytes": 100})
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_fastest_is_found_on_a_machine_whose_speed_drifts(together: bool) -> None:
+    tried, calls = candidates(10), list[int]()
+    speeds = {one.name: 100.0 - number for number, one in enumerate(tried)} | {"setting 4": 70.0}
+    best = halve(tried[0], tried[1:], machine(speeds, calls=calls), steps=3, together=together)
+    assert best.name == "setting 4"
+    assert is_faster(best, tried[0])
+    assert calls == [10, 5, 3] + [2] * (1 if together else 6)
+    assert "43 % more samples a second" in verdict(tried, best)[0]
+
+
+def test_noise_is_not_recommended() -> None:
+    for seed in range(5):
+        tried = candidates(10)
+        same = dict.fromkeys((one.name for one in tried), 50.0)
+        best = halve(tried[0], tried[1:], machine(same, noise=0.2, seed=seed), steps=2)
+        assert not is_faster(best, tried[0])
+        assert verdict(tried, best)[0].startswith("Keep the default")
+
+
+def test_a_setting_that_was_lucky_once_is_not_recommended() -> None:
+    default, other = tried = candidates(2)
+    other.ratios = [0.1] * 50
+    best = halve(default, [other], machine({"default": 50.0, "setting 1": 51.0}), steps=2)
+    assert best is other
+    assert not is_faster(best, default)
+    assert "Keep the default" in verdict(tried, best)[0]
+
+
+def failing(measure: Measure, name: str, change: Callable[[Candidate, Record], Record | None]) -> Measure:
+    def changed(there: Sequence[Candidate], steps: int) -> list[Record | None]:
+        pairs = zip(there, measure(there, steps), strict=True)
+        return [change(one, record) if record and one.name == name else record for one, record in pairs]
+
+    return changed
+
+
+def _out_of_memory(one: Candidate, record: Record) -> None:
+    one.failed = "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_out_of_memory, "out of memory"),
+        (lambda one, record: {**record, "losses": [2.0, 1.001]}, "trains differently: its losses are off by 1.0e-03"),
+        (lambda one, record: {**record, "losses": [2.0, float("nan")]}, "trains differently"),
+        (lambda one, record: {**record, "peak_bytes": 1001}, "takes 1.0 kB of tensors, and a rank may use 1.0 kB"),
+    ],
+)
+def test_the_fastest_is_out_if_it_cant_be_used(change: Callable[..., Record | None], why: str) -> None:
+    tried = candidates(4)
+    speeds = {"default": 50.0, "setting 1": 20.0, "setting 2": 40.0, "setting 3": 60.0}
+    measure = failing(machine(speeds), "setting 1", change)
+    best = halve(tried[0], tried[1:], measure, steps=2, budget=1000)
+    assert best.name == "setting 2"
+    assert (tried[1].failed or "").startswith(why)
+
+
+def test_a_default_that_does_not_run_is_beaten_by_what_does() -> None:
+    tried = candidates(3)
+    speeds = {"default": 1.0, "setting 1": 30.0, "setting 2": 20.0}
+    best = halve(tried[0], tried[1:], failing(machine(speeds), "default", _out_of_memory), steps=2)
+    assert best.name == "setting 2"
+    assert is_faster(best, tried[0])
+    assert verdict(tried, best)[0].endswith("The default is out.")
+
+
+def test_no_round_begins_when_the_time_is_up() -> None:
+    tried, calls = candidates(10), list[int]()
+    halve(
+        tried[0],
+        tried[1:],
+        machine(dict.fromkeys((c.name for c in tried), 50.0), calls=calls),
+        steps=2,
+        time_left=lambda: False,
+    )
+    assert calls == [10, 2]
+
+
+def test_the_interval_of_a_median_is_between_ordered_values() -> None:
+    assert interval([1.0] * 5) is None
+    assert interval([3, 1, 2, 6, 5, 4]) == (1, 6)
+    assert interval(list(range(1, 25))) == (7, 18)

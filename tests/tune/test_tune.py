@@ -1,0 +1,148 @@
+"""The search for fast flags as a user types it, and its trials on real ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.config import Config, parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import runtime
+from fsdp2.run.settings import process_settings
+from fsdp2.run.start import load_data
+from fsdp2.tune import __main__ as tune
+from fsdp2.tune import launch
+from fsdp2.tune.rounds import Candidate
+from fsdp2.tune.trial import WARM_UP, Trial
+from tests.harness import SMALL
+
+SETTINGS = ("", "--shard-granularity=root", "--reshard-after-forward=false", "--replicas=2", "--fused-optimizer")
+
+
+def _tried(*settings: str) -> list[dict[str, Any]]:
+    """Trials in turn, in this process group. In `Ranks`."""
+    configs = [parse([*SMALL, *flags.split()]) for flags in settings]
+    world, device = runtime.world(), torch.device("cpu")
+    with process_settings(configs[0]):
+        dataset = load_data(configs[0], configs[0].spec, world)
+        trials = [Trial(config, dataset, world, device, peak=True) for config in configs]
+        for _ in range(3):
+            for trial in trials:
+                trial.timed_step()
+        return [trial.found() for trial in trials]
+
+
+def test_settings_that_are_tried_in_turn_train_the_same(ranks: Any) -> None:
+    found, others = ranks.run(_tried, *SETTINGS)
+    assert found == others  # the slowest and the fullest of all ranks, so the same everywhere
+    default, *rest = found
+    assert len(default["losses"]) == WARM_UP
+    assert len(default["step_ms"]) == 3
+    for flags, one in zip(SETTINGS[1:], rest, strict=True):
+        if flags == "--fused-optimizer":  # it rounds differently
+            assert one["losses"] == pytest.approx(default["losses"], rel=1e-5)
+        else:
+            assert one["losses"] == default["losses"], flags
+    root, no_reshard, replicas, _ = rest
+    assert default["peak_bytes"] < min(root["peak_bytes"], replicas["peak_bytes"])
+    assert default["peak_bytes"] <= no_reshard["peak_bytes"]
+
+
+def launches(script: Sequence[Callable[[Path], str | None]]) -> Callable[..., str | None]:
+    """In place of torchrun: each call writes what a launch would have left, and returns what it printed."""
+    calls = iter(script)
+
+    def fake(candidates: Any, ranks: int, steps: int, together: bool, folder: Path, out: Path) -> str | None:
+        return next(calls)(out)
+
+    return fake
+
+
+def _leave(*records: dict[str, Any], printed: str | None = None) -> Callable[[Path], str | None]:
+    def leave(out: Path) -> str | None:
+        out.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return printed
+
+    return leave
+
+
+MEASURED = {"losses": [1.0], "step_ms": [1.0], "samples": 1, "peak_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("printed", "records", "why"),
+    [
+        ("exitcode  : -9 (pid: 7)", [], launch.KILLED),
+        ("x\nfsdp2: error: --x: no\n", [], "--x: no"),
+        ("torch.OutOfMemoryError\n", [{"trial": 1, "failed": "out of memory: 3", "ended": True}], "out of memory: 3"),
+    ],
+)
+def test_a_trial_that_ends_its_launch_is_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, records: list[dict[str, Any]], why: str
+) -> None:
+    monkeypatch.setattr(
+        launch,
+        "_launch",
+        launches(
+            [
+                _leave({"begun": 0}, {"begun": 1}, *records, printed=printed),
+                _leave({"begun": 0}, {"begun": 1}, {"trial": 0, **MEASURED}, {"trial": 1, **MEASURED}),
+            ]
+        ),
+    )
+    three = [Candidate(name, Config()) for name in ("default", "large", "small")]
+    found = launch.on_ranks(2, tmp_path, together=True, say=lambda text: None)(three, 1)
+    assert [record is not None for record in found] == [True, False, True]
+    assert [one.failed for one in three] == [None, why, None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--nproc 0", "--nproc 0: must be 1 or more"),
+        ("--trials 1", "--trials 1: must be 2 or more"),
+        ("--steps none", "--steps none: must be a whole number"),
+        ("--budget lots", "--budget lots: must be a number of bytes"),
+        ("--budget 1kB", "--budget: no setting is planned to fit"),
+        ("--gpu h1000", "--gpu h1000: must be one of"),
+        ("--strategy ddp", "--strategy ddp: the settings that are tried are FSDP2's"),
+        ("--replicas 3", "--replicas 3: doesn't divide the world size 2"),
+        ("--no-such", "--no-such: no such flag"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_started(
+    tmp_path: Path, flags: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any, **settings: Any) -> None:
+        raise AssertionError("a trial was started")
+
+    monkeypatch.setattr(launch.subprocess, "run", never)
+    with pytest.raises(ConfigError) as caught:
+        tune.main([*SMALL, "--plans=2", f"--out={tmp_path / 'out'}", *flags.split()])
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL, "--trials=3", "--plans=4", "--steps=2", "--test-batch-size=32", f"--out={tmp_path / 'out'}"]
+    tried = tune.main(flags)
+    printed = capfd.readouterr().out
+    assert [one.failed for one in tried] == [None] * 3
+    assert tried[0].name == "default"
+    for one in tried:  # gloo holds the largest exchange for a moment, and the plan's tensors don't have it
+        assert abs(one.peak_bytes - (one.planned_bytes or 0)) < 0.06 * one.peak_bytes
+    content = json.loads((tmp_path / "out" / "trials.json").read_text())
+    assert [one["measured"]["tensors"] for one in content["trials"]] == [one.peak_bytes for one in tried]
+    assert (tmp_path / "out" / "tuned.png").read_bytes().startswith(b"\x89PNG")
+    (told,) = [line for line in printed.splitlines() if line.startswith("train with it: ")]
+    config = parse([f"--config={tmp_path / 'out' / 'tuned.json'}", "--device=cpu"])
+    wanted = next((one for one in tried if f"Use {one.name}:" in printed), tried[0])
+    assert vars(config) == vars(wanted.config)
+    shutil.rmtree(tmp_path / "out")
+    assert str(tmp_path) in told
