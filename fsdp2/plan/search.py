@@ -44,9 +44,8 @@ class Setting:
         bytes that a step exchanges, the number of exchanges.
         """
         plan = self.plan
-        time = getattr(plan, "time", None)
-        if time is not None:
-            return time.milliseconds, plan.bytes
+        if plan.time is not None:
+            return plan.time.milliseconds, plan.bytes
         return *_burden(plan.config), plan.memory.exchanged_bytes, plan.memory.exchanges, plan.bytes
 
 
