@@ -6,6 +6,7 @@ download and no other process. Every other flag is one of `fsdp2.train`'s.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -20,14 +21,14 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import make_parser, read_values, to_flags
 from fsdp2.options.values import checked, location, whole
-from fsdp2.plan import advice, report, report_search, report_time
+from fsdp2.plan import advice, page, report, report_search, report_time
 from fsdp2.plan.device import Gpu
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
 from fsdp2.plan.search import choices, search
 from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run import runtime
-from fsdp2.units import byte_count
+from fsdp2.units import byte_count, short
 
 MOST_RANKS = 65536
 MOST_TOKENS = 1e18
@@ -45,6 +46,7 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
     own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
     own.add_argument("--search", action="store_true", help="rank settings by their time within the budget")
     own.add_argument("--out", metavar="DIR", help="where a search leaves its results (default: plans/<time>)")
+    own.add_argument("--html", metavar="FILE", help="write a page of the plans, with a quarter to four times the batch")
     own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
     return found
 
@@ -61,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         tokens = checked("--tokens", tokens, token_count)
     if budget is not None:
         limit = checked("--budget", budget, byte_count)
+    html = given.pop("html", None)
+    if html is not None:
+        html = checked("--html", html, location)
+        require("plotly", "plots", "--html")
     searching, out = given.pop("search", False), given.pop("out", None)
     config = Config(**read_values(Config, given))
     if searching:
@@ -100,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         found = advice.advise(short, replan)
         lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
     print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
+    if html is not None:
+        _draw(Path(html), plans, gpu, limit, say)
     if config.run_dir is not None:
         _leave(config, report.as_json(plans, gpu, found, tokens))
     return plans
@@ -134,6 +142,23 @@ def _search(
     data = {"ranks": ranks, "settings": report_search.as_data(found)}
     print(json.dumps(data, indent=1) if as_json else "\n".join([*report_search.lines(found), *following]))
     return [one.plan for one in found]
+
+
+def _draw(file: Path, plans: Sequence[Plan], gpu: Gpu | None, limit: int | None, say: Callable[[str], None]) -> None:
+    """Write the page, after other batch sizes were planned."""
+    every = list(plans)
+    config = plans[0].config
+    for count in (one.ranks for one in plans):
+        for size in page.batches(config):
+            if size != config.batch_size:
+                say(f"planning {count:,} ranks with --batch-size {size}")
+                every.append(plan(dataclasses.replace(config, batch_size=size), count, gpu, limit))
+    text = page.page(every, gpu, config, say)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--html {file}: can't be written ({error.strerror}); choose a place that can") from None
+    say(f"open {short(file.absolute())}")
 
 
 def _leave(config: Config, plans: str) -> None:

@@ -57,6 +57,7 @@ NOT_RUN = {
     ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
     ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 8b"): "takes minutes; run by tests/plan",
+    ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 1b"): "takes minutes; run by tests/plan",
     ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
 }
 
