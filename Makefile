@@ -15,7 +15,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
 export OMP_NUM_THREADS ?= 1
 
-# Many container images forbid Python to keep its bytecode. Each of the nine processes that Ray starts for a
+# Many container images forbid Python to keep its bytecode. Each of the processes that Ray starts for a
 # run would then compile torch again: 20 s of CPU each instead of 8.
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -52,7 +52,7 @@ class Config:
 
     model: str = option(
         "vit",
-        "which model; of transformers by its folder or name, of timm, or what a function of your own returns",
+        "a built-in model, a transformers folder or name, a timm name, or your function that returns a model",
         model_name(models.NAMES),
         metavar="|".join([*models.NAMES, "hf:DIR_OR_NAME", "timm:NAME", "MODULE:FUNCTION"]),
         section="model and data",
@@ -74,13 +74,15 @@ class Config:
     )
     text_field: str = option("text", "of text:, the field of .jsonl and .parquet that holds the text", text)
     documents: str = option(
-        "apart", "of text: and chat:, whether those in one sequence see each other", one_of("apart", "together")
+        "apart",
+        "of text: and chat:, whether documents in a sequence attend to each other",
+        one_of("apart", "together"),
     )
     data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
     seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))
 
     epochs: int = option(12, "passes over the training set", whole(1), section="steps and batches")
-    max_steps: int | None = option(None, "stop after so many optimizer steps, evaluate and commit", whole(1))
+    max_steps: int | None = option(None, "stop after this many optimizer steps, evaluate and save", whole(1))
     batch_size: int = option(64, "samples per rank and microbatch", whole(1))
     global_batch_size: int | None = option(
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
@@ -112,10 +114,10 @@ class Config:
         "how the learning rate falls: step = by --gamma after each epoch; cosine and linear = to --lr-floor at the end",
         one_of(*SCHEDULES),
     )
-    warmup_steps: int = option(0, "optimizer steps in which the learning rate rises in a line", whole(0))
-    lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a part of --lr", number(0, 1))
+    warmup_steps: int = option(0, "optimizer steps in which the learning rate rises linearly", whole(0))
+    lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a fraction of --lr", number(0, 1))
     ema: float | None = option(
-        None, "keep an average of the weights, of which each step forgets 1 - this", or_off(number(0, 0.9999999))
+        None, "keep an exponential moving average of the weights with this decay", or_off(number(0, 0.9999999))
     )
     clip_grad_norm: float | None = option(
         None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
@@ -128,24 +130,24 @@ class Config:
         one_of(*ACCUMULATION_SYNC),
     )
     freeze: tuple[str, ...] = option(
-        (), "parameters, by name pattern, that are not trained; repeatable", patterns, many=True, section="fine-tuning"
+        (), "name pattern of parameters that are not trained; repeatable", patterns, many=True, section="fine-tuning"
     )
     lora: int | None = option(
         None,
-        "rank of the adapters that are trained in place of the model's weights (extra peft)",
+        "train adapters of this rank instead of the model's weights (extra peft)",
         or_off(whole(1, 65536)),
     )
     lora_alpha: float | None = option(
-        None, "LoRA: adapters count alpha / rank times; unset = 2 x rank", number(0, 1e6, open_minimum=True)
+        None, "LoRA: adapters are scaled by alpha / rank; unset = 2 x rank", number(0, 1e6, open_minimum=True)
     )
     lora_targets: tuple[str, ...] = option(
-        (), "LoRA: linear layers, by name pattern; repeatable; unset = all in blocks", patterns, many=True
+        (), "LoRA: name pattern of linear layers; repeatable; unset = all in blocks", patterns, many=True
     )
 
     strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), section="sharding")
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
     shard_modules: tuple[str, ...] = option(
-        (), "the blocks, by name pattern, in place of those that are found; repeatable", patterns, many=True
+        (), "name pattern of the blocks, instead of finding them; repeatable", patterns, many=True
     )
     shard_granularity: int | str = option(1, "what is gathered together: N blocks, layer, or root", granularity)
     reshard_after_forward: bool | int | None = option(
@@ -163,21 +165,21 @@ class Config:
 
     bucket_mb: float | None = option(
         None,
-        "DDP, ZeRO: MiB of gradients that one exchange takes; unset = 25",
+        "DDP, ZeRO: MiB of gradients in one exchange; unset = 25",
         number(0, 2**20, open_minimum=True),
         section="baselines: DDP, FSDP1, DeepSpeed ZeRO",
     )
     fsdp1_sharding: str = option("full-shard", "FSDP1's sharding strategy", one_of(*fsdp1.SHARDING))
     min_wrap_params: int | None = option(
-        None, "FSDP1: wrap by size, from so many parameters up; unset = each block", whole(1, 10**15)
+        None, "FSDP1: wrap modules with at least this many parameters; unset = each block", whole(1, 10**15)
     )
     fsdp1_backward_prefetch: str = option(
         "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of(*fsdp1.PREFETCH)
     )
 
-    overlap_comm: bool = option(False, "ZeRO: exchange gradients while backward goes on", switch)
+    overlap_comm: bool = option(False, "ZeRO: exchange gradients during backward", switch)
     deepspeed_config: str | None = option(
-        None, "ZeRO: a DeepSpeed configuration that overrides what is made from the flags", location
+        None, "ZeRO: a DeepSpeed configuration that overrides the one made from the flags", location
     )
     nvme_offload: str | None = option(
         None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
@@ -200,7 +202,7 @@ class Config:
     )
     chunked_loss: int | None = option(
         None,
-        "never make the logits of more tokens than this at a time, and make them again in backward; bare = 1024",
+        "compute the logits of at most this many tokens at a time, and recompute them in backward; bare = 1024",
         or_off(whole(1)),
         bare=1024,
     )
@@ -216,15 +218,15 @@ class Config:
         one_of("highest", "high", "medium"),
     )
     deterministic: bool = option(
-        False, "only algorithms that give the same bits each time; an operation without one ends the run", switch
+        False, "use only deterministic algorithms; an operation without one ends the run", switch
     )
     gc_every: int = option(
-        50, "steps between garbage collections, at the same step on all ranks; 0 = whenever Python likes", whole(0)
+        50, "steps between garbage collections, at the same step on all ranks; 0 = Python decides", whole(0)
     )
 
     timeout: int | None = option(
         None,
-        "seconds that a rank waits for another in a step, from the second on; unset = 1800, as elsewhere",
+        "seconds that a rank waits for another in a step, after the first step; unset = 1800",
         whole(1, 10**6),
     )
 
@@ -236,7 +238,7 @@ class Config:
     )
     resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", resume_place)
     checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
-    keep: int = option(3, "newest checkpoints that are kept; older ones are deleted", whole(1))
+    keep: int = option(3, "number of newest checkpoints to keep; older ones are deleted", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
     async_checkpoint: Literal["wait", "skip"] | None = option(
         None,
@@ -252,20 +254,18 @@ class Config:
         "when loss or gradients are NaN or infinite: stop, skip the update (each step waits for the GPU), or continue",
         one_of("stop", "skip", "continue"),
     )
-    resume_partial: bool = option(
-        False, "of the checkpoint of --resume STEP or PATH, load only the weights that fit", switch
-    )
+    resume_partial: bool = option(False, "with --resume STEP or PATH, load only the weights that fit", switch)
     verify: str = option(
         "hash",
-        "what of a checkpoint is compared when a run resumes: each file's hash, while it is read, or its size alone",
+        "how a resume checks a checkpoint: each file's hash, while it is read, or only its size",
         one_of("hash", "size"),
     )
     init_from: str | None = option(
         None,
-        "start from the weights of a file, a folder or a run; scratch = of none, also where --model has some",
+        "start from the weights of a file, a folder or a run; scratch = ignore the weights of --model",
         location,
     )
-    init_partial: bool = option(False, "of --init-from, load only the weights that fit, and say which don't", switch)
+    init_partial: bool = option(False, "with --init-from, load only the weights that fit, and list the others", switch)
     save_model: bool | None = option(
         None,
         "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = up to 4 GB",
@@ -273,10 +273,10 @@ class Config:
     )
     dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
     inspect: bool = option(
-        False, "print and assert what is sharded, where and in which dtype", switch, section="reports"
+        False, "print and check how each parameter is sharded, and its dtypes", switch, section="reports"
     )
     memory_snapshot: bool = option(
-        False, "record what memory is allocated for; python -m fsdp2.memory RUN shows it", switch
+        False, "record each allocation with its purpose; python -m fsdp2.memory RUN shows them", switch
     )
     memory_limit: int | None = option(
         None,

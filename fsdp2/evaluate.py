@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.data.splits import IGNORED, Split
@@ -30,12 +31,7 @@ def evaluate(
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for batch in evaluation_batches(split, batch_size, world.rank, world.world_size, device):
-        outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
-        if batch.valid:
-            loss, correct = spec.scored(outputs, batch.targets)
-            sums += torch.stack([loss.double(), correct, (batch.targets != IGNORED).sum()])
+    sums = scored(forward, spec, evaluation_batches(split, batch_size, world.rank, world.world_size, device), device)
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()
@@ -43,6 +39,17 @@ def evaluate(
     if spec.kind == "language":
         result["perplexity"] = float(numpy.exp(numpy.float64(result["loss"])))
     return result
+
+
+def scored(forward: Callable[[Batch], Any], spec: ModelSpec, batches: Iterable[Batch], device: torch.device) -> Tensor:
+    """Of this rank's batches (3,) float64: the sum of losses, correct targets, and targets. A collective call."""
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        outputs = forward(batch)  # also for a placeholder: other ranks wait for this one's part
+        if batch.valid:
+            loss, correct = spec.scored(outputs, batch.targets)
+            sums += torch.stack([loss.double(), correct, (batch.targets != IGNORED).sum()])
+    return sums
 
 
 def perplexity_in_words(result: Mapping[str, Any]) -> str:

@@ -152,13 +152,15 @@ def test_a_superscript_is_no_step(tmp_path: Path) -> None:
 def test_infer_names_a_garbled_config_json(
     tmp_path: Path, content: bytes, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["infer", str(tmp_path)])
+    run = tmp_path / ("a-run-whose-path-is-longer-than-a-refusal-shows-of-a-value-" + "x" * 80)
+    run.mkdir()
+    (run / "config.json").write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["infer", str(run)])
     with pytest.raises(SystemExit) as caught:
         infer.cli()
     printed = capsys.readouterr().err
     assert (caught.value.code, printed.count("\n")) == (2, 1)
-    assert printed.startswith(f"fsdp2: error: {tmp_path}/config.json: ")
+    assert printed.startswith(f"fsdp2: error: {run}/config.json: ")
     assert part in printed
 
 

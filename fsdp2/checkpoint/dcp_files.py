@@ -81,6 +81,7 @@ class HashedRead(io.RawIOBase):
         return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into the buffer, hashing those that no earlier read has; their number."""
         at = self._file.tell()
         if at > self._hashed:
             self._hash(at)

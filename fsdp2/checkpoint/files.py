@@ -59,12 +59,14 @@ class Files(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Rename a file, replacing `target`, or a folder."""
 
-    def unlink(self, name: str) -> None: ...
+    def unlink(self, name: str) -> None:
+        """Delete a file. Raises FileNotFoundError."""
 
     def mkdir(self, name: str) -> None:
         """Make a folder and those above it, durable when it returns; it may exist."""
 
-    def rmdir(self, name: str) -> None: ...
+    def rmdir(self, name: str) -> None:
+        """Delete an empty folder."""
 
     def list(self, name: str) -> list[str]:
         """Names in a folder, sorted; none if it doesn't exist."""
@@ -115,6 +117,7 @@ class EagerFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "xb"))
 
     def write(self, data: Any) -> int:
+        """Write all of the data, and send full blocks to the disk at once."""
         count = super().write(data)
         self._unsynced += count
         if self._unsynced >= self.BYTES and (self._syncing is None or self._syncing.done()):
@@ -130,6 +133,7 @@ class EagerFile(io.BufferedWriter):
             self._syncing.result()
 
     def close(self) -> None:
+        """Send what is left to the disk and close the file; not a sync."""
         if self._thread is not None:
             self._thread.shutdown()
         super().close()

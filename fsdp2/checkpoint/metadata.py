@@ -99,6 +99,7 @@ def _is_value(entry: Any) -> bool:
 
 
 def sizes(value: Any, what: str) -> torch.Size:
+    """A shape, checked: integers from 0 up, few enough, whose product is no absurd number. Raises Refused."""
     if isinstance(value, torch.Size):
         return value  # made and checked below
     numbers = _a((tuple, list), value, what)

@@ -24,19 +24,24 @@ from torch.distributed.checkpoint.stateful import Stateful
 class Part(Protocol):
     """Anything with a state: a scheduler, a gradient scaler, a place in the data."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint saves of it."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take what `state_dict` gave, on any number of ranks."""
 
 
 class StateHolder(Protocol):
     """Whose state has to be fetched before it is read: a strategy that keeps it in another form."""
 
-    def gather_state(self) -> None: ...
+    def gather_state(self) -> None:
+        """Called before the state is read. A collective call."""
 
-    def scatter_state(self) -> None: ...
+    def scatter_state(self) -> None:
+        """Called after a checkpoint was loaded into the state."""
 
-    def release_state(self) -> None: ...
+    def release_state(self) -> None:
+        """Called when what was read from the state isn't needed any more."""
 
 
 class AppState(Stateful):

@@ -63,6 +63,7 @@ class Chat:
 
     @property
     def names(self) -> Sequence[str]:
+        """The text of each token, by its number."""
         return self._text.names
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:

@@ -46,7 +46,8 @@ class Encoder(Protocol):
     suffixes: tuple[str, ...]
 
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """The text of each token, by its number."""
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
         """The tokens of each row, (tokens,), none for one that is empty; and of `chat` a mask of them, uint8."""

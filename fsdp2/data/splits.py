@@ -27,7 +27,8 @@ class Split(Protocol):
     """
 
     @property
-    def targets_per_sample(self) -> int: ...
+    def targets_per_sample(self) -> int:
+        """Targets that a sample has at most: 1 for an image, the sequence length for language."""
 
     def __len__(self) -> int: ...
 

@@ -37,6 +37,7 @@ class Text:
 
     @property
     def names(self) -> Sequence[str]:
+        """The text of each token, by its number."""
         return self._tokenizer.names
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:

@@ -114,6 +114,8 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
+        self._reduced = 0  # bytes of the last reduce-scatter, until gloo's copy of them was seen
+        self._copy: int | None = None  # the key of that copy while it is in use
         self.phase("start", 0)
 
     # --- what it is told -----------------------------------------------------------------------------------
@@ -145,11 +147,15 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it become the operations on its local tensors, and their collectives
+        if self._copy is not None:
+            self._end_copy(args)
         result = func(*args, **(kwargs or {}))
         namespace, operation = str(func).split(".")[:2]
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._note(tensor, operation)
+                if self._reduced:
+                    self._find_copy(func, tensor)
         if namespace in ("c10d", "_c10d_functional"):
             name = exchange(operation)
             if name is not None:
@@ -165,6 +171,26 @@ class Ledger(TorchDispatchMode):
                 allocation.kind = "communication"
         largest = max(sum(tensor.numel() * tensor.element_size() for tensor in group) for group in groups)
         self.collectives.append(Collective(name, largest, self.phases[-1].step))
+        self._reduced = largest if name == "reduce-scatter" else 0
+
+    def _find_copy(self, func: Any, tensor: Tensor) -> None:
+        """gloo reduces in a copy of its input, which only a view of it shows, once the exchange is over."""
+        storage = tensor.untyped_storage()
+        new = self._live[id(storage)][1]
+        fresh = new is self.allocations[-1] and new.kind is None
+        if fresh and new.bytes == self._reduced and getattr(func, "is_view", False):
+            new.kind, self._copy, self._reduced = "communication", id(storage), 0
+
+    def _end_copy(self, args: Any) -> None:
+        """End gloo's copy at its last use.
+
+        gloo's thread drops it then. But this mode has given the copy a Python object, and to destroy that the thread
+        waits for the interpreter's lock: milliseconds, which a run without a ledger doesn't take.
+        """
+        leaves = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+        if self._copy is not None and not any(id(leaf.untyped_storage()) == self._copy for leaf in leaves):
+            self._end(self._live.pop(self._copy)[1])
+            self._copy = None
 
     def _note(self, tensor: Tensor, operation: str) -> Allocation | None:
         """The allocation behind a tensor, entered if it is new; None if it has no memory of its own."""
@@ -206,6 +232,8 @@ class Ledger(TorchDispatchMode):
         self.allocations, self.complete_from = kept + newer, newer[0].born
 
     def _freed(self, key: int) -> None:
+        if key == self._copy:
+            self._copy = None
         self._end(self._live.pop(key)[1])
 
     def _end(self, allocation: Allocation) -> None:

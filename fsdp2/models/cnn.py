@@ -33,6 +33,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, 10)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Images (N, 1, 28, 28), fp32 -> log probabilities (N, 10)."""
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
         x = self.dropout1(F.max_pool2d(x, 2))

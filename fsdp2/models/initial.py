@@ -30,14 +30,17 @@ BLOCK = 1 << 16
 
 
 def zeros(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
+    """Fill with zeros; nothing is drawn."""
     block.zero_()
 
 
 def ones(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
+    """Fill with ones; nothing is drawn."""
     block.fill_(1)
 
 
 def normal(std: float) -> Fill:
+    """Draw from a normal distribution of mean 0 and this standard deviation."""
     return lambda block, shape, generator: block.normal_(0.0, std, generator=generator)
 
 
@@ -111,6 +114,7 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def nothing(name: str) -> bool:
+    """The default of `brought`: no tensor of this name comes from elsewhere."""
     return False
 
 

@@ -69,6 +69,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, dim), any floating dtype -> the same shape and dtype; the mean of squares is taken in fp32."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
         return self.weight * wide.to(x.dtype)
@@ -86,6 +87,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.width, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x (N, T, dim); cos, sin (N or 1, 1, T, width); mask (N, 1, T, T) of bool, None = causal -> (N, T, dim)."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -105,6 +107,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(N, T, dim) -> (N, T, dim)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -119,6 +122,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """(N, T, dim) -> (N, T, dim); the other arguments are those of `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -136,6 +140,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(dim)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        """Tokens (N, T), int64 -> (N, T, dim); positions and documents, (N, T), are None for one document a row."""
         x = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
@@ -185,6 +190,7 @@ class Llama(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
+        """Tokens (N, T), int64 -> logits (N, T, vocab_size), in the parameters' dtype."""
         return self.lm_head(self.model(input_ids, position_ids, document_ids))
 
 

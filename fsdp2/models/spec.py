@@ -26,10 +26,12 @@ class Batch(Protocol):
     """
 
     @property
-    def inputs(self) -> Any: ...
+    def inputs(self) -> Any:
+        """One tensor, or tensors by the names of the forward's arguments; the first dimension is the sample."""
 
     @property
-    def targets(self) -> Tensor: ...
+    def targets(self) -> Tensor:
+        """Class numbers, int64; -100 where there is nothing to predict."""
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:

@@ -37,6 +37,7 @@ class TransformerBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(N, T, dim) -> (N, T, dim); no causal mask, as in the guide."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -51,6 +52,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(dim, vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Tokens (N, T), int64 -> logits (N, T, vocab_size)."""
         x = self.tok_embeddings(x)
         for layer in self.layers:
             x = layer(x)
@@ -75,6 +77,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits, (N, T, vocab_size), of a batch's tokens."""
     # No token sees another, so documents in one row are apart already.
     return model(batch.inputs["input_ids"] if isinstance(batch.inputs, dict) else batch.inputs)
 

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import empty_word
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.settings_file import read_table
-from fsdp2.options.values import LONGEST_NAME, checked, location, optional_switch, reshard_policy, switch
+from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +91,7 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
 
     The latter's run directory and resume point belong to that run and are left out.
     """
-    where = f"{called} {shown(place, LONGEST_NAME)}".lstrip()
+    where = f"{called} {shown(place, LONGEST_PATH)}".lstrip()
     try:
         values = read_table(place)
     except ValueError as error:

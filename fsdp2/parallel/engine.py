@@ -18,10 +18,12 @@ class Microbatch(Protocol):
     """The part of a batch that an engine looks at."""
 
     @property
-    def inputs(self) -> Any: ...
+    def inputs(self) -> Any:
+        """One tensor, or tensors by the names of the forward's arguments."""
 
     @property
-    def last(self) -> bool: ...
+    def last(self) -> bool:
+        """Whether the optimizer step follows this microbatch."""
 
 
 class Engine:

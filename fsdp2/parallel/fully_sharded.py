@@ -113,10 +113,11 @@ def outlive(module: nn.Module, _: object, output: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     whole = (parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
-    freed = {parameter.untyped_storage().data_ptr() for parameter in whole}
+    # By identity, which a storage keeps: the addresses of tensors without memory, of a plan, are all 0.
+    freed = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in whole)}
 
     def outliving(one: Tensor) -> Tensor:
-        if one.untyped_storage().data_ptr() not in freed:
+        if id(one.untyped_storage()) not in freed:
             return one
         once = one
         for dimension in range(one.dim()):

@@ -35,6 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def expected_placements(replicas: int) -> tuple[Placement, ...]:
+    """The placements that each parameter must have with this number of replicas."""
     return (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
 
 

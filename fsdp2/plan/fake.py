@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+MOST_KNOWN = 1 << 20  # elements of a tensor whose values are computed
 
 
 def fake_mode() -> Any:
@@ -52,10 +56,11 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
 
 
 class Values(TorchDispatchMode):
-    """Answers reads of single values outside of the model: no NaN, a norm of 1, nothing that has overflowed.
+    """Answers reads of single values: outside of the model no NaN, a norm of 1, nothing that has overflowed.
 
-    A model that reads values decides by them what to compute, which a plan can't know: there the read raises one of
-    `data_dependent`.
+    A model that reads values decides by them what to compute. Those that follow from no batch and no weight, such as
+    `arange(…) + 1`, are computed beside the tensors that have none, so they are answered as in a run. Any other read
+    raises one of `data_dependent`.
 
     Args:
         in_model: whether the model computes now.
@@ -65,14 +70,78 @@ class Values(TorchDispatchMode):
         super().__init__()
         self.in_model = in_model
         self._overflows: set[int] = set()
+        # Storages of values that something unknown was written into; kept, so that no other gets their number.
+        self._unknown: dict[int, Any] = {}
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether a run would have the same values here."""
+        value = getattr(tensor, "_value", None)
+        return value is not None and value.untyped_storage()._cdata not in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._overflows.add(args[1].untyped_storage()._cdata)
-        if func is torch.ops.aten._local_scalar_dense.default and not self.in_model():
-            is_false = args[0].dtype == torch.bool or args[0].untyped_storage()._cdata in self._overflows
-            return False if is_false else 1
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if self.knows(args[0]):
+                with without_fakes():
+                    return args[0]._value.item()
+            if not self.in_model():
+                is_false = args[0].dtype == torch.bool or args[0].untyped_storage()._cdata in self._overflows
+                return False if is_false else 1
+        result = func(*args, **kwargs)
+        if self.in_model():
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute the values of a result whose arguments' values are known."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        known = (
+            all(map(self.knows, given))
+            and all(tensor.numel() <= MOST_KNOWN and not isinstance(tensor, DTensor) for tensor in made)
+            and torch.Tag.nondeterministic_seeded not in func.tags
+            and not func.name().removeprefix("aten::").startswith(("empty", "new_empty"))
+            and func.namespace == "aten"
+        )
+        if not known:
+            if func._schema.is_mutable:
+                storages = [tensor._value.untyped_storage() for tensor in given if hasattr(tensor, "_value")]
+                self._unknown.update((storage._cdata, storage) for storage in storages)
+            return
+        with without_fakes():
+            values = tree_leaves(func(*tree_map(_value, args), **tree_map(_value, kwargs)))
+        for tensor, value in zip(made, (one for one in values if isinstance(one, Tensor)), strict=True):
+            tensor._value = value  # type: ignore[attr-defined]
+
+
+def _value(leaf: Any) -> Any:
+    return leaf._value if isinstance(leaf, Tensor) else leaf  # type: ignore[attr-defined]
+
+
+def without_fakes() -> Any:
+    """Inside, tensors have values again. Private, as `fake_mode` is."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def seen_by_transformers(values: Values) -> Iterator[None]:
+    """Let transformers read values that are known, and take a tensor for traced where they aren't.
+
+    It makes the mask of a causal model whenever it can't read values that allow it to do without. It asks a private
+    function of its own; tests/plan/test_transformers.py fails when that moves.
+    """
+    from transformers.utils import import_utils
+
+    original = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda tensor: original(tensor) and not values.knows(tensor)
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original
 
 
 def enter_with_memory(model: nn.Module, modes: ExitStack, *entered: Any) -> None:

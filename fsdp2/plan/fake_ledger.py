@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,9 +21,11 @@ class FakeLedger(Ledger):
     """Counts fake tensors, and names in backward the module whose gradient is computed.
 
     Attributes:
+        gloo: a reduce-scatter takes a copy of its input, as gloo's does.
         watching: writes down every operator too.
     """
 
+    gloo: bool = False
     watching: Watch = field(default_factory=Watch)
 
     steps_done = 0
@@ -56,6 +60,13 @@ class FakeLedger(Ledger):
         if new is not None:
             new.module = self.module
         return new
+
+    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+        super()._collective(name, operation, values)
+        if name == "reduce-scatter" and self.gloo:
+            tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            copy = torch.empty_like(max(tensors, key=lambda tensor: tensor.nbytes))
+            self.mark("communication", [copy])
 
     def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         super()._out_of(module, inputs, outputs)

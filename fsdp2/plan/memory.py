@@ -72,19 +72,20 @@ class Runs:
     times: int
 
 
-def run(config: Config, ranks: int, rank: int) -> Runs:
-    """Execute `config` as one rank of many. Raises ConfigError if the model can't be executed without values."""
+def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
+    """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
     there = depths(config)
     if there is None:
-        return Runs(execute(config, ranks, rank), None, 0)
+        return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
     whole, short, longer = there
-    one, done = (execute(config, ranks, rank, count) for count in (short, longer))
+    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
     return Runs(done, one, (whole - longer) // (longer - short))
 
 
 def plan_memory(config: Config, ranks: int, rank: int, *, offload_apart: bool = False) -> Memory:
     """What `config` needs as one rank of many. As `memory_of`, and raises what `run` does."""
-    return memory_of(config, rank, run(config, ranks, rank), offload_apart=offload_apart)
+    runs = run(config, ranks, rank, gloo=not offload_apart)
+    return memory_of(config, rank, runs, offload_apart=offload_apart)
 
 
 def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = False) -> Memory:

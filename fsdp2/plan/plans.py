@@ -64,7 +64,8 @@ def plan(config: Config, ranks: int, gpu: Gpu | None, budget: int | None, *, las
         raise ConfigError(f"--replicas {config.replicas}: doesn't divide --ranks {ranks}; choose a divisor")
     if gpu is not None and config.fused_optimizer is None and not config.cpu_offload:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take
-    there = {rank: run(config, ranks, rank) for rank in dict.fromkeys((0, ranks - 1 if last else 0))}
+    ordered = dict.fromkeys((0, ranks - 1 if last else 0))
+    there = {rank: run(config, ranks, rank, gloo=gpu is None) for rank in ordered}
     first, *others = (memory_of(config, rank, runs, offload_apart=gpu is not None) for rank, runs in there.items())
     fullest = max((first, *others), key=lambda memory: memory.peak.bytes)
     extra = [beside_on_cpu(fullest)] if gpu is None else terms(config, ranks, fullest.peak)

@@ -30,6 +30,7 @@ from fsdp2.config import Config
 from fsdp2.models import ModelSpec
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
+from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.lock import WriterLock
 
 
@@ -248,4 +249,4 @@ def read_config(run: RunDir) -> Config:
     try:
         return Config(**values)
     except ConfigError as error:
-        raise ConfigError(f"{shown(place)}: {error}") from None
+        raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None

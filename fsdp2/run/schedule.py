@@ -42,7 +42,7 @@ class Schedule:
 def factor(config: Config, step: int, steps_per_epoch: int) -> float:
     """What `--lr` is multiplied by when `step` optimizer steps are done.
 
-    The warm-up rises in a line and reaches 1 after `--warmup-steps`; `cosine` and `linear` fall from there to
+    The warm-up rises linearly and reaches 1 after `--warmup-steps`; `cosine` and `linear` fall from there to
     `--lr-floor` at the end of the run.
     """
     warm, floor = config.warmup_steps, config.lr_floor

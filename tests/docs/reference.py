@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp2 import models
 from fsdp2.config import parser
+from tests.docs import figures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -202,6 +205,7 @@ def run_page() -> str:
 RESULTS = {
     "A step": ("step-benchmark.md", "benchmarks/steps.py"),
     "A save": ("checkpoint-benchmark.md", "benchmarks/checkpoint.py"),
+    "Memory savers": ("savers-benchmark.md", "fsdp2.compare"),
     "Ray beside torchrun": ("ray-benchmark.md", "benchmarks/ray_cost.py"),
 }
 
@@ -237,7 +241,12 @@ def benchmarks_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"flags.md": flags_page, "run-directory.md": run_page, "benchmarks.md": benchmarks_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags_page,
+    "run-directory.md": run_page,
+    "benchmarks.md": benchmarks_page,
+    **{page: functools.partial(figures.filled, page) for page in figures.TABLES},
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -30,7 +30,7 @@ RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sb
 # Page and block, by what they begin with -> why it isn't run here.
 NOT_RUN = {
     ("docs/nodes.md", "# on each of two nodes"): "needs two machines; tests/test_signals.py runs two torchruns on one",
-    ("docs/nodes.md", "srun"): "needs SLURM; untested, as the page says",
+    ("docs/nodes.md", "sbatch"): "needs SLURM; run by tests/launchers/test_slurm.py",
     (
         "docs/own-models.md",
         "python -m fsdp2.checkpoint import checkpoint-500",

@@ -74,6 +74,7 @@ class DcpTensors:
         return {place.relative_path for index, place in self._places.items() if index.fqn in values}
 
     def close(self) -> None:
+        """Close the files."""
         self._streams.close()
 
     def read(self, name: str) -> Any:

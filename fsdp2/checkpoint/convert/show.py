@@ -189,5 +189,6 @@ def _parts(source: Source) -> dict[str, tuple[int, int]]:
 
 
 def short_repr(value: Any) -> str:
+    """`repr`, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -51,6 +51,7 @@ class Source:
 
 
 def dotted(path: TreePath) -> str:
+    """The path of a value in a tree, with dots between its parts."""
     return ".".join(map(str, path))
 
 

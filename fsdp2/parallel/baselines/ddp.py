@@ -50,6 +50,7 @@ class DDPEngine(AutocastEngine):
 
 
 def build(options: Options, start: Start) -> DDPEngine:
+    """A model with initial or loaded weights, copied to each rank by DDP. A collective call."""
     mesh = make_mesh(start.device.type, start.world_size)
     model = whole_model(options, start)
     if start.load_weights is not None:

@@ -151,6 +151,7 @@ class FSDP1Engine(Engine):
 
 
 def build(options: Options, start: Start) -> FSDP1Engine:
+    """A model wrapped by FSDP1, each unit with its initial values before it is sharded. A collective call."""
     mesh = make_mesh(start.device.type, start.world_size, options.replicas)
     model, blocks = on_meta(options, start)
     if ties_weights(model):  # a module at a time, each would get a weight of its own
@@ -173,6 +174,7 @@ def build(options: Options, start: Start) -> FSDP1Engine:
 
 
 def refusals(options: Options) -> Iterator[str]:
+    """A line for each combination of flags that FSDP1 can't honour."""
     if options.shard_granularity not in (1, "root"):
         yield (
             f"--shard-granularity {options.shard_granularity} with --strategy fsdp1: a policy of its wraps one module "
@@ -199,6 +201,7 @@ def refusals(options: Options) -> Iterator[str]:
 
 
 def on_device(options: Options, device_type: str) -> Iterator[str]:
+    """A line for each flag that FSDP1 can't honour on this device type."""
     if options.cpu_offload and device_type == "cpu":
         yield (
             "--cpu-offload with --strategy fsdp1 on the CPU: FSDP1 offloads through pinned memory, which needs a GPU's "

@@ -16,6 +16,7 @@ class NoneEngine(AutocastEngine):
 
 
 def build(options: Options, start: Start) -> NoneEngine:
+    """The plain model in one process."""
     model = whole_model(options, start)
     if start.load_weights is not None:
         start.load_weights(model)
@@ -25,6 +26,7 @@ def build(options: Options, start: Start) -> NoneEngine:
 
 
 def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
+    """A line if there is more than one process."""
     if world_size > 1:
         yield (
             f"--strategy none with {world_size} ranks: each would train a model of its own; start one process "

@@ -67,6 +67,7 @@ def choose_accelerator(device_type: str) -> None:
 
 
 def refusals(options: Options) -> Iterator[str]:
+    """A line for each combination of flags that DeepSpeed can't honour."""
     if options.compile:
         yield (
             f"--compile with --strategy {options.strategy}: DeepSpeed's hooks inside of compiled blocks break their "

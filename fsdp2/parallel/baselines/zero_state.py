@@ -107,6 +107,7 @@ class Shadow:
 
 
 def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, if it is a DTensor. A collective call for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -169,6 +170,7 @@ def in_memory(zero: Any, index: int) -> Iterator[None]:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer updates by one kernel."""
     return bool(optimizer.defaults.get("fused"))
 
 
