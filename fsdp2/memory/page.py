@@ -42,7 +42,7 @@ def page(line: Timeline, source: str) -> str:
     return themed(
         title,
         f"<p>{escape(summary)}</p><table>{kinds}</table>",
-        [_figure(line, at, most)],
+        [figure(line)],
         f"<h2>Alive at the peak</h2><div class=wide><table>{_alive(line, at)}</table></div>",
     )
 
@@ -79,14 +79,16 @@ def _row(line: Timeline, allocation: Allocation) -> dict[str, str]:
     }
 
 
-def _figure(line: Timeline, at: float, most: int) -> Any:
+def figure(line: Timeline) -> Any:
+    """Memory by kind over time, the phases below it, and the peak."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.93, 0.07], vertical_spacing=0.03)
+    at, most = line.peak()
+    drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.93, 0.07], vertical_spacing=0.03)
     curves = series(line)
     for kind, values in curves.bytes.items():
-        figure.add_trace(
+        drawn.add_trace(
             go.Scatter(
                 x=[round(t, 5) for t in curves.times],
                 y=values,
@@ -102,10 +104,10 @@ def _figure(line: Timeline, at: float, most: int) -> Any:
     stretches = [
         (phase, until) for phase, until in zip(line.phases, ends, strict=True) if phase.name in PHASES and until > 0
     ]
-    _strip(figure, go, stretches)
+    _strip(drawn, go, stretches)
     if len(stretches) <= MOST_SHADES:
         for phase, until in stretches:
-            figure.add_shape(
+            drawn.add_shape(
                 type="rect",
                 x0=phase.began,
                 x1=until,
@@ -117,7 +119,7 @@ def _figure(line: Timeline, at: float, most: int) -> Any:
                 line_width=0,
                 layer="below",
             )
-    figure.add_trace(
+    drawn.add_trace(
         go.Scatter(
             x=[at],
             y=[most],
@@ -131,15 +133,15 @@ def _figure(line: Timeline, at: float, most: int) -> Any:
         row=1,
         col=1,
     )
-    figure.update_layout(
+    drawn.update_layout(
         hovermode="x unified",
         barmode="overlay",
         legend={"traceorder": "reversed"},
     )
-    figure.update_yaxes(ticksuffix="B", tickformat=".3s", range=[0, most * 1.1], row=1, col=1)
-    figure.update_yaxes(showticklabels=False, showgrid=False, fixedrange=True, row=2, col=1)
-    figure.update_xaxes(ticksuffix=" s", row=2, col=1)
-    return figure
+    drawn.update_yaxes(ticksuffix="B", tickformat=".3s", range=[0, most * 1.1], row=1, col=1)
+    drawn.update_yaxes(showticklabels=False, showgrid=False, fixedrange=True, row=2, col=1)
+    drawn.update_xaxes(ticksuffix=" s", row=2, col=1)
+    return drawn
 
 
 def _strip(figure: Any, go: Any, stretches: list[tuple[Phase, float]]) -> None:

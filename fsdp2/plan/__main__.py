@@ -6,25 +6,29 @@ download and no other process. Every other flag is one of `fsdp2.train`'s.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp2.checkpoint.files import publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import make_parser, read_values, to_flags
-from fsdp2.options.values import checked, whole
-from fsdp2.plan import advice, report, report_time
+from fsdp2.options.values import checked, location, whole
+from fsdp2.plan import advice, page, report, report_search, report_time
+from fsdp2.plan.device import Gpu
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
+from fsdp2.plan.search import choices, search
 from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run import runtime
-from fsdp2.units import byte_count
+from fsdp2.units import byte_count, short
 
 MOST_RANKS = 65536
 MOST_TOKENS = 1e18
@@ -40,6 +44,9 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
     )
     own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
     own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
+    own.add_argument("--search", action="store_true", help="rank settings by their time within the budget")
+    own.add_argument("--out", metavar="DIR", help="where a search leaves its results (default: plans/<time>)")
+    own.add_argument("--html", metavar="FILE", help="write a page of the plans, with a quarter to four times the batch")
     own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
     return found
 
@@ -56,7 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         tokens = checked("--tokens", tokens, token_count)
     if budget is not None:
         limit = checked("--budget", budget, byte_count)
+    html = given.pop("html", None)
+    if html is not None:
+        html = checked("--html", html, location)
+        require("plotly", "plots", "--html")
+    searching, out = given.pop("search", False), given.pop("out", None)
     config = Config(**read_values(Config, given))
+    if searching:
+        _check_search(ranks, gpu)
+    elif out is not None:
+        raise ConfigError(f"--out {shown(out)}: only a search leaves results; add --search, or drop it")
     if tokens is not None and (gpu is None or gpu.speed is None or config.spec.kind != "language"):
         raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
     began = time.monotonic()
@@ -67,6 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
 
     # torch warns of things that a process without a device does.
     warnings.simplefilter("ignore")
+
+    if searching:
+        assert gpu is not None
+        folder = Path(checked("--out", out, location) if out else f"plans/{time.strftime('%Y%m%d-%H%M%S')}")
+        return _search(config, ranks[0], gpu, limit, folder, say, as_json)
     plans = []
     for count in ranks:
         say(f"planning {count:,} ranks")
@@ -85,9 +106,59 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
         found = advice.advise(short, replan)
         lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
     print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
+    if html is not None:
+        _draw(Path(html), plans, gpu, limit, say)
     if config.run_dir is not None:
         _leave(config, report.as_json(plans, gpu, found, tokens))
     return plans
+
+
+def _check_search(ranks: Sequence[int], gpu: Gpu | None) -> None:
+    """Raises ConfigError for flags with which there is nothing to rank by."""
+    if len(ranks) > 1:
+        raise ConfigError(f"--search: is for one number of ranks; choose one of --ranks {','.join(map(str, ranks))}")
+    if gpu is None or gpu.speed is None:
+        raise ConfigError(
+            "--search: ranks settings by their time, which needs a --gpu whose speed is known; give one, or measure "
+            "them with python -m fsdp2.tune"
+        )
+    require("matplotlib", "plots", "the picture of --search")
+
+
+def _search(
+    config: Config, ranks: int, gpu: Gpu, limit: int | None, out: Path, say: Callable[[str], None], as_json: bool
+) -> list[Plan]:
+    """Plans of settings, the best first, after they were printed and the best was written to a folder."""
+
+    def replan(changed: Config, flags: str) -> Plan:
+        say(f"planning {flags}")
+        return plan(changed, ranks, gpu, limit)
+
+    found = search(config, choices(config, ranks, gpu=True), replan)
+    try:
+        following = report_search.write(found, out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    data = {"ranks": ranks, "settings": report_search.as_data(found)}
+    print(json.dumps(data, indent=1) if as_json else "\n".join([*report_search.lines(found), *following]))
+    return [one.plan for one in found]
+
+
+def _draw(file: Path, plans: Sequence[Plan], gpu: Gpu | None, limit: int | None, say: Callable[[str], None]) -> None:
+    """Write the page, after other batch sizes were planned."""
+    every = list(plans)
+    config = plans[0].config
+    for count in (one.ranks for one in plans):
+        for size in page.batches(config):
+            if size != config.batch_size:
+                say(f"planning {count:,} ranks with --batch-size {size}")
+                every.append(plan(dataclasses.replace(config, batch_size=size), count, gpu, limit))
+    text = page.page(every, gpu, config, say)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--html {file}: can't be written ({error.strerror}); choose a place that can") from None
+    say(f"open {short(file.absolute())}")
 
 
 def _leave(config: Config, plans: str) -> None:

@@ -23,7 +23,7 @@ def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
     rows = [f"{'ranks':{width}}" + "".join(f"{plan.ranks:>12,}" for plan in plans)]
     for name in names:
         rows.append(f"{name:{width}}" + "".join(f"{size(column.get(name, 0)):>12}" for column in columns))
-    found = [*_heading(plans[0], gpu), "", "the fullest rank, at its peak:", *rows, ""]
+    found = [*heading(plans[0], gpu), "", "the fullest rank, at its peak:", *rows, ""]
     for plan in plans:
         found += [f"{plan.ranks:,} ranks: {line}" for line in _verdict(plan)]
     if gpu is not None:
@@ -32,7 +32,8 @@ def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
     return found
 
 
-def _heading(plan: Plan, gpu: Gpu | None) -> list[str]:
+def heading(plan: Plan, gpu: Gpu | None) -> list[str]:
+    """What was planned, and on which GPU."""
     config = plan.config
     model = config.spec.on_meta(config.model_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -77,13 +77,17 @@ class Group:
 
 @dataclass
 class Replay:
-    """Times in seconds. `exposed` is what the computation waited for exchanges, `idle` for the CPU."""
+    """Times in seconds. `exposed` is what the computation waited for exchanges, `idle` for the CPU.
+
+    `spans` are what ran when: row, name, phase, begin and end; operators of the computation in a row are one.
+    """
 
     seconds: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
     idle: float = 0.0
     groups: dict[tuple[str, str, str], Group] = field(default_factory=dict)
+    spans: list[tuple[str, str, str, float, float]] = field(default_factory=list)
 
 
 def events(
@@ -163,6 +167,13 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
         group.milliseconds += event.seconds * 1e3
         return group
 
+    def ran(row: str, name: str, end: float, seconds: float) -> None:
+        last = done.spans[-1] if done.spans else None
+        if row == COMPUTE and last and last[:3] == (row, name, phases[phase]) and end - seconds - last[4] < 1e-9:
+            done.spans[-1] = (*last[:4], end)
+        elif seconds:
+            done.spans.append((row, name, phases[phase], end - seconds, end))
+
     def wait(until: float, exchange: str, name: str) -> None:
         nonlocal compute
         ready = max(compute, cpu)
@@ -198,6 +209,7 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             done.idle += busy - compute - event.seconds
             compute = busy
             done.compute += event.seconds
+            ran(COMPUTE, name_of(event), compute, event.seconds)
             for one in (gathered, reduced):
                 if one is not None:
                     one.compute += event.seconds * 1e3
@@ -214,6 +226,7 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             name = names[brought.bytes]
             wait(end, "all-gather", name)
             gathered = counted(name, "all-gather", brought)
+            ran("all-gather", name, end, brought.seconds)
             compute += event.seconds
             done.compute += event.seconds
             if phases[phase] == BACKWARD:
@@ -229,10 +242,12 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             links[event.ranks] = reduce
             reduced = counted(name_of(event), "reduce-scatter", event)
             reducing.append((reduce, reduced.name))
+            ran("reduce-scatter", reduced.name, reduce, event.seconds)
         elif event.role == "all-reduce":
             all_reduce = max(all_reduce, reduce, cpu, links[event.ranks]) + event.seconds
             links[event.ranks] = all_reduce
             counted("all groups", "all-reduce", event)
+            ran("all-reduce", name_of(event), all_reduce, event.seconds)
         else:  # another collective, which the computation waits for
             compute = max(compute, cpu) + event.seconds
     if phase >= 0 and phases[phase] == BACKWARD:

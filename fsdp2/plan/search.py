@@ -44,9 +44,8 @@ class Setting:
         bytes that a step exchanges, the number of exchanges.
         """
         plan = self.plan
-        time = getattr(plan, "time", None)
-        if time is not None:
-            return time.milliseconds, plan.bytes
+        if plan.time is not None:
+            return plan.time.milliseconds, plan.bytes
         return *_burden(plan.config), plan.memory.exchanged_bytes, plan.memory.exchanges, plan.bytes
 
 
@@ -180,18 +179,14 @@ def frontier(found: Sequence[Setting]) -> list[Setting]:
 
 
 def varied(found: Sequence[Setting], count: int) -> list[Setting]:
-    """So many of a ranking, which between them have as many values of flags as there is room for.
+    """So many of a ranking: half of them the best change of each flag by itself, the others the best of all.
 
-    The best is taken first, then the best of those that bring a value which none before has: where a prediction is
-    wrong, it is wrong about a flag.
+    The best of all often share one flag; if the prediction is wrong about that flag, they are all wrong.
     """
-    chosen: list[Setting] = []
-    values: set[str] = set()
-    rest = list(found)
-    while rest and len(chosen) < count:
-        new = [one for one in rest if {f"{name} {value}" for name, value in one.changes.items()} - values]
-        one = (new or rest)[0]
-        rest.remove(one)
-        chosen.append(one)
-        values |= {f"{name} {value}" for name, value in one.changes.items()}
-    return chosen
+    alone: dict[frozenset[str], Setting] = {}
+    for one in found:
+        if len(one.changes) == 1 or one.changes.keys() == {"batch_size", "grad_accumulation"}:
+            alone.setdefault(frozenset(one.changes), one)
+    chosen = list(alone.values())[: (count + 1) // 2]
+    chosen += [one for one in found if one not in chosen][: count - len(chosen)]
+    return [one for one in found if one in chosen]

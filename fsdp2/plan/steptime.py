@@ -65,11 +65,11 @@ def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
 
 def _step(config: Config, ranks: int, runs: Runs, speed: Speed) -> Replay:
     """Forward and backward replayed with all blocks and microbatches, and the optimizer after them."""
-    whole = _replayed(runs, speed, config, 0)
+    whole = replayed(runs, speed, config, 0)
     more = config.grad_accumulation - 3
     if more > 0:
         # The second of three is repeated: a fourth tells what each of them adds.
-        longer = _replayed(runs, speed, config, 1)
+        longer = replayed(runs, speed, config, 1)
         whole = _added(whole, longer, whole, more)
     last = _rest(runs.longer, speed, config)
     if runs.short is not None:
@@ -96,7 +96,7 @@ def _added(base: Replay, second: Replay, first: Replay, times: int) -> Replay:
 _SUMS = ("count", "milliseconds", "compute", "exposed")
 
 
-def _replayed(runs: Runs, speed: Speed, config: Config, more: int) -> Replay:
+def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
     """Forward and backward of a step, with `more` microbatches like the second one."""
     done = runs.longer
     phases = [phase.name for phase in done.timeline.phases]

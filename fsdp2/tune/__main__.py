@@ -128,7 +128,7 @@ def _planned(
 
 
 def _candidate(config: Config, one: Setting) -> Candidate:
-    time = getattr(one.plan, "time", None)
+    time = one.plan.time
     return Candidate(
         one.name,
         dataclasses.replace(config, **one.changes),

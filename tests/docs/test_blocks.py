@@ -56,6 +56,8 @@ NOT_RUN = {
     ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
     ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
     ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
+    ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 8b"): "takes minutes; run by tests/plan",
+    ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 1b"): "takes minutes; run by tests/plan",
     ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
 }
 

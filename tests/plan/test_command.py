@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan.__main__ import main, parser
+from fsdp2.units import size
 
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
 
@@ -51,6 +53,10 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ranks=0"], "--ranks"),
         (["--ranks=2,x"], "--ranks"),
         (["--budget=much"], "--budget"),
+        (["--budget=0"], "--budget 0: must be a number of bytes"),
+        (["--search"], "--search: ranks settings by their time, which needs a --gpu whose speed is known"),
+        (["--search", "--gpu=h100", "--ranks=2,4"], "--search: is for one number of ranks"),
+        (["--out=here"], "--out here: only a search leaves results"),
         (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide --ranks 3"),
     ],
 )
@@ -85,3 +91,26 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
 
 def test_the_parser_is_a_parent() -> None:
     assert "--help" not in parser(add_help=False).format_help()
+
+
+def test_a_search_leaves_a_file_for_config_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: [{name: value} for value in values] for name, values in FEW.items()}
+    monkeypatch.setattr("fsdp2.plan.__main__.choices", lambda config, ranks, gpu: few)
+    flags = [*LLAMA, "--ranks=2", "--gpu=h100", "--search", f"--out={tmp_path / 'out'}"]
+    plans = main(flags)
+    printed = capsys.readouterr().out
+    assert "4 settings were planned, 4 fit" in printed
+    times = [one.time.milliseconds for one in plans if one.time is not None]
+    assert times == sorted(times)
+    (told,) = [line for line in printed.splitlines() if line.startswith("train with the first: ")]
+    assert parse([f"--config={told.split()[-1]}"]) == plans[0].config
+    assert (tmp_path / "out" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    main([*flags, "--budget=1kB", f"--out={tmp_path / 'none'}"])
+    least = min(plans, key=lambda one: one.bytes)
+    assert f"no setting fits in 1.0 kB: the least is {size(least.bytes)}, with " in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+FEW = {"shard_granularity": (1, "root"), "activation_checkpointing": (None, "block")}

@@ -98,9 +98,9 @@ def test_the_frontier_is_what_no_other_beats() -> None:
     assert frontier([fast, beaten, small]) == [small, fast]
 
 
-def test_candidates_have_many_values_between_them() -> None:
-    ranking = [_made_up(1, n, a=n // 4, b=n % 4) for n in range(8)]
-    chosen = varied(ranking, 5)
-    assert chosen[0] is ranking[0]
-    assert {one.changes["a"] for one in chosen} == {0, 1}
-    assert {one.changes["b"] for one in chosen} == {0, 1, 2, 3}
+def test_each_flag_is_among_the_candidates_by_itself() -> None:
+    names = ({"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 1}, {"a": 2}, {"a": 1}, {"b": 2}, {"b": 1}, {"c": 1})
+    ranking = [_made_up(1, float(number), **changes) for number, changes in enumerate(names)]
+    assert [one.changes for one in varied(ranking, 5)] == [names[0], names[1], names[3], names[5], names[7]]
+    assert varied(ranking, 1) == [ranking[3]]
+    assert varied(ranking, 99) == ranking
