@@ -129,7 +129,7 @@ def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Und
         return None
     for arg in call.args:
         named = arg.keyword is not None and arg.keyword.value == "keep_low_precision_grads"
-        if named and constant(arg.value) is not False:
+        if named and constant(arg.value) is True:  # what isn't written out is refused at run time
             return Undecided("FP04", BY_CODE["FP04"].note, arg.value, module)
     return None
 

@@ -37,6 +37,7 @@ from rewriter.symbols import CLASS
 from rewriter.taken import KEPT
 from rewriter.tracked import Tracked
 from rewriter.translate import Rewriting
+from rewriter.values import Values
 
 LIBRARY = re.compile(r"^\s*(from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
@@ -61,12 +62,14 @@ def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
     be decided: only comments are added then, so that no model is half of one kind and half of the other. And if one of
     them has options that its call doesn't say, all of them shard by a function that takes options at run time."""
-    scene, undecided = _attempt(program, frozenset())
+    calls = constructions(program, Values(program))
+    tracked = Tracked(program, Values(program), [(made.node, made.module) for made in calls])
+    trial = _scene(program, calls, tracked, frozenset())
+    helped = _helped(program, [problem for made in calls for problem in make(trial, made)])
+    scene, undecided = _attempt(program, calls, tracked, helped)
+    if more := _helped(program, undecided):
+        scene, undecided = _attempt(program, calls, tracked, helped | more)
     together = _together(program)
-    asked = {together[id(problem.module)] for problem in undecided if problem.at_run_time}
-    if asked:
-        scene, undecided = _attempt(program, frozenset(key for key, number in together.items() if number in asked))
-        together = _together(program)
     blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
     undecided = [p for p in undecided if not (p.leftover and together[id(p.module)] in blocked)]
     result = Result(undecided=undecided, account=_account(scene, undecided, together, blocked))
@@ -112,12 +115,23 @@ def _together(program: Program) -> dict[int, int]:
     return group
 
 
-def _attempt(program: Program, helped: frozenset[int]) -> tuple[Scene, list[Undecided]]:
+def _scene(program: Program, calls: list[Made], tracked: Tracked, helped: frozenset[int]) -> Scene:
+    return Scene(Rewriting(program), tracked, [(made.node, made.module) for made in calls], helped)
+
+
+def _helped(program: Program, problems: list[Undecided]) -> frozenset[int]:
+    """The files that import one another with one whose options are decided at run time."""
+    together = _together(program)
+    asked = {together[id(problem.module)] for problem in problems if problem.at_run_time}
+    return frozenset(key for key, number in together.items() if number in asked)
+
+
+def _attempt(
+    program: Program, calls: list[Made], tracked: Tracked, helped: frozenset[int]
+) -> tuple[Scene, list[Undecided]]:
     """All changes of a program, and what stopped some of them. `helped`: files that shard by options at run time."""
-    rewriting = Rewriting(program)
-    calls = constructions(program, rewriting.values)
-    tracked = Tracked(program, rewriting.values, [(made.node, made.module) for made in calls])
-    scene = Scene(rewriting, tracked, [(made.node, made.module) for made in calls], helped)
+    scene = _scene(program, calls, tracked, helped)
+    rewriting = scene.rewriting
     if not calls and (library := _by_library(program)):
         return scene, library
     undecided: list[Undecided] = []
