@@ -112,7 +112,7 @@ def row(
     with ExitStack() as changed:
         if point.get("op_keeps") == "every second":
             changed.enter_context(every_second())
-        runs = run(config, ranks, 0)
+        runs = run(config, ranks, 0, gloo=False)
     memory = memory_of(config, 0, runs, offload_apart=True)
     used = memory.peak.bytes + sum(term.bytes for term in terms(config, ranks, memory.peak))
     found = Row(point, config, gpu, runs, step_time(config, ranks, runs, gpu.speed), used)

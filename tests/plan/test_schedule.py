@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from fsdp2.plan import links
@@ -13,7 +15,7 @@ SHARDS, REPLICAS = (8, 1), (4, 8)
 NEAR = 0.01  # the CPU takes less than this to issue a case
 
 
-def _run(*phases: tuple[str, list[tuple[str, float, str]]]) -> Replay:
+def _run(*phases: tuple[str, Sequence[tuple[str, float, str]]]) -> Replay:
     """Replay phases of (role, seconds, module)."""
     done = [
         Work(role, "", int(seconds * 1000), 0, 8, "", module, number, REPLICAS if role == "all-reduce" else SHARDS)
@@ -52,7 +54,7 @@ def test_what_an_all_gather_takes_longer_than_the_computation_is_exposed() -> No
 
 def test_forward_keeps_two_buffers() -> None:
     """The third all-gather waits until the first group is copied out of its buffer, which takes 4 seconds here."""
-    blocks = [(COPY_IN, 0, "b0"), ("all-gather", 1, "b0"), (COPY_OUT, 4, "b0"), (COMPUTE, 1, "b0")]
+    blocks = [(COPY_IN, 0.0, "b0"), ("all-gather", 1.0, "b0"), (COPY_OUT, 4.0, "b0"), (COMPUTE, 1.0, "b0")]
     blocks += [*_gathered("b1", 1, 1), *_gathered("b2", 3, 1)]
     # b0: 0-1 gathered, 1-5 copied, 5-6 computed; b1 gathered 1-2, computed 6-7; b2 gathered from 5 to 8, computed 8-9.
     assert _run(("forward", blocks)).seconds == pytest.approx(9, abs=NEAR)
