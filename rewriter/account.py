@@ -6,10 +6,7 @@ twice, and the two commands can't disagree.
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import libcst as cst
 
@@ -17,10 +14,10 @@ from rewriter import imports, names
 from rewriter.edits import Undecided
 from rewriter.module import Module
 from rewriter.precision import FIELDS
-from rewriter.program import Program, module_name
+from rewriter.program import module_name
 from rewriter.scene import Scene
 from rewriter.source import Source
-from rewriter.symbols import AROUND, CONFIGS, ROWS, canonical
+from rewriter.symbols import AROUND, CONFIGS, OPTIONS, ROWS, canonical
 from rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS, Taken
 
 FIELDS_OF: dict[str, tuple[str, ...]] = {
@@ -65,6 +62,8 @@ def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
     recorded = {id(taken.node): place for place, (taken, _) in enumerate(found)}
     for module in scene.modules:
         for node, symbol in names.uses(module, scene.symbol):
+            if _settled(scene, symbol):
+                continue
             if symbol in AROUND.values():
                 if scene.calls:
                     found.append((Taken("FX02", node, module, KEPT), True))
@@ -101,9 +100,14 @@ def _entry(taken: Taken, use: bool) -> Entry:
     return Entry(module.source, *span, around, taken.code, taken.outcome, taken.why, use)
 
 
-def imported(program: Program, found: list[Entry]) -> list[Entry]:
+def _settled(scene: Scene, symbol: str) -> bool:
+    """Whether this is an option of FSDP1's in a program that shards by FSDP2, and has none of its class left."""
+    return symbol.partition(".")[0] in OPTIONS and scene.fsdp2 and not scene.calls
+
+
+def imported(scene: Scene, found: list[Entry]) -> list[Entry]:
     """Imports of FSDP1, each with the worst that becomes of what it brings."""
-    made = []
+    made, program = [], scene.rewriting.program
     for module in program.parsed:
         left = [entry for entry in found if entry.source.path == module.path and entry.outcome not in (MOVED, KEPT)]
         blocked = any(entry.outcome in (BLOCKS, WAITS) for entry in left)
@@ -119,7 +123,7 @@ def imported(program: Program, found: list[Entry]) -> list[Entry]:
                 f"{name.package}.{name.name}" if name.package and not name.package.startswith(".") else name.name
             )
             known = canonical(qualified) if not name.package.startswith(".") else None
-            if known is None or qualified in AROUND:
+            if known is None or qualified in AROUND or _settled(scene, known):
                 continue
             code = {"private": "FC06", "library": "FC21", "fairscale": "FC22"}.get(known.partition(":")[0], "FC01")
             if name.name == "default_auto_wrap_policy":
@@ -141,55 +145,3 @@ def held_back(found: list[Entry], blocked: set[str]) -> list[Entry]:
         replace(entry, outcome=WAITS) if str(entry.source.path) in blocked and entry.outcome in (MOVED, KEPT) else entry
         for entry in found
     ]
-
-
-def placed(found: list[Entry], spelled: Program, given: Program) -> list[Entry]:
-    """Entries of a program that was spelled out, at the places of the program as it is on disk. What spelling out has
-    replaced is taken by it."""
-    made = []
-    lines: dict[str, tuple[list[int], list[int], list[Any]]] = {}
-    for module in given.parsed:
-        known = spelled.known(module.path)
-        if known is None or known.text == module.text:
-            continue
-        old, new = (re.findall(r"[^\n]*\n|[^\n]+$", text) for text in (module.text, known.text))
-        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        lines[str(module.path)] = (_starts(old), _starts(new), codes)
-        changed = [(_starts(old)[i], _starts(old)[j]) for tag, i, j, _, _ in codes if tag != "equal" and j > i]
-        stays = any(entry.source.path == module.path and entry.outcome == WAITS for entry in found)
-        outcome = WAITS if stays else MOVED
-        # Dictionaries of arguments, and what is put into them: names of FSDP1 need not stand there.
-        made += [
-            Entry(module.source, start, end - 1, (start, end), "FC07", outcome, "", False) for start, end in changed
-        ]
-        for node, symbol in names.uses(module, given.symbol):
-            at = module.span(node)[0]
-            if symbol not in AROUND.values() and any(start <= at < end for start, end in changed):
-                code = names.code_of(symbol, node, module, given.symbol)
-                made.append(_entry(Taken(code, node, module, outcome), True))
-    for entry in found:
-        source = next(s for s in given.sources.values() if s.path == entry.source.path)
-        if str(entry.source.path) not in lines:
-            made.append(entry)
-            continue
-        old, new, codes = lines[str(entry.source.path)]
-        for tag, i, j, k, last in codes:
-            if not new[k] <= entry.start < max(new[last], new[k] + 1):
-                continue
-            if tag == "equal":
-                by = old[i] - new[k]
-                around = (entry.statement[0] + by, entry.statement[1] + by)
-                made.append(replace(entry, source=source, start=entry.start + by, end=entry.end + by, statement=around))
-            elif not (entry.use and entry.outcome in (MOVED, WAITS)):
-                at = old[min(i, len(old) - 2)]
-                made.append(replace(entry, source=source, start=at, end=old[j] - 1, statement=(at, old[j])))
-            break
-    return made
-
-
-def _starts(lines: list[str]) -> list[int]:
-    """Where each line starts, and where the last one ends."""
-    found = [0]
-    for line in lines:
-        found.append(found[-1] + len(line))
-    return found

@@ -9,11 +9,13 @@ import libcst as cst
 from fsdp2.migrate.row import CLASS
 from rewriter import each_parameter
 from rewriter.edits import Undecided
+from rewriter.making import pass_on
 from rewriter.module import Module
 from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
-from rewriter.symbols import AROUND, BY_CODE, ENUMS, PREFIX, ROWS
+from rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX, ROWS
 from rewriter.taken import KEPT
+from rewriter.translate import constant
 from rewriter.values import string
 
 # Asked for by name, to be shared among models.
@@ -43,13 +45,6 @@ def remove_alias(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
 
 def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
     """What there is to decide about a use that no rule has taken."""
-    head = symbol.partition(".")[0]
-    if id(node) in scene.rewriting.consumed or scene.rewriting.passed_by(node):
-        return f"what {head} says here stands in the calls of fully_shard now, and nothing reads it any more: remove it"
-    if head in ENUMS and not isinstance(module.parent(node), cst.Call):
-        return f"{head} goes with FSDP1: a string or an enumeration of your own, where it only tells cases apart"
-    if head in ("enable_wrap", "wrap"):
-        return "FSDP(module, ...) with the options of enable_wrap in place of each wrap(module), inner modules first"
     row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
     if row.code in ("FC04", "FC01") and symbol == CLASS:
         return how_it_travels(node, module)
@@ -58,8 +53,10 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
     return row.note
 
 
-def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
+def undecided(scene: Scene, known: list[Undecided], passed_on: set[int]) -> list[Undecided]:
+    """`passed_on`: reads of the class from which it goes to a call that is known."""
     problems: list[Undecided] = []
+    problem: Undecided | None
     said = {id(problem.module.statement(problem.node)) for problem in known}
     for module in scene.modules:
         edits = scene.edits(module)
@@ -72,13 +69,25 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             if (symbol == CLASS or symbol.startswith("module:")) and remove_alias(scene, module, node):
                 continue
             code = code_of(symbol, node, module, scene.symbol)
+            if symbol.partition(".")[0] in OPTIONS and (scene.calls or scene.fsdp2):
+                if (problem := refused(scene, module, node, symbol)) is not None:
+                    problems.append(problem)
+                if symbol == "default_auto_wrap_policy":  # its name before torch 1.12
+                    edits.need(f"{PACKAGE}.wrap", "size_based_auto_wrap_policy")
+                    edits.replace(module.span(node), "size_based_auto_wrap_policy")
+                    scene.take(code, node, module)
+                elif scene.calls:
+                    scene.take(code, node, module, KEPT)
+                continue
+            if id(module) in scene.helped and (id(node) in passed_on or for_wrap(scene, module, node)):
+                pass_on(scene, node, module)
+                continue
             code = "FC04" if code == "FC01" and symbol == CLASS else code
             why = _why(symbol, node, module, scene)
-            problem = Undecided(code, why, node, module, blocking=False)
-            # What wrap() makes is a part of a model, and a model is never half moved; nor is what another function, or
-            # a class derived from FSDP1's, makes of it.
-            problem.blocking = symbol.partition(".")[0] in ("enable_wrap", "wrap") or code in ("FC04", "FC05")
+            problem = Undecided(code, why, node, module, blocking=code in ("FC04", "FC05"))
+            # A model is never half moved: nor is what another function, or a class derived from FSDP1's, makes of it.
             problem.leftover = not problem.blocking
+            problem.at_run_time = id(node) in passed_on or for_wrap(scene, module, node)
             problems.append(problem)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
@@ -104,6 +113,25 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
                 if not edits.covers(text):
                     problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
+
+
+def for_wrap(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
+    """Whether the class is enable_wrap's, whose wrap() calls it."""
+    above = module.parent(node)
+    call = module.parent(above) if isinstance(above, cst.Arg) else None
+    return isinstance(call, cst.Call) and scene.symbol(call.func, module) == "enable_wrap"
+
+
+def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Undecided | None:
+    """An option that FSDP2 can't honour, wherever it is said."""
+    call = module.parent(node)
+    if symbol != "MixedPrecision" or not isinstance(call, cst.Call) or call.func is not node:
+        return None
+    for arg in call.args:
+        named = arg.keyword is not None and arg.keyword.value == "keep_low_precision_grads"
+        if named and constant(arg.value) is not False:
+            return Undecided("FP04", BY_CODE["FP04"].note, arg.value, module)
+    return None
 
 
 def _docstring(node: cst.CSTNode, module: Module) -> bool:

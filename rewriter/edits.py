@@ -26,6 +26,7 @@ class Undecided(Exception):
         self.code, self.why, self.node, self.module = code, why, node, module
         self.blocking = blocking
         self.leftover = False  # a use that no rule has taken
+        self.at_run_time = False  # options that a call doesn't say, or a class under another name
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Edits:
     def remove(self, statement: cst.CSTNode) -> None:
         """A statement with its lines; `pass` in its place where it was alone in its block."""
         start, end = self.module.line_span(statement)
-        if isinstance(statement, cst.FunctionDef):  # with the empty lines above
+        if isinstance(statement, cst.FunctionDef) or not self.module.indent(statement):  # with the empty lines above
             above = re.search(r"(?:(?<=\n)[ \t]*\r?\n)*$", self.module.text[:start])
             start -= len(above[0]) if above else 0
         if not self.has((start, end)):

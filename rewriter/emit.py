@@ -7,16 +7,11 @@ import textwrap
 
 import libcst as cst
 
-from rewriter.construct import Construction
+from rewriter.construct import Construction, Plan
 from rewriter.edits import Undecided, call
-from rewriter.placement import Plan
 from rewriter.translate import FSDP
 
 DOTTED = re.compile(r"[A-Za-z_][\w.]*")
-
-
-def keyword(name: str, text: str) -> str:
-    return f"**{text}" if name == "**" else f"{name}={text}"
 
 
 class Emission:
@@ -46,18 +41,11 @@ class Emission:
             self._simple(shape, target, given, plan)
             return
         if self.statement is None or shape == "deep" or len(self.statement.body) > 1:
-            raise Undecided(
-                "FA01",
-                "it stands where no further lines can be put: give the sharded model a name of its own first",
-                self.node,
-                self.module,
-            )
+            raise Undecided("FA01", "it stands where no further lines can be put", self.node, self.module)
         self._remark()
         lines = [] if named else [f"{model} = {given}"]
         lines += self._lines(plan, model)
-        if plan.initial:
-            lines.append(f"initialise({model}, {plan.initial})")
-        root = self._call(plan, model, {**plan.options, **plan.root})
+        root = self._call(plan, model, plan.options)
         if shape == "assign":
             lines.append(root if target == model else f"{target} = {root}")
             lines += plan.after
@@ -83,7 +71,7 @@ class Emission:
 
     def _simple(self, shape: str, target: str, given: str, plan: Plan) -> None:
         """No line but the call itself: it stays where it stands."""
-        root = self._call(plan, given, {**plan.options, **plan.root})
+        root = self._call(plan, given, plan.options)
         if shape == "assign" and target == given and not plan.replicated and self.statement is not None:
             self._remark()
             self._put(root)
@@ -120,43 +108,23 @@ class Emission:
         if plan.replicated:
             return call("DistributedDataParallel", [model, *(f"{k}={v}" for k, v in options.items())])
         self.edits.need(FSDP, "fully_shard")
-        order = ("**", "mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
-        return call("fully_shard", [model, *(keyword(name, options[name]) for name in order if name in options)])
+        order = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
+        return call("fully_shard", [model, *(f"{name}={options[name]}" for name in order if name in options)])
 
     def _lines(self, plan: Plan, model: str) -> list[str]:
         lines = list(plan.before)
-        groups = bool(plan.condition or plan.chosen_by or plan.norms)
-        for name, text in list(plan.options.items()):
-            if groups and not re.fullmatch(r"[\w.]+", text):
-                fresh = self.made._fresh(name)
-                lines.append(f"{fresh} = {text}")
-                plan.options[name] = fresh
-        var = self.made.variable
-        beside = f"{var} not in {plan.ignored} and " if plan.ignored else ""
-        if beside and " or " in plan.condition:
-            plan.condition = f"({plan.condition})"
-        if plan.norms:
-            options = {k: v for k, v in plan.options.items() if k not in ("mp_policy",)} | {"mp_policy": plan.norms}
-            lines.append(
-                f"for {var} in list({model}.modules()):  # FSDP1 left batch norm in full precision\n"
-                f"    if {beside}isinstance({var}, torch.nn.modules.batchnorm._BatchNorm):\n"
-                + textwrap.indent(self._initialised(plan, var, options), "        ")
-            )
-        inner = {**plan.options, **plan.inner}
-        if plan.chosen_by:
-            shard = call(plan.chosen_by, [*plan.choose, *(keyword(name, text) for name, text in inner.items())])
-            guard = f"if {plan.optional} is not None:\n" if plan.optional else ""
-            lines.append(guard + textwrap.indent(shard, "    " * bool(guard)))
+        for name, text in plan.options.items():
+            if (plan.condition or plan.least) and not re.fullmatch(r"[\w.]+", text):
+                plan.options[name] = self.made.fresh(name)
+                lines.append(f"{plan.options[name]} = {text}")
+        if plan.least:
+            self.edits.need(FSDP, "fully_shard")
+            options = [f"{name}={text}" for name, text in {**plan.options, **plan.inner}.items()]
+            lines.append(call("shard_by_size", [model, plan.least, *options]))
         elif plan.condition:
-            # Which is initialised first decides which random numbers it gets.
-            order = f"inner_first({model})" if plan.initial else f"reversed(list({model}.modules())[1:])"
+            shard = self._call(plan, self.made.variable, {**plan.options, **plan.inner})
             lines.append(
-                f"for {var} in {order}:\n"
-                f"    if {beside}{plan.condition}:\n" + textwrap.indent(self._initialised(plan, var, inner), "        ")
+                f"for {self.made.variable} in reversed(list({model}.modules())[1:]):\n"
+                f"    if {plan.condition}:\n" + textwrap.indent(shard, "        ")
             )
         return lines
-
-    def _initialised(self, plan: Plan, module: str, options: dict[str, str]) -> str:
-        """The call, behind that of the helper that gives the group its initial values, if there is one."""
-        sharded = self._call(plan, module, options)
-        return f"initialise({module}, {plan.initial})\n{sharded}" if plan.initial else sharded

@@ -41,8 +41,4 @@ HELPERS = {
     **{name: text for name, text in SOURCES.items() if "__" not in name},
     "no_sync or DDP": SOURCES["no_sync__or_ddp"],
     "full_params, own dtype": SOURCES["full_params__own_dtype"],
-    "shard_by_size first": SOURCES["shard_by_size"],
-    "shard_by_policy first": SOURCES["shard_by_policy"],
-    "initialise alike": SOURCES["initialise"],
-    "sharding_options, mesh": SOURCES["sharding_options"],
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import libcst as cst
 from fsdp2.checkpoint.refusal import printable
 from rewriter import (
     account,
+    beside,
     beyond,
     cleared,
     each_parameter,
@@ -21,24 +21,15 @@ from rewriter import (
     methods,
     names,
     optimizers,
-    partials,
-    policies,
-    precision,
     sharded_reads,
     spawn,
-    spreads,
     statedicts,
-    strategies,
-    unpacked,
 )
 from rewriter.account import Entry
-from rewriter.bindings import Leaf
-from rewriter.construct import Construction
+from rewriter.construct import meta_calls
 from rewriter.edits import Edits, Undecided
-from rewriter.emit import Emission
-from rewriter.given import Given
-from rewriter.module import Module, last_name
-from rewriter.placement import meta_calls
+from rewriter.making import Made, constructions, make, make_at_run_time
+from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.scene import Scene
 from rewriter.source import Source
@@ -46,7 +37,6 @@ from rewriter.symbols import CLASS
 from rewriter.taken import KEPT
 from rewriter.tracked import Tracked
 from rewriter.translate import Rewriting
-from rewriter.values import Values
 
 LIBRARY = re.compile(r"^\s*(from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
@@ -67,75 +57,45 @@ class Result:
     account: list[Entry] = field(default_factory=list)
 
 
-def constructions(program: Program, values: Values) -> list[tuple[cst.Call, Module, Leaf | None]]:
-    """Every call of FSDP1's class, and of a partial of it, inner ones first."""
-    found: list[tuple[cst.Call, Module, Leaf | None]] = []
-    held = names.holders(program)
-    for module in program.relevant():
-        for node in module.all(cst.Call):
-            if program.symbol(node.func, module) == CLASS:
-                found.append((node, module, None))
-            elif last_name(node) in held and isinstance(node.func, (cst.Name, cst.Attribute)):
-                presets = [leaf for leaf in _called(values, node.func, module) if leaf.kind in ("partial", "symbol")]
-                ours = [leaf for leaf in presets if leaf.symbol == CLASS]
-                if ours:
-                    found.append((node, module, ours[0] if ours[0].kind == "partial" else None))
-    return sorted(found, key=lambda item: item[1].span(item[0])[1] - item[1].span(item[0])[0])
-
-
-def _called(values: Values, node: cst.Name | cst.Attribute, module: Module) -> list[Leaf]:
-    """What a called name may be, where that is worth asking: functions and classes aren't FSDP1's class."""
-    if isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-        return []
-    return values.leaves(node, module)
-
-
 def rewrite(program: Program) -> Result:
     """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
-    be decided: only comments are added then, so that no model is half of one kind and half of the other."""
-    spelled = program
-    for step in (unpacked, spreads, partials):
-        if made := step.spelled_out(spelled):
-            spelled = Program([made.get(path, source) for path, source in spelled.sources.items()], spelled)
-    if spelled is not program:
-        result = _rewrite(spelled, program)
-        if not any(problem.blocking for problem in result.undecided):
-            return result
-    return _rewrite(program, program)
-
-
-def _rewrite(program: Program, given: Program) -> Result:
-    """`given`: the program as it is on disk, from which the differences are shown."""
-    scene, undecided = _attempt(program)
-    rewriting = scene.rewriting
+    be decided: only comments are added then, so that no model is half of one kind and half of the other. And if one of
+    them has options that its call doesn't say, all of them shard by a function that takes options at run time."""
+    scene, undecided = _attempt(program, frozenset())
     together = _together(program)
+    asked = {together[id(problem.module)] for problem in undecided if problem.at_run_time}
+    if asked:
+        scene, undecided = _attempt(program, frozenset(key for key, number in together.items() if number in asked))
+        together = _together(program)
     blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
     undecided = [p for p in undecided if not (p.leftover and together[id(p.module)] in blocked)]
-    result = Result(undecided=undecided, account=_account(scene, undecided, together, blocked, given))
+    result = Result(undecided=undecided, account=_account(scene, undecided, together, blocked))
     exported = _exported(program)
+    added: dict[Path, Rewritten] = {}
     for module in program.parsed:
         stays = together[id(module)] in blocked
-        edits = Edits(module) if stays else rewriting.edits(module)
+        edits = Edits(module) if stays else scene.edits(module)
         marks.put(edits, [problem for problem in undecided if problem.module is module])
         if stays and not edits.changed:
             continue
         path = module.path.resolve()
         lost = [] if stays else [name.bound for name in imports.imported(module) if _lost(program, module, name)]
-        made = _finished(edits, given.sources[path], exported.get(path, set()), lost, tidy=not stays)
+        made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
         if made is not None:
             result.files.append(made)
+            if any(package.endswith(beside.NAME) for package in edits.needs) and not beside.at(module).exists():
+                source = beside.source(module)
+                shown = diff(source.path, "", beside.text())
+                added[source.path.resolve()] = Rewritten(source, beside.text().encode(), shown)
+    result.files += added.values()
     return result
 
 
-def _account(
-    scene: Scene, undecided: list[Undecided], together: dict[int, int], blocked: set[int], given: Program
-) -> list[Entry]:
+def _account(scene: Scene, undecided: list[Undecided], together: dict[int, int], blocked: set[int]) -> list[Entry]:
     program = scene.rewriting.program
     found = account.entries(scene, undecided)
     found = account.held_back(found, {str(m.path) for m in program.parsed if together[id(m)] in blocked})
-    if program is not given:
-        found = account.placed(found, program, given)
-    return found + account.imported(given, found)
+    return found + account.imported(scene, found)
 
 
 def _together(program: Program) -> dict[int, int]:
@@ -152,60 +112,36 @@ def _together(program: Program) -> dict[int, int]:
     return group
 
 
-def _attempt(program: Program) -> tuple[Scene, list[Undecided]]:
-    """All changes of a program, and what stopped some of them."""
+def _attempt(program: Program, helped: frozenset[int]) -> tuple[Scene, list[Undecided]]:
+    """All changes of a program, and what stopped some of them. `helped`: files that shard by options at run time."""
     rewriting = Rewriting(program)
     calls = constructions(program, rewriting.values)
-    tracked = Tracked(program, rewriting.values, [(node, module) for node, module, _ in calls])
-    scene = Scene(rewriting, tracked, [(node, module) for node, module, _ in calls])
+    tracked = Tracked(program, rewriting.values, [(made.node, made.module) for made in calls])
+    scene = Scene(rewriting, tracked, [(made.node, made.module) for made in calls], helped)
     if not calls and (library := _by_library(program)):
         return scene, library
     undecided: list[Undecided] = []
-    rewriting.by_name = strategies.at_run_time(rewriting, _strategies(rewriting, calls))
     for step in (methods.move, statedicts.move):
         undecided += step(scene)
-    strategies.move(scene)
-    for node, module, preset in calls:
-        try:
-            called = {}
-            for name, made, where in scene.entries(node, module):
-                called[name] = scene.maybe_without(node, module, name)
-                scene.take("FC16", made, where)
-            Emission(Construction(rewriting, node, module, preset), called).emit()
-            if preset is not None:
-                rewriting.take("FA01", node.func, module)
-                rewriting.drop(node.func, module)
-        except Undecided as problem:
-            undecided.append(problem)
+    for made in calls:
+        undecided += (make_at_run_time if id(made.module) in helped else make)(scene, made)
     undecided += optimizers.move(scene)
-    strategies.move_kinds(scene)
     if calls:
-        precision.move_unread(rewriting)
         for module in program.parsed:
-            for made in meta_calls(module):
-                scene.take("FC20", made, module, KEPT)
+            for meta in meta_calls(module):
+                scene.take("FC20", meta, module, KEPT)
     sharded_reads.move(scene)
     each_parameter.move(scene)
     cleared.move(scene)
-    undecided += rewriting.unaccounted()
     rewriting.remove_unread()
-    policies.move(scene)
     spawn.move(scene)
-    undecided += beyond.undecided(scene, undecided)
+    undecided += beyond.undecided(scene, undecided, _passed_on(calls))
     return scene, _unique(undecided)
 
 
-def _strategies(
-    rewriting: Rewriting, calls: list[tuple[cst.Call, Module, Leaf | None]]
-) -> list[tuple[cst.BaseExpression, Module]]:
-    """The sharding_strategy of each call that has one, as far as its arguments are known."""
-    found = []
-    probe = Rewriting(rewriting.program)  # nothing is changed yet
-    for node, module, preset in calls:
-        with contextlib.suppress(Undecided):  # which the call itself raises again
-            given = Given(probe, node, module, preset).args.get("sharding_strategy")
-            found += [] if given is None else [(given, module)]
-    return found
+def _passed_on(calls: list[Made]) -> set[int]:
+    """Reads of FSDP1's class from which it goes to a call that is known."""
+    return {node for made in calls for node in made.through}
 
 
 def _by_library(program: Program) -> list[Undecided]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Scene:
     rewriting: Rewriting
     tracked: Tracked
     calls: list[tuple[cst.Call, Module]]
+    helped: frozenset[int] = frozenset()  # files that shard by options at run time
 
     @property
     def values(self) -> Values:
@@ -54,29 +56,25 @@ class Scene:
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
         return self.tracked.is_model(node, module)
 
-    @property
+    @functools.cached_property
     def ddp(self) -> bool:
-        """Whether the program also makes DDP models."""
-        return any(
-            name.endswith("DistributedDataParallel")
-            for module in self.modules
-            if "DistributedDataParallel" in module.text or "DDP(" in module.text
-            for call in module.all(cst.Call)
-            for name, _ in module.qualified(call.func)
-        )
+        """Whether the program may also make DDP models."""
+        return any(re.search(r"DistributedDataParallel|\bDDP\b", module.text) for module in self.modules)
 
-    @property
+    @functools.cached_property
     def lowered(self) -> bool:
-        """Whether some model computes in another dtype than its parameters have."""
-        for call, _module in self.calls:
-            for arg in call.args:
-                if arg.star or (
-                    arg.keyword is not None
-                    and arg.keyword.value == "mixed_precision"
-                    and constant(arg.value) is not None
-                ):
-                    return True
-        return False
+        """Whether some model may compute in another dtype than its parameters have."""
+        if self.helped:
+            return any("MixedPrecision" in module.text for module in self.modules)
+        given = [(arg.keyword, arg.value) for call, _ in self.calls for arg in call.args]
+        named = [value for name, value in given if name is not None and name.value == "mixed_precision"]
+        return any(constant(value) is not None for value in named)
+
+    @functools.cached_property
+    def fsdp2(self) -> bool:
+        """Whether the program shards by FSDP2 already, to which FSDP1's options are only values."""
+        words = re.compile(r"fully_shard\b|FSDPModule|fsdp1_options")
+        return any(words.search(source.text) for source in self.rewriting.program.sources.values())
 
     def static_calls(self, module: Module) -> Iterator[tuple[cst.Call, str]]:
         """Calls of FSDP1's static methods: FSDP.name(model, …), or model.name(model, …)."""

@@ -171,14 +171,14 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file at once, keeping its permissions. Through a link, what it points to is replaced.
+    """Replace a file at once, keeping its permissions, or make one. Through a link, what it points to is replaced.
 
     Raises ConfigError; the file is then as it was.
     """
     target = Path(os.path.realpath(path))
     temporary = ""
     try:
-        mode = target.stat().st_mode & 0o7777
+        mode = target.stat().st_mode & 0o7777 if target.exists() else 0o644
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=target.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)

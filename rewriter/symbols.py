@@ -45,13 +45,11 @@ POLICIES = (
     "_or_policy",
     "_module_wrap_policy",
 )
+# What only says something, and stays torch's where FSDP1's class goes.
+OPTIONS = {*ENUMS, *CONFIGS, *POLICIES, "MixedPrecision", "CPUOffload"}
 KNOWN = {
     CLASS,
-    *ENUMS,
-    *CONFIGS,
-    "MixedPrecision",
-    "CPUOffload",
-    *POLICIES,
+    *OPTIONS,
     "ShardedGradScaler",
     "FlatParameter",
 }
@@ -132,9 +130,3 @@ def row_of(name: str) -> Row | None:
     if head == CLASS and member:
         return ROWS.get(f"{CLASS}.{member.partition('.')[0]}()")
     return None
-
-
-def name_or(name: str, enum: str, other: str) -> str:
-    """A name that is given at run time where the enumeration has it, and something else where it hasn't."""
-    listed = ", ".join(f'"{member}"' for member in MEMBERS[enum])
-    return f"{name} if {name} in ({listed}) else {other}"

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_PAGES = 25  # of the site, notes apart: who looks for an answer reads a list of them
+MOST_LINES = 120  # of the README
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -63,6 +64,10 @@ def test_a_page_reads_the_same_on_the_site(page: Path) -> None:
     assert not lists, f"an empty line is missing before the list: {lists}"
 
 
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= MOST_LINES
+
+
 def _listed(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
@@ -86,6 +91,16 @@ def test_the_site_builds_without_a_link_that_leads_nowhere_or_to_a_network(tmp_p
         fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="?(https?:[^" >]*)', page.read_text())
         fetched += re.findall(r'<link[^>]* href="?(https?:[^" >]*)', page.read_text())
         assert not fetched, page
+
+
+def test_pages_and_help_avoid_the_words_that_our_style_avoids() -> None:
+    """docs/contributing.md, "How we write"."""
+    avoided = re.compile(r"\b(?:anew|shall|otherwise|(?:is|are) said)\b")
+    texts = {page.relative_to(ROOT).as_posix(): _without_code(page.read_text()) for page in PAGES}
+    texts["docs/contributing.md"] = texts["docs/contributing.md"].replace('"anew" and "shall"', "")
+    texts["--help"] = " ".join(action.help or "" for action in parser()._actions)
+    found = {name: [line for line in text.splitlines() if avoided.search(line)] for name, text in texts.items()}
+    assert not {name: lines for name, lines in found.items() if lines and "migration" not in name}
 
 
 @pytest.mark.parametrize("notebook", ["tutorial.ipynb", "deepspeed_tutorial.ipynb"])

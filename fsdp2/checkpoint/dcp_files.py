@@ -1,5 +1,8 @@
 """DCP's storage writer and reader on top of our `Files`: every byte is hashed while it is written, and every
-file operation goes through the object that fault tests replace."""
+file operation goes through the object that fault tests replace.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Full state dicts by the DCP API: torch gathers, offloads and broadcasts.
 
 `full_dtensor.py` has the same functions by the DTensor API; both write the same files.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 from __future__ import annotations

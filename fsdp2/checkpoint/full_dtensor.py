@@ -1,6 +1,8 @@
 """Full state dicts by the DTensor API: gather each sharded tensor, or cut each full one.
 
 `full_dcp.py` has the same functions by the DCP API; both write the same files.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
 from __future__ import annotations

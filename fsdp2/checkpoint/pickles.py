@@ -3,6 +3,8 @@
 Python's own unpickler, restricted or not, hands out real classes, and a pickle's BUILD sets attributes of what it is
 given: that changes this process. It also allocates what a number in the file says. This one knows the few opcodes that
 today's writers emit, touches nothing but what it made itself, and takes memory in proportion to the file's size.
+
+Source: https://docs.python.org/3/library/pickletools.html
 """
 
 from __future__ import annotations

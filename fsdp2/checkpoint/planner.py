@@ -1,4 +1,7 @@
-"""Reading a checkpoint with DCP, strictly: all of it into all of the targets, or an error that lists names."""
+"""Reading a checkpoint with DCP, strictly: all of it into all of the targets, or an error that lists names.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saving as a collective operation: at once, or in the background with one save in flight."""
+"""Saving as a collective operation: at once, or in the background with one save in flight.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 from __future__ import annotations
 

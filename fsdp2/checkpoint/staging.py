@@ -3,6 +3,8 @@
 Parameters and optimizer state change in `optimizer.step()` and nowhere else. So they need not be copied before
 training goes on, but only before that: the copy runs beside the next forward and backward, and a hook on the
 optimizer waits for it. Everything else (buffers, counters, random state) is copied at once.
+
+Source: https://pytorch.org/blog/reducing-checkpointing-times/
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ IN_CODE = rows(
         "FullyShardedDataParallel as a value",
         "fully_shard",
         DECIDE,
-        "Passed on to something else, which calls it with FSDP1's arguments or asks for instances of it.",
+        "Passed on to something that calls it with FSDP1's arguments or asks for instances of it. Where `rewrite` sees "
+        "the call, ShardedLikeFSDP1 takes its place.",
     ),
     (
         "subclass of FullyShardedDataParallel",
@@ -43,7 +44,8 @@ IN_CODE = rows(
         "arguments that can't be followed",
         "fully_shard's own arguments",
         DECIDE,
-        "What is passed is made somewhere that this program doesn't see, or differently on different paths.",
+        "`rewrite` leaves them as they are: the call becomes shard_like_fsdp1, which reads them at run time. Once you "
+        "know what they are, write them into a call of fully_shard.",
     ),
     (
         "model.module, model._fsdp_wrapped_module",

@@ -1,4 +1,7 @@
-"""Activation checkpointing: keep a block's input, and compute the rest again in backward."""
+"""Activation checkpointing: keep a block's input, and compute the rest again in backward.
+
+Source: https://arxiv.org/abs/1604.06174; for single operators https://arxiv.org/abs/2205.05198
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The device mesh: which ranks shard a model among them, and which hold copies of the same shard."""
+"""The device mesh: which ranks shard a model among them, and which hold copies of the same shard.
+
+Source: https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
+"""
 
 from __future__ import annotations
 

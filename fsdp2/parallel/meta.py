@@ -1,4 +1,7 @@
-"""From `meta` to memory: allocate a model, and check that every tensor of it got its initial value."""
+"""From `meta` to memory: allocate a model, and check that every tensor of it got its initial value.
+
+Source: https://docs.pytorch.org/docs/stable/meta.html
+"""
 
 from __future__ import annotations
 

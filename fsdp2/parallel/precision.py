@@ -2,6 +2,8 @@
 
 FSDP casts parameters when it all-gathers them, so activations are stored in the low dtype and the sharded
 parameters that the optimizer updates stay fp32.
+
+Source: https://arxiv.org/abs/1710.03740
 """
 
 from __future__ import annotations

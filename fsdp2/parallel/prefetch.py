@@ -3,6 +3,8 @@
 FSDP2 prefetches implicitly: while group i computes on the GPU, the CPU has already issued the all-gather
 of group i+1. That fails to overlap when the CPU is the slower one; then groups can be told to issue those
 of their successors as well, for the memory of that many more unsharded groups.
+
+Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2.config import Config
@@ -22,17 +22,19 @@ class Advice:
     singly: flag and the bytes that it saves by itself, in the order of what they cost.
     together: flags that make the plan fit, or of all those that save something if none do.
     plan: with `together`.
+    costs: milliseconds for each sample of a rank that a flag of `singly` adds by itself, where time is planned.
     """
 
     singly: list[tuple[str, int]]
     together: list[str]
     plan: Plan
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 def changes(config: Config) -> Iterator[Change]:
-    """Flags that save memory, those first that cost least: bytes on the wire, computing again, slower links, rounding.
+    """Flags that save memory, those first that cost least by their kind: bytes on the wire, computing again, rounding.
 
-    Which cost more is known of their kind and not measured; what they save is planned.
+    Where time is planned, `advise` puts them into the order of what they cost.
     """
     if config.strategy == "fsdp2" and config.reshard_after_forward is not True:
         yield "--reshard-after-forward true", {"reshard_after_forward": True}
@@ -62,16 +64,18 @@ def changes(config: Config) -> Iterator[Change]:
 def advise(base: Plan, replan: Replan) -> Advice:
     """What makes a plan fit that doesn't.
 
-    Flags are added in the order of `changes` for as long as the plan doesn't fit, and those taken back without which it
-    fits as well.
+    Flags are added in the order of the time that they cost for as long as the plan doesn't fit, and those taken back
+    without which it fits as well. Without times the order is that of `changes`.
     """
-    singly: list[tuple[str, int]] = []
-    useful: list[Change] = []
+    found: list[tuple[Change, Plan]] = []
     for change in changes(base.config):
         there = _try(base.config, [change], replan)
         if there is not None and there.bytes < base.bytes:
-            singly.append((change[0], base.bytes - there.bytes))
-            useful.append(change)
+            found.append((change, there))
+    costs = {change[0]: cost(base, there) for change, there in found if there.time is not None}
+    found.sort(key=lambda one: costs.get(one[0][0], 0.0))
+    singly = [(change[0], base.bytes - there.bytes) for change, there in found]
+    useful = [change for change, _ in found]
     together: list[Change] = []
     best = base
     for change in useful:
@@ -88,7 +92,14 @@ def advise(base: Plan, replan: Replan) -> Advice:
             there = _try(base.config, fewer, replan)
             if there is not None and there.fits:
                 together, best = fewer, there
-    return Advice(singly, [name for name, _ in together], best)
+    return Advice(singly, [name for name, _ in together], best, costs)
+
+
+def cost(base: Plan, there: Plan) -> float:
+    """Milliseconds of a rank that a sample takes more in one plan than in another."""
+    assert base.time is not None
+    assert there.time is not None
+    return 1e3 * base.ranks * (1 / there.time.samples_per_second - 1 / base.time.samples_per_second)
 
 
 def _try(config: Config, together: Sequence[Change], replan: Replan) -> Plan | None:
@@ -105,13 +116,13 @@ def _try(config: Config, together: Sequence[Change], replan: Replan) -> Plan | N
 def lines(advice: Advice, base: Plan) -> list[str]:
     """For the terminal."""
     assert base.budget is not None
-    found = [f"  {flag:44}{size(saved):>10} less" for flag, saved in advice.singly]
+    found = [f"  {flag:44}{size(saved):>10} less{_cost(advice, flag, base)}" for flag, saved in advice.singly]
     flags = " ".join(advice.together)
     if advice.plan.fits:
         return [
             "alone, each flag would save (those first that cost least):",
             *found,
-            f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}",
+            f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}{_pace(advice.plan, base)}",
         ]
     least = f", with {flags}" if flags else " as it is"
     return [
@@ -119,3 +130,17 @@ def lines(advice: Advice, base: Plan) -> list[str]:
         f"no setting fits in {size(base.budget)}: the least is {size(advice.plan.bytes)}{least}; use more ranks, a "
         "shorter --seq-len or a GPU with more memory",
     ]
+
+
+def _cost(advice: Advice, flag: str, base: Plan) -> str:
+    if flag not in advice.costs or base.time is None:
+        return ""
+    part = advice.costs[flag] * base.time.samples_per_second / base.ranks / 1e3
+    return f", {advice.costs[flag]:+,.1f} ms a sample ({part:+.0%})"
+
+
+def _pace(plan: Plan, base: Plan) -> str:
+    if plan.time is None or base.time is None:
+        return ""
+    part = plan.time.samples_per_second / base.time.samples_per_second - 1
+    return f", {plan.time.samples_per_second:.2g} samples/s ({part:+.0%})"

@@ -97,5 +97,5 @@ def beside_on_cpu(memory: Memory) -> Term:
     return Term(
         "gloo's buffers",
         memory.largest_exchange,
-        "the largest exchange: gloo's thread gives its tensors back at its own time; docs/plan-accuracy.md",
+        "the largest exchange: a bound for the copies that gloo makes out of every ledger's sight",
     )

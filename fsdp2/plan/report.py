@@ -105,5 +105,10 @@ def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None, token
 
     content: dict[str, Any] = {"gpu": None if gpu is None else dataclasses.asdict(gpu), "plans": [*map(entry, plans)]}
     if advice is not None:
-        content["advice"] = {"singly": dict(advice.singly), "flags": advice.together, "plan": entry(advice.plan)}
+        content["advice"] = {
+            "singly": dict(advice.singly),
+            "ms_a_sample": advice.costs,
+            "flags": advice.together,
+            "plan": entry(advice.plan),
+        }
     return json.dumps(content, indent=1)

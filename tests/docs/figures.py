@@ -18,13 +18,13 @@ STEP, SAVERS, SAVE, RAY = (f"{name}-benchmark.md" for name in ("step", "savers",
 Row = dict[str, str]
 
 
-def results(name: str, first: str) -> dict[str, Row]:
-    """Of the page's first table that has a row of that name: row -> column -> text."""
+def results(name: str, first: str, column: str = "") -> dict[str, Row]:
+    """Of the page's first table that has a row of that name, and that column: row -> column -> text."""
     text = (NOTES / name).read_text()
     for found in re.findall(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", text, re.MULTILINE):
         head, _, *lines = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in found.splitlines())
         rows = {line[0].removesuffix(" *"): dict(zip(head, line, strict=True)) for line in lines}
-        if first in rows:
+        if first in rows and (not column or column in head):
             return rows
     raise KeyError(f"{name} has no row {first}")
 
@@ -84,18 +84,25 @@ def groups() -> str:
 
 def savers() -> str:
     """Memory and collectives of FSDP2 with each saver."""
-    found = results(SAVERS, "fsdp2 bf16")
+    memory, exchanged = results(SAVERS, "fsdp2 bf16"), results(SAVERS, "fsdp2 bf16", column="all-gather")
     flags = {
         "fsdp2": "none",
         "fsdp2 no-reshard": "`--reshard-after-forward false`",
         "fsdp2 reshard": "`--reshard-after-forward true`",
+        "fsdp2 root": "`--shard-granularity root`",
         "fsdp2 bf16": "`--mixed-precision bf16`",
         "fsdp2 fp16": "`--mixed-precision fp16`",
         "fsdp2 recompute": "`--activation-checkpointing`",
         "fsdp2 all": "fp16, offload and resharding of the root together",
     }
-    columns = ["at the peak", "activations", "gathered parameters", "all-gather", "reduce-scatter"]
-    return table(["flag", *columns], [[label, *(found[row][name] for name in columns)] for row, label in flags.items()])
+    of_memory, of_exchange = ("at the peak", "activations", "gathered parameters"), ("all-gather", "reduce-scatter")
+    return table(
+        ["flag", *of_memory, *of_exchange],
+        [
+            [label, *(memory[row][name] for name in of_memory), *(exchanged[row][name] for name in of_exchange)]
+            for row, label in flags.items()
+        ],
+    )
 
 
 def saves() -> str:

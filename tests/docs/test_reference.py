@@ -115,6 +115,21 @@ def test_each_figure_of_a_page_is_one_of_a_page_of_results_or_of_the_log() -> No
             assert not alone, f"{page.name}: {alone}"
 
 
+def test_counts_of_architectures_are_those_of_their_table() -> None:
+    rows = re.findall(
+        r"^\| (\w+).* \| \d+ \| (\d+) \| (\d+) \(.*?\) \| (\d+) \|$", (DOCS / "models.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 6
+    page = " ".join((DOCS / "own-models.md").read_text().split())
+    for _, train, passed, _ in rows:
+        assert f"{passed} of {train} " in page
+    unequal = [int(passed) - int(equal) for _, _, passed, equal in rows]
+    assert f"bit-equal except for {sum(unequal)} models, {unequal[2]} of them sequence to sequence" in page
+    trained, right = (sum(int(row[column]) for row in rows[:5]) for column in (1, 2))
+    timm = f"{rows[5][2]} of {rows[5][1]} of timm"
+    assert f"{right} of {trained} of transformers, {timm}" in (ROOT / "README.md").read_text()
+
+
 def test_pages_begin_with_what_one_needs() -> None:
     """A heading, and then a command, a table or an answer within the first screen of forty lines."""
     for page in reference.DOCS.glob("*.md"):

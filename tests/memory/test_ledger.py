@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2.memory.ledger import Ledger, MemoryLimitReached
@@ -215,3 +217,21 @@ def test_collectives_have_names_and_bytes(ranks: Ranks) -> None:
         for flags in ("--strategy=fsdp1 --fsdp1-sharding=shard-grad-op", "--reshard-after-forward=false")
     ]
     assert gathered[0] == pytest.approx(gathered[1], rel=0.05)
+
+
+def _copies() -> list[tuple[int, str | None, bool]]:
+    exchanged, whole = torch.empty(1000), torch.ones(2000)
+    with Ledger() as ledger:
+        for _ in range(20):
+            dist.reduce_scatter_tensor(exchanged, whole)
+            exchanged.add_(1)
+    copies = [one for one in ledger.allocations if one.operation == "split"]
+    # Each has ended with the operation after its exchange, and not when gloo's thread got the interpreter's lock.
+    overlap = [a.died is None or a.died > b.born for a, b in itertools.pairwise(copies)]
+    alive = [one for one in ledger.allocations if one.died is None and one.operation == "split"]
+    return [(one.bytes, one.kind, late) for one, late in zip(copies, [*overlap, bool(alive)], strict=True)]
+
+
+def test_gloos_copy_of_a_reduce_scatter_ends_at_its_last_use(ranks: Ranks) -> None:
+    for found in ranks.run(_copies):
+        assert found == [(8000, "communication", False)] * 20

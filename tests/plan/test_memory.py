@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import Config, parse
-from fsdp2.memory.timeline import load
 from fsdp2.plan import memory
 from fsdp2.plan.memory import Memory, plan_memory
 from fsdp2.plan.plans import plan
 from tests.harness import Ranks, main_in_ranks
+from tests.plan.taken import taken
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens"
 DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens"
@@ -45,18 +45,7 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str)
     line = f"{flags} --threads=1 --device=cpu --no-save-model --max-steps=3 --memory-snapshot"
     ranks.run(main_in_ranks, [*line.split(), f"--run-dir={tmp_path}"])
     for rank in range(2):
-        assert _taken(tmp_path, rank) == _planned(flags, rank=rank).peak.bytes
-
-
-def _taken(run: Path, rank: int) -> int:
-    """The most of a run's steps and evaluation, by its ledger."""
-    line = load((run / f"rank{rank}_memory_timeline.json.gz").read_bytes())
-    most = total = 0
-    for when, change, _ in line.changes():
-        total += change
-        if line.phase_at(when).name not in ("checkpoint", "between"):
-            most = max(most, total)
-    return most
+        assert taken(tmp_path, rank) == _planned(flags, rank=rank).peak.bytes
 
 
 def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +56,18 @@ def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyP
     assert short == _planned(flags, ranks=64)
 
 
-def test_what_is_planned_of_another_rank_is_never_more_than_of_the_first() -> None:
-    first, last = (_planned(LLAMA, ranks=7, rank=rank) for rank in (0, 6))
-    assert first.model_bytes > last.model_bytes
-    assert first.peak.bytes >= last.peak.bytes
+@pytest.mark.parametrize("flags", [LLAMA, f"{CNN} --global-batch-size=15 --grad-accumulation=2"])
+def test_no_rank_takes_more_than_the_first(flags: str) -> None:
+    first, *others = (_planned(flags, ranks=7, rank=rank) for rank in range(7))
+    assert first.model_bytes > others[-1].model_bytes
+    for other in others:
+        assert first.peak.bytes >= other.peak.bytes
+        assert first.evaluation.bytes >= other.evaluation.bytes
+
+
+def test_padding_takes_more_of_a_small_model_on_more_ranks() -> None:
+    few, many = (_planned("--model=vit --batch-size=2 --test-batch-size=2", ranks=count) for count in (64, 1024))
+    assert many.peak.bytes > few.peak.bytes
 
 
 def test_more_ranks_take_less_until_padding_is_all_that_is_left() -> None:

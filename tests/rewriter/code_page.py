@@ -25,9 +25,13 @@ python -m fsdp2.migrate rewrite train.py policies/         # what would change, 
 python -m fsdp2.migrate rewrite --write train.py policies/
 ```
 
-- **Give all files of a program together.** Policies, precision and models are followed through imports, arguments,
-  dictionaries, partials and classes from one file to the other. What comes from a file that wasn't given can't be
-  decided.
+- **Give all files of a program together.** FSDP1's class and the models that it makes are followed from one file to the
+  other: through imports, arguments, dictionaries, partials, attributes and functions.
+- **Options need not be written in the call.** A call that says all its options becomes `fully_shard` and plain lines.
+  Where one of a program's calls takes options from elsewhere (`**options`, a configuration, a strategy by name, a
+  policy of your own), all its calls become `shard_like_fsdp1`, which takes FSDP1's own option objects at run time: the
+  options stay as they are. It stands in `fsdp1_options.py`, a file that is put beside the program and needs torch
+  alone. An option that FSDP2 can't honour is refused there when the model is sharded, in one line.
 - `check` prints the account that `rewrite` applies: each use once, as *moved*, *works as it is*, *to decide*, *to
   decide first* (a constructor: its program stays until then) or *waits for a decision*. Decisions stand first, then a
   line for each file's imports; `--all` lists the rest. Its exit status is 1 while anything is left to do, that of
@@ -37,7 +41,7 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 - `rewrite` leaves what it isn't certain of, and writes a comment above it: `# fsdp2: CODE what there is to decide`. If
   that is a constructor's call, nothing else is changed in the files that belong together: a model is never half moved.
   Change what the comment says, and run it again. Running it twice changes nothing more.
-- The result is plain torch: `fully_shard`, `FSDPModule`, `torch.distributed.checkpoint.state_dict`. Nothing in it
+- The result needs torch alone: `fully_shard`, `FSDPModule`, `torch.distributed.checkpoint.state_dict`. Nothing in it
   imports this package. A few helpers (`no_sync`, `shard_by_size`) are written into the file.
 - Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
   layout, encoding, line endings and permissions stay. Files are replaced whole or not at all.

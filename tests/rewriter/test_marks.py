@@ -14,15 +14,6 @@ HEAD = (
 )
 
 
-def test_only_a_gpu_is_made_the_current_device(tmp_path: Path) -> None:
-    """device_id made a GPU the current one; which device a setting is may be known at run time alone."""
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + "def made(net, settings):\n    return FSDP(net, device_id=settings.device)\n")
-    assert run("rewrite", "--write", path) == 0
-    made = path.read_text()
-    assert 'if torch.device(settings.device).type == "cuda":\n        torch.cuda.set_device(settings.device)' in made
-
-
 @pytest.mark.parametrize(
     ("program", "code", "kept"),
     [
@@ -77,21 +68,8 @@ def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code:
         "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
         # Who reads FSDP1's inner parts would find none.
         "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
-        # Something else changes the options.
-        "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
-        # Somebody else gets them too.
-        "def made(net):\n    options = {}\n    options.update(use_orig_params=True)\n"
-        "    return FSDP(net, **options), options\n",
-        # They are loaded with what the precision is.
-        "from torch.distributed.fsdp import MixedPrecision\n\n\ndef made(settings):\n"
-        "    return FSDP(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(**settings))\n",
-        # A function that returns options has another caller.
-        "def options(low):\n    made = {'use_orig_params': low}\n    return made\n\n\nprint(options(True))\n\n\n"
-        "def made(net):\n    return FSDP(net, **options(False))\n",
-        # One unit has arguments of its own.
-        "from torch.distributed.fsdp.wrap import enable_wrap, wrap\n\n\nclass Net(torch.nn.Module):\n"
-        "    def __init__(self):\n        self.one = wrap(torch.nn.Linear(2, 2), use_orig_params=False)\n\n\n"
-        "def made():\n    with enable_wrap(wrapper_cls=FSDP):\n        return wrap(Net())\n",
+        # A class of its own has a constructor of its own.
+        "class Mine(FSDP):\n    pass\n\n\ndef made(net):\n    return Mine(net), FSDP(net)\n",
     ],
 )
 def test_a_program_is_never_moved_by_half(tmp_path: Path, program: str) -> None:
@@ -101,6 +79,39 @@ def test_a_program_is_never_moved_by_half(tmp_path: Path, program: str) -> None:
     lines = [line for line in path.read_text().splitlines(keepends=True) if not line.lstrip().startswith("# fsdp2:")]
     assert "".join(lines) == HEAD + program
     assert len(path.read_text()) > len(HEAD + program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Something else changes the options.
+        "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
+        # Somebody else gets them too.
+        "def made(net):\n    options = {}\n    options.update(use_orig_params=True)\n"
+        "    return FSDP(net, **options), options\n",
+        # They are loaded with what the precision is.
+        "from torch.distributed.fsdp import MixedPrecision\n\n\ndef made(settings):\n"
+        "    return FSDP(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(**settings))\n",
+        # The device is known at run time alone, and may be made of itself.
+        "def made(model, device):\n    device = torch.device(device)\n    return FSDP(model, device_id=device)\n\n\n"
+        "made(torch.nn.Linear(2, 2), torch.device('cpu'))\n",
+        # A function that returns options has another caller.
+        "def options(low):\n    made = {'use_orig_params': low}\n    return made\n\n\nprint(options(True))\n\n\n"
+        "def made(net):\n    return FSDP(net, **options(False))\n",
+        # One unit has arguments of its own.
+        "from torch.distributed.fsdp.wrap import enable_wrap, wrap\n\n\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        self.one = wrap(torch.nn.Linear(2, 2), use_orig_params=False)\n\n\n"
+        "def made():\n    with enable_wrap(wrapper_cls=FSDP):\n        return wrap(Net())\n",
+    ],
+)
+def test_options_that_are_said_elsewhere_stay_there(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + program)
+    assert run("rewrite", "--write", path) == 0
+    made = path.read_text()
+    assert "from fsdp1_options import" in made
+    assert "FSDP(" not in made
+    assert run("check", tmp_path) == 0
 
 
 def test_a_branch_for_other_models_stays(tmp_path: Path) -> None:
@@ -119,31 +130,6 @@ def test_a_branch_for_other_models_stays(tmp_path: Path) -> None:
     made = path.read_text()
     assert "get_model_state_dict(model" in made
     assert "        return model.state_dict(), optimizer.state_dict()\n" in made
-
-
-def test_what_a_configuration_is_given_elsewhere_counts(tmp_path: Path) -> None:
-    """Of which class it is where the model is made, nobody says; its field has one name in all the program."""
-    path = tmp_path / "script.py"
-    path.write_text(
-        HEAD + "from dataclasses import dataclass\nfrom torch.distributed.fsdp import MixedPrecision\n\n\n"
-        "@dataclass\nclass Config:\n    low_precision: MixedPrecision | None = None\n\n\n"
-        "KNOWN = {'bf16': Config(low_precision=MixedPrecision(param_dtype=torch.bfloat16))}\n\n\n"
-        "def made(model, config):\n    return FSDP(model, mixed_precision=config.low_precision)\n"
-    )
-    assert run("rewrite", "--write", path) == 0
-    text = path.read_text()
-    assert "low_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16" in text
-    assert "mp_policy=config.low_precision or MixedPrecisionPolicy()" in text
-
-
-def test_a_device_that_is_made_of_itself(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(
-        HEAD + "\n\ndef made(model, device):\n    device = torch.device(device)\n"
-        "    return FSDP(model, device_id=device)\n\n\nmade(torch.nn.Linear(2, 2), torch.device('cpu'))\n"
-    )
-    assert run("rewrite", "--write", path) == 0
-    assert "fully_shard(model" in path.read_text()
 
 
 def test_a_file_that_only_passes_a_model_on_is_moved_with_the_rest(tmp_path: Path) -> None:

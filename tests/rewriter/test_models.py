@@ -126,23 +126,19 @@ def test_decay_by_dimension_is_found_in_the_models_own_method(tmp_path: Path) ->
     assert "return self.layer(x)" in text
 
 
-def test_kinds_become_names_but_where_a_call_that_is_left_sets_one(tmp_path: Path) -> None:
+def test_kinds_stay_what_they_are(tmp_path: Path) -> None:
     text, _, asked = _rewritten(tmp_path, KINDS)
     assert asked == ["FD03"]
-    assert 'kind = "FULL_STATE_DICT"' in text
-    assert 'if kind == "LOCAL_STATE_DICT":' in text
+    assert "kind = StateDictType.FULL_STATE_DICT" in text
     assert "with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):" in text
-    assert 'if kind != "SHARDED_STATE_DICT":' in text
+    assert "if kind is not StateDictType.SHARDED_STATE_DICT:" in text
 
 
-def test_one_helper_for_a_call_with_a_mesh_and_one_without(tmp_path: Path) -> None:
+def test_where_one_call_needs_run_time_all_have_it(tmp_path: Path) -> None:
     text, _, asked = _rewritten(tmp_path, STRATEGIES)
     assert asked == []
-    assert text.count("def sharding_options(strategy, device_type, mesh=None):") == 1
-    assert 'name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")' in text
-
-
-def test_a_precision_that_two_calls_need_in_two_ways_is_asked(tmp_path: Path) -> None:
+    assert text.count("= shard_like_fsdp1(") == 2
     text, _, asked = _rewritten(tmp_path, PRECISIONS)
-    assert "FP05" in asked
-    assert "fully_shard" not in text.replace("fully_shard, ", "")
+    assert asked == []
+    assert text.count("= shard_like_fsdp1(") == 2
+    assert "fully_shard" not in text

@@ -74,32 +74,31 @@ MOVED = {
         f'{MADE}context = getattr(model, "no_sync")\n',
         "context = functools.partial(no_sync, model)",
     ),
+    "dictionary": (f'{FSDP}KINDS = {{"fsdp": FSDP}}\nmodel = KINDS[kind](net)\n', '{"fsdp": ShardedLikeFSDP1}'),
+    "dictionary, got": (f"{FSDP}KINDS = dict(fsdp=FSDP)\nmodel = KINDS.get(kind)(net)\n", "fsdp=ShardedLikeFSDP1"),
+    "list": (f"{FSDP}for wrapper in [FSDP, print]:\n    wrapper(net)\n", "in [ShardedLikeFSDP1, print]:"),
+    "attribute of a class": (
+        f"{FSDP}class Strategy:\n    wrapper = FSDP\n    def make(self, net):\n        model = self.wrapper(net)\n"
+        "        model.clip_grad_norm_(1.0)\n",
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    ),
+    "default": (f"{FSDP}def made(net, wrapper=FSDP):\n    return wrapper(net)\n", "wrapper=ShardedLikeFSDP1"),
+    "returned, called": (f"{FSDP}def kind():\n    return FSDP\nmodel = kind()(net)\n", "return ShardedLikeFSDP1"),
+    "chosen": (f"{FSDP}Wrapper = FSDP if sharded else print\nWrapper(net)\n", "= ShardedLikeFSDP1 if sharded"),
     "asked for": (f'{MADE}print(hasattr(model, "clip_grad_norm_"))\n', "print(isinstance(model, FSDPModule))"),
 }
 
 # The program, the code of the mark, a part of what it says, and whether it stops the move.
 MARKED = {
-    "dictionary": (f'{FSDP}KINDS = {{"fsdp": FSDP}}\nmodel = KINDS[kind](net)\n', "FC04", "a dictionary holds", True),
-    "list": (f"{FSDP}for wrapper in [FSDP, print]:\n    wrapper(net)\n", "FC04", "a list or a tuple holds", True),
-    "attribute of a class": (
-        f"{FSDP}class Strategy:\n    wrapper = FSDP\n    def make(self, net):\n        return self.wrapper(net)\n",
-        "FC04",
-        "wrapper holds the class",
-        True,
-    ),
     "field": (
         f"from dataclasses import dataclass\n{FSDP}@dataclass\nclass Config:\n    wrapper: type = FSDP\n",
         "FC04",
         "a field holds",
         True,
     ),
-    "default": (
-        f"{FSDP}def made(net, wrapper=FSDP):\n    return wrapper(net)\n", "FC04", "default of a parameter", True,
-    ),
     "argument": (f"{FSDP}build(FSDP, net)\n", "FC04", "build in line 2 gets the class", True),
     "returned": (f"{FSDP}def wrapper():\n    return FSDP\n", "FC04", "a function returns the class", True),
     "subclass": (f"{FSDP}class Mine(FSDP):\n    pass\nmodel = Mine(net)\n", "FC05", "", True),
-    "chosen": (f"{FSDP}Wrapper = FSDP if sharded else print\nWrapper(net)\n", "FC04", "as a condition says", True),
     "method of a part": (f"{MADE}model.layers[0].clip_grad_norm_(1.0)\n", "FM13", "", False),
     "other method by name": (f'{MADE}clip = getattr(model, "clip_grad_norm_")\n', "FM13", "", False),
     "method by name of anything": (f'{MADE}clip = getattr(other, "no_sync", None)\n', "FM12", "", False),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from rewriter import beside
 from rewriter.check import account, load
 from rewriter.rewrite import rewrite
 from rewriter.symbols import BY_CODE
@@ -43,9 +46,9 @@ def test_what_becomes_of_it(rule: Path) -> None:
     assert account(load([str(rule / "out.py")])[0]) == []
 
 
-def both(rules: list[Path]) -> dict[str, list[Any]]:
-    """What the two programs of each rule give on this rank."""
-    with fsdp1_broadcasts_on_a_cpu():
+def both(rules: list[Path], folder: Path) -> dict[str, list[Any]]:
+    """What the two programs of each rule give on this rank. `folder`: where the file is that they get beside them."""
+    with fsdp1_broadcasts_on_a_cpu(), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         return {
             rule.name: [
                 runpy.run_path(str(rule / name))["main"]()
@@ -56,19 +59,13 @@ def both(rules: list[Path]) -> dict[str, list[Any]]:
         }
 
 
-def test_both_give_the_same_losses(ranks: Ranks) -> None:
-    for results in ranks.run(both, RULES, ranks=2, timeout=280):
+def test_both_give_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / f"{beside.NAME}.py").write_text(beside.text())
+    for results in ranks.run(both, RULES, tmp_path, ranks=2, timeout=280):
         assert len(results) == len(RULES)
         for name, (before, *after) in results.items():
             assert len(before) >= 3, name
             assert after == ([before] if name not in NOT_BEFORE else []), name
-
-
-def test_a_name_that_is_no_strategys_is_refused() -> None:
-    """ShardingStrategy[name] refused it; the string that takes its place mustn't pass for another strategy."""
-    program = runpy.run_path(str(RULES_FOLDER / "FA03-FS03-strategy-by-name" / "out.py"))
-    with pytest.raises(ValueError, match="'FULL_SHRAD' isn't one of FSDP1's strategies"):
-        program["sharding_options"]("FULL_SHRAD", "cpu")
 
 
 def test_every_code_has_a_pair_or_a_reason() -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -35,7 +36,10 @@ def printed(pairs: list[tuple[str, str]], port: int) -> dict[str, str]:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + offset))
             output = io.StringIO()
             arguments, sys.argv = sys.argv, [path]
-            with contextlib.redirect_stdout(output):
+            with (
+                contextlib.redirect_stdout(output),
+                mock.patch.object(sys, "path", [str(Path(path).parent), *sys.path]),
+            ):
                 runpy.run_path(path, run_name="__main__")
             sys.argv = arguments
             found[path] = output.getvalue()
@@ -65,6 +69,8 @@ def moved(script: Path, folder: Path) -> Path:
     assert [(problem.code, problem.why) for problem in result.undecided] == []
     path = folder / script.name
     path.write_bytes(result.files[0].data)
+    for added in result.files[1:]:
+        (folder / added.source.path.name).write_bytes(added.data)
     assert "FullyShardedDataParallel" not in path.read_text()
     assert rewrite(load([str(path)])[0]).files == []
     return path

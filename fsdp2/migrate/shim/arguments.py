@@ -60,8 +60,9 @@ class Arguments:
     mesh: DeviceMesh = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.sharding_strategy is None:
-            self.sharding_strategy = ShardingStrategy.FULL_SHARD
+        self.sharding_strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.mixed_precision = self.mixed_precision or None  # FSDP1 took False too
+        self.cpu_offload = self.cpu_offload or None
         if not isinstance(self.sharding_strategy, ShardingStrategy):
             raise TypeError(f"sharding_strategy={self.sharding_strategy!r}: give a member of ShardingStrategy")
         if self.ignored_modules is not None and self.ignored_states is not None:
@@ -143,7 +144,7 @@ def _device(module: nn.Module, device_id: int | torch.device | None, mesh: Devic
         return device if device.index is not None or device.type == "cpu" else _current(device.type)
     kind = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
     if kind is None:
-        accelerator = torch.accelerator.current_accelerator()  # None without one
+        accelerator = torch.accelerator.current_accelerator(check_available=True)  # None without one
         kind = mesh.device_type if mesh is not None else accelerator.type if accelerator else "cpu"
     return _current(kind)
 

@@ -31,6 +31,9 @@ def mesh_for(
             raise ValueError(f"device_mesh of {device_mesh.ndim} dimensions with {strategy.name}: see its docstring")
         if strategy is ShardingStrategy.NO_SHARD:
             return _replicas_of(device_mesh.get_group(), device_type)
+        if device_mesh.ndim == 2 and not device_mesh.mesh_dim_names:  # which fully_shard wants, and FSDP1 didn't
+            groups = [device_mesh.get_group(dimension) for dimension in (0, 1)]
+            return DeviceMesh.from_group(groups, device_type, mesh=device_mesh.mesh, mesh_dim_names=HYBRID_NAMES)
         return device_mesh
     if isinstance(process_group, (tuple, list)):
         if not hybrid or len(process_group) != 2:

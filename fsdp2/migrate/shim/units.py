@@ -94,7 +94,7 @@ def alone(arguments: Arguments) -> tuple[type[nn.Module], ...]:
 
 def custom_decision(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
     """The function that a CustomPolicy was made with. torch has no public way to ask for it
-    (`tests/migrate/test_shim_api.py::test_the_function_of_a_custom_policy_can_be_read`)."""
+    (`test_the_function_of_a_custom_policy_can_be_read`)."""
     return policy._lambda_fn
 
 

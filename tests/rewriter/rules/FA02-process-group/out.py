@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
 
 
 class Block(nn.Module):
@@ -36,5 +35,5 @@ def train(model, optimizer, steps=3):
 def main():
     group = dist.new_group([0, 1])
     model = build()
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    model = shard_like_fsdp1(model, process_group=group, device_id=torch.device("cpu"))
     return train(model, torch.optim.Adam(model.parameters()))

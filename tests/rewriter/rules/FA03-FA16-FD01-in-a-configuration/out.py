@@ -6,28 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from fsdp1_options import shard_like_fsdp1
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
-
-
-def sharding_options(strategy, device_type, mesh=None):
-    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
-    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
-    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if mesh is None:
-        shards = ranks = torch.distributed.get_world_size()
-        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
-            shards = 1
-        elif hybrid:  # over the devices of a node, with a replica on each
-            shards = torch.get_device_module(device_type).device_count()
-        two = shards != ranks
-        shape, names = ((ranks // shards, shards), ("replicate", "shard")) if two else ((ranks,), None)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != hybrid:
-        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
-    resharded = strategy in (None, "FULL_SHARD", "HYBRID_SHARD")
-    return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 
 class Block(nn.Module):
@@ -46,16 +27,16 @@ def build():
 
 @dataclass
 class Config:
-    sharding_strategy: str = "FULL_SHARD"
-    checkpoint_type: str = "FULL_STATE_DICT"
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    checkpoint_type: StateDictType = StateDictType.FULL_STATE_DICT
     hybrid: bool = False
 
 
 def value_of(text):
-    if str(text) in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        return text
-    if str(text) in ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"):
-        return text
+    if hasattr(ShardingStrategy, str(text)):
+        return ShardingStrategy[text]
+    if hasattr(StateDictType, str(text)):
+        return StateDictType[text]
     return text
 
 
@@ -80,13 +61,17 @@ def train(model, optimizer, steps=3):
 
 def run(config):
     mesh = None
-    if config.hybrid and config.sharding_strategy == "HYBRID_SHARD":
+    if config.hybrid and config.sharding_strategy == ShardingStrategy.HYBRID_SHARD:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model = build()
-    sharding = sharding_options(config.sharding_strategy, "cpu", mesh)
-    fully_shard(model, **sharding)
+    model = shard_like_fsdp1(
+        build(),
+        sharding_strategy=config.sharding_strategy,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if config.checkpoint_type == "FULL_STATE_DICT":
+    if config.checkpoint_type == StateDictType.FULL_STATE_DICT:
         losses.append(sum(tensor.sum().item() for tensor in get_model_state_dict(
             model,
             options=StateDictOptions(full_state_dict=True),

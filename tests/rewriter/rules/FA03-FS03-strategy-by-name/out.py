@@ -2,28 +2,9 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-
-def sharding_options(strategy, device_type, mesh=None):
-    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
-    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
-    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if mesh is None:
-        shards = ranks = torch.distributed.get_world_size()
-        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
-            shards = 1
-        elif hybrid:  # over the devices of a node, with a replica on each
-            shards = torch.get_device_module(device_type).device_count()
-        two = shards != ranks
-        shape, names = ((ranks // shards, shards), ("replicate", "shard")) if two else ((ranks,), None)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != hybrid:
-        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
-    resharded = strategy in (None, "FULL_SHARD", "HYBRID_SHARD")
-    return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -35,23 +16,24 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def chosen(name: str) -> str:
+def chosen(name: str) -> ShardingStrategy:
     if name == "ddp":
-        return "NO_SHARD"
+        return ShardingStrategy.NO_SHARD
     elif name == "zero2":
-        return "SHARD_GRAD_OP"
-    return name.upper()
+        return ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy[name.upper()]
 
 
-def shard(model: nn.Module, strategy: str):
-    print("sharding by", strategy)
-    if strategy != "NO_SHARD":
+def shard(model: nn.Module, strategy: ShardingStrategy):
+    print("sharding by", strategy.name)
+    if strategy is not ShardingStrategy.NO_SHARD:
         print("parameters are sharded")
-    sharding = sharding_options(strategy, "cpu")
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, **sharding)
-    return fully_shard(model, **sharding)
+    return shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=strategy,
+        device_id=torch.device("cpu"),
+    )
 
 
 def train(name):

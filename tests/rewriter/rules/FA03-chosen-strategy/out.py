@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -33,15 +34,12 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-STRATEGIES = {"full": None, "zero2": False}
+STRATEGIES = {"full": ShardingStrategy.FULL_SHARD, "zero2": ShardingStrategy.SHARD_GRAD_OP}
 
 
 def main(strategy="zero2"):
     model = build()
-    reshard_after_forward = STRATEGIES[strategy]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    model = shard_like_fsdp1(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=STRATEGIES[strategy], device_id=torch.device("cpu")
+    )
     return train(model, torch.optim.Adam(model.parameters()))

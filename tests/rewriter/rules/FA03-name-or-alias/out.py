@@ -3,29 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-
-def sharding_options(strategy, device_type, mesh=None):
-    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
-    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
-    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if mesh is None:
-        shards = ranks = torch.distributed.get_world_size()
-        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
-            shards = 1
-        elif hybrid:  # over the devices of a node, with a replica on each
-            shards = torch.get_device_module(device_type).device_count()
-        two = shards != ranks
-        shape, names = ((ranks // shards, shards), ("replicate", "shard")) if two else ((ranks,), None)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != hybrid:
-        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
-    resharded = strategy in (None, "FULL_SHARD", "HYBRID_SHARD")
-    return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
-
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import ShardingStrategy
 
 class Block(nn.Module):
     def __init__(self):
@@ -54,17 +33,15 @@ def train(model, optimizer, steps=3):
 
 
 def get_strategy(name):
-    strategy = name.upper() if name.upper() in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") else None
+    strategy = getattr(ShardingStrategy, name.upper(), None)
     if strategy is None:
-        strategy = {"full": "FULL_SHARD", "none": "NO_SHARD"}[name]
+        strategy = {"full": ShardingStrategy.FULL_SHARD, "none": ShardingStrategy.NO_SHARD}[name]
     return strategy
 
 
 def main():
     losses = []
     for name in ("full", "none", "shard_grad_op"):
-        model = build()
-        sharding = sharding_options(get_strategy(name), "cpu")
-        fully_shard(model, **sharding)
+        model = shard_like_fsdp1(build(), sharding_strategy=get_strategy(name), device_id=torch.device("cpu"))
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return losses

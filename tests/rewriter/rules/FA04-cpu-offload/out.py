@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffload
+from fsdp1_options import shard_like_fsdp1
 
 
 class Block(nn.Module):
@@ -34,10 +34,6 @@ def train(model, optimizer, steps=3):
 
 
 def main(offload=False):
-    offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else None
-    model = fully_shard(
-        build(),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-        offload_policy=offload_policy or OffloadPolicy(),
-    )
+    offload_policy = CPUOffload(offload_params=True) if offload else None
+    model = shard_like_fsdp1(build(), cpu_offload=offload_policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.Adam(model.parameters()))

@@ -1,14 +1,15 @@
 """A configuration's fields, which are None until a call gives them something."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -44,16 +45,11 @@ class Sharding:
 
 
 def sharded(model, config):
-    mp_policy = config.precision or MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if config.units is not None and config.units(module):
-            fully_shard(module, mesh=mesh, mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False))
-    return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    return shard_like_fsdp1(model, mixed_precision=config.precision, auto_wrap_policy=config.units, device_id=torch.device("cpu"))
 
 
 def main():
-    in_bf16 = Sharding(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), units=lambda module: isinstance(module, Block))
+    in_bf16 = Sharding(MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), units=ModuleWrapPolicy({Block}))
     losses = []
     for config in (in_bf16, Sharding()):
         model = sharded(build(), config)

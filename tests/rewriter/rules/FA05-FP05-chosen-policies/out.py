@@ -1,12 +1,13 @@
 """Policies that are chosen by a condition, for wrapping and for precision, one of which casts the inputs of blocks."""
 
-import dataclasses
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -23,12 +24,8 @@ def build():
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
 
-casting = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-plain = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16,
-    reduce_dtype=torch.float32,
-    cast_forward_inputs=False,
-)
+casting = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+plain = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Wide(nn.Module):
@@ -46,7 +43,7 @@ def policies(kind):
     precision = None
     if kind != "full":
         precision = casting if kind == "casting" else plain
-    return precision, lambda module: isinstance(module, Block)
+    return precision, ModuleWrapPolicy({Block})
 
 
 def train(model, optimizer, steps=3):
@@ -63,17 +60,16 @@ def train(model, optimizer, steps=3):
 
 def run(kind, by_class, pure=False):
     precision, policy = policies(kind)
-    other = lambda module: isinstance(module, nn.Linear)
+    other = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
     model = Wide()
     model.upcast = kind == "casting"
-    fsdp_policy = policy if by_class else other
-    mp_policy = (precision if not pure else None) or MixedPrecisionPolicy()
-    fsdp_mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=True)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if fsdp_policy(module):
-            fully_shard(module, mesh=mesh, mp_policy=mp_policy)
-    fully_shard(model, mesh=mesh, mp_policy=fsdp_mp_policy)
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=policy if by_class else other,
+        mixed_precision=precision if not pure else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -4,44 +4,14 @@ import functools
 
 import torch
 from torch import nn
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-def shard_by_policy(module, policy, first=None, is_root=True, **options):
-    """Shard what an FSDP1 wrapping policy chooses, inner modules first; returns how many parameters are in groups."""
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    taken = sum(shard_by_policy(child, policy, first, False, **options) for child in module.children())
-    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        return taken
-    if first is not None:
-        first(module)
-    fully_shard(module, **options)
-    return numel
-
-
-def wrap_by_size(module, recurse, nonwrapped_numel, min_num_params=int(1e8)):
-    """FSDP1's size_based_auto_wrap_policy: a group for so many parameters that are in no inner group."""
-    never = torch.nn.MultiheadAttention if recurse else (torch.nn.ModuleList, torch.nn.ModuleDict)
-    return nonwrapped_numel >= min_num_params and not isinstance(module, never)
-
-
-def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
-    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def wrap_by_function(module, recurse, nonwrapped_numel, lambda_fn):
-    """FSDP1's lambda_auto_wrap_policy: a group for each module for which the function returns True."""
-    return recurse or lambda_fn(module)
-
-
-def wrap_by_any(module, recurse, nonwrapped_numel, policies):
-    """FSDP1's _or_policy: a group for each module that one of the policies chooses."""
-    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import (
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 
 class Block(nn.Module):
@@ -55,13 +25,13 @@ class Block(nn.Module):
 
 def policy_of(kind):
     if kind == "size":
-        return functools.partial(wrap_by_size, min_num_params=60)
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=60)
     if kind == "none":
         return None
-    policies = [functools.partial(wrap_by_class, transformer_layer_cls={Block})]
+    policies = [functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})]
     if kind == "more":
-        policies.append(functools.partial(wrap_by_function, lambda_fn=lambda m: isinstance(m, nn.LayerNorm)))
-    return functools.partial(wrap_by_any, policies=policies)
+        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm)))
+    return functools.partial(_or_policy, policies=policies)
 
 
 def train(model, optimizer, steps=3):
@@ -81,11 +51,7 @@ def main():
     for kind in ("size", "none", "blocks", "more"):
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-        policy = policy_of(kind)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        if policy is not None:
-            shard_by_policy(model, policy, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        model = shard_like_fsdp1(model, auto_wrap_policy=policy_of(kind), device_id=torch.device("cpu"))
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         losses.append(float(sum(isinstance(module, FSDPModule) for module in model.modules())))
     return losses

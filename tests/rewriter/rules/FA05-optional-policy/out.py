@@ -1,11 +1,12 @@
 """A policy that may be none, made in a function."""
 
+import functools
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -37,15 +38,10 @@ def train(model, optimizer, steps=3):
 def get_policy(by_block):
     if not by_block:
         return None
-    return lambda module: isinstance(module, Block)
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=(Block,))
 
 
 def main(by_block=True):
     policy = get_policy(by_block)
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if policy is not None and policy(module):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard_like_fsdp1(build(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

@@ -3,22 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-def shard_by_policy(module, policy, first=None, is_root=True, **options):
-    """Shard what an FSDP1 wrapping policy chooses, inner modules first; returns how many parameters are in groups."""
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    taken = sum(shard_by_policy(child, policy, first, False, **options) for child in module.children())
-    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        return taken
-    if first is not None:
-        first(module)
-    fully_shard(module, **options)
-    return numel
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import FSDPModule
 
 
 class Block(nn.Module):
@@ -52,9 +38,6 @@ def large(module, recurse, nonwrapped_numel):
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_by_policy(model, large, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard_like_fsdp1(build(), auto_wrap_policy=large, device_id=torch.device("cpu"))
     groups = len(list([m for m in model.modules() if isinstance(m, FSDPModule)]))
     return [groups, *train(model, torch.optim.AdamW(model.parameters()))]

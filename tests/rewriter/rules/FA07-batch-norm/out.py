@@ -1,11 +1,11 @@
 """Batch norm stays in full precision."""
 
-import dataclasses
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -46,22 +46,10 @@ class Normed(Block):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Normed(), Normed(), nn.Linear(8, 2))
-    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in list(model.modules()):  # FSDP1 left batch norm in full precision
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=mp_policy.param_dtype),
-            )
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Normed):
-            fully_shard(module, mesh=mesh, mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False))
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
-    for module in model.modules():  # FSDP1's buffer_dtype, which left batch norm alone
-        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            for buffer in module.buffers(recurse=False):
-                if buffer.is_floating_point():
-                    buffer.data = buffer.to(mp_policy.param_dtype)
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Normed}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        device_id=torch.device("cpu"),
+    )
     return train(model, torch.optim.AdamW(model.parameters()))

@@ -1,12 +1,13 @@
 """Modules that are left alone keep their precision, buffers and batch norm included; whole parameters in theirs."""
 
 import contextlib
-import dataclasses
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 @contextlib.contextmanager
@@ -63,32 +64,15 @@ class Model(nn.Module):
 
 def main():
     model = Model()
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    fsdp_ignored_modules = {m for ignored in [model.encoder] for m in ignored.modules()}
-    ignored_params = {p for ignored in fsdp_ignored_modules for p in ignored.parameters()}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in list(model.modules()):  # FSDP1 left batch norm in full precision
-        if module not in fsdp_ignored_modules and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=bf16.param_dtype),
-                ignored_params=ignored_params,
-            )
-    for module in reversed(list(model.modules())[1:]):
-        if module not in fsdp_ignored_modules and isinstance(module, Block):
-            fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=dataclasses.replace(bf16, cast_forward_inputs=False),
-                ignored_params=ignored_params,
-            )
-    fully_shard(model, mesh=mesh, mp_policy=bf16, ignored_params=ignored_params)
-    for module in model.modules():  # FSDP1's buffer_dtype, which left batch norm alone
-        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module not in fsdp_ignored_modules:
-            for buffer in module.buffers(recurse=False):
-                if buffer.is_floating_point():
-                    buffer.data = buffer.to(bf16.param_dtype)
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=bf16,
+        ignored_modules=[model.encoder],
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     torch.manual_seed(dist.get_rank() + 1)
     losses = []

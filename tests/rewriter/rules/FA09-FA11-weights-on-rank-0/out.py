@@ -3,37 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-def inner_first(module):
-    """All modules below one, children before their parents: the order in which FSDP1 wrapped them."""
-    found = []
-    for child in module.children():
-        found += [*inner_first(child), child]
-    return list(dict.fromkeys(found))
-
-
-@torch.no_grad()
-def initialise(group, device, init=None, sync=False):
-    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them; with
-    `sync`, FSDP1's sync_module_states, every rank then gets the values of rank 0."""
-    modules = [group]
-    for module in modules:
-        modules += [c for c in module.children() if not isinstance(c, FSDPModule) and c not in modules]
-    tensors = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules}
-    if any(tensor.is_meta for own in tensors.values() for tensor in own):
-        for module in modules:
-            if init is not None:
-                init(module)
-            elif tensors[module]:
-                module.to_empty(device=device, recurse=False)
-                module.reset_parameters()
-    for module in modules if sync else ():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            tensor.data = tensor.data.to(device)
-            torch.distributed.broadcast(tensor, src=0)
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -66,16 +37,13 @@ def main(low_memory=True):
             model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
     else:
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-    init = (
-        (lambda module: module.to_empty(device=torch.device("cpu"), recurse=False))
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        sync_module_states=low_memory,
+        param_init_fn=(lambda module: module.to_empty(device=torch.device("cpu"), recurse=False))
         if low_memory and rank != 0
-        else None
+        else None,
     )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in inner_first(model):
-        if isinstance(block, Block):
-            initialise(block, torch.device("cpu"), init, sync=low_memory)
-            fully_shard(block, mesh=mesh)
-    initialise(model, torch.device("cpu"), init, sync=low_memory)
-    fully_shard(model, mesh=mesh)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -2,38 +2,8 @@
 
 import torch
 from torch import nn
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-def inner_first(module):
-    """All modules below one, children before their parents: the order in which FSDP1 wrapped them."""
-    found = []
-    for child in module.children():
-        found += [*inner_first(child), child]
-    return list(dict.fromkeys(found))
-
-
-@torch.no_grad()
-def initialise(group, device, init=None, sync=False):
-    """Memory and values for what is on the meta device in a group that is to be sharded, as FSDP1 gave them; with
-    `sync`, FSDP1's sync_module_states, every rank then gets the values of rank 0."""
-    modules = [group]
-    for module in modules:
-        modules += [c for c in module.children() if not isinstance(c, FSDPModule) and c not in modules]
-    tensors = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules}
-    if any(tensor.is_meta for own in tensors.values() for tensor in own):
-        for module in modules:
-            if init is not None:
-                init(module)
-            elif tensors[module]:
-                module.to_empty(device=device, recurse=False)
-                module.reset_parameters()
-    for module in modules if sync else ():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            tensor.data = tensor.data.to(device)
-            torch.distributed.broadcast(tensor, src=0)
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -67,11 +37,10 @@ def main():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in inner_first(model):
-        if isinstance(module, Block):
-            initialise(module, torch.device("cpu"), initial_values)
-            fully_shard(module, mesh=mesh)
-    initialise(model, torch.device("cpu"), initial_values)
-    fully_shard(model, mesh=mesh)
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        param_init_fn=initial_values,
+        device_id=torch.device("cpu"),
+    )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

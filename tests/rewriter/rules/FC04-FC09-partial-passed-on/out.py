@@ -1,33 +1,13 @@
 """A function that returns what wraps, for each part of a model that is sharded part by part."""
 
-import dataclasses
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-
-def sharding_options(strategy, device_type, mesh=None):
-    """fully_shard's mesh and resharding for the name of one of FSDP1's strategies."""
-    if strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        raise ValueError(f"{strategy!r} isn't one of FSDP1's strategies")
-    hybrid = strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if mesh is None:
-        shards = ranks = torch.distributed.get_world_size()
-        if strategy == "NO_SHARD":  # whole parameters on each rank and all-reduced gradients, as DDP has them
-            shards = 1
-        elif hybrid:  # over the devices of a node, with a replica on each
-            shards = torch.get_device_module(device_type).device_count()
-        two = shards != ranks
-        shape, names = ((ranks // shards, shards), ("replicate", "shard")) if two else ((ranks,), None)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    elif strategy == "NO_SHARD" or (mesh.ndim == 2) != hybrid:
-        raise ValueError(f"{strategy} on a mesh of {mesh.ndim} dimensions")
-    resharded = strategy in (None, "FULL_SHARD", "HYBRID_SHARD")
-    return {"mesh": mesh, "reshard_after_forward": None if resharded else False}
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -56,31 +36,21 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-STRATEGIES = {"zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD", "ddp": "NO_SHARD"}
+STRATEGIES = {"zero2": ShardingStrategy.SHARD_GRAD_OP, "zero3": ShardingStrategy.FULL_SHARD, "ddp": ShardingStrategy.NO_SHARD}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def wrapper_for(config, classes):
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[config["param"]], reduce_dtype=DTYPES[config["reduce"]])
-    def wrapper(module):
-        sharding = sharding_options(STRATEGIES[config["strategy"]], "cpu")
-        for block in list(module.modules()):  # FSDP1 left batch norm in full precision
-            if isinstance(block, torch.nn.modules.batchnorm._BatchNorm):
-                fully_shard(
-                    block,
-                    **sharding,
-                    mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=precision.param_dtype),
-                )
-        for block in reversed(list(module.modules())[1:]):
-            if isinstance(block, tuple(classes)):
-                fully_shard(block, **sharding, mp_policy=dataclasses.replace(precision, cast_forward_inputs=False))
-        fully_shard(module, **sharding, mp_policy=precision)
-        for block in module.modules():  # FSDP1's buffer_dtype, which left batch norm alone
-            if not isinstance(block, torch.nn.modules.batchnorm._BatchNorm):
-                for buffer in block.buffers(recurse=False):
-                    if buffer.is_floating_point() and precision.param_dtype is not None:
-                        buffer.data = buffer.to(DTYPES["fp32"])
-        return module
+    precision = MixedPrecision(
+        param_dtype=DTYPES[config["param"]], reduce_dtype=DTYPES[config["reduce"]], buffer_dtype=DTYPES["fp32"]
+    )
+    wrapper = partial(
+        shard_like_fsdp1,
+        sharding_strategy=STRATEGIES[config["strategy"]],
+        mixed_precision=precision,
+        auto_wrap_policy=ModuleWrapPolicy(classes),
+        device_id=torch.device("cpu"),
+    )
     return wrapper
 
 

@@ -1,11 +1,11 @@
 """A partial of the class."""
 
+import functools
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
 
 
 class Block(nn.Module):
@@ -35,8 +35,9 @@ def train(model, optimizer, steps=3):
 
 
 def main():
+    shard = functools.partial(shard_like_fsdp1, device_id=torch.device("cpu"), use_orig_params=True)
     model = build()
     for index in range(2):
-        model[index] = fully_shard(model[index], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model[index] = shard(model[index])
+    model = shard(model)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,19 +1,13 @@
 """One policy for units and for what is recomputed; buffers in another dtype, where there is mixed precision."""
 
-import dataclasses
 import functools
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-
-def wrap_by_class(module, recurse, nonwrapped_numel, transformer_layer_cls):
-    """FSDP1's transformer_auto_wrap_policy: a group for each module of these classes."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -43,17 +37,11 @@ def run(low):
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
     mixed_precision = None
     if low:
-        mixed_precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
-    policy = functools.partial(wrap_by_class, transformer_layer_cls={Block})
-    mp_policy = mixed_precision or MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False))
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
-    for buffer in model.buffers():  # FSDP1's buffer_dtype
-        if buffer.is_floating_point() and mp_policy.param_dtype is not None:
-            buffer.data = buffer.to(torch.bfloat16)
+        mixed_precision = MixedPrecision(
+            param_dtype=torch.float32, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
+        )
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    model = shard_like_fsdp1(model, auto_wrap_policy=policy, mixed_precision=mixed_precision, device_id=torch.device("cpu"))
     apply_activation_checkpointing(model, auto_wrap_policy=policy)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from fsdp1_options import shard_like_fsdp1
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -49,18 +50,9 @@ class Average:
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    mean = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(mean.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(mean, mesh=mesh)
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), "use_orig_params": True}
+    model = shard_like_fsdp1(build(), **options)
+    mean = shard_like_fsdp1(build(), **options)
     average = Average(mean)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

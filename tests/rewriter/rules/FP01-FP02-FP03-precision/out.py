@@ -34,22 +34,20 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-bf16 = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16,
-    # what gradients are reduced in
-    reduce_dtype=torch.float32,
-)
-
-
 def main():
     model = build()
     model.register_buffer("unused", torch.ones(2))
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        # what gradients are reduced in
+        reduce_dtype=torch.float32,
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in reversed(list(model.modules())[1:]):
         if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, mp_policy=dataclasses.replace(bf16, cast_forward_inputs=False))
-    fully_shard(model, mesh=mesh, mp_policy=bf16)
+            fully_shard(module, mesh=mesh, mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False))
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
     for buffer in model.buffers():  # FSDP1's buffer_dtype
         if buffer.is_floating_point():
-            buffer.data = buffer.to(bf16.param_dtype)
+            buffer.data = buffer.to(torch.bfloat16)
     return train(model, torch.optim.AdamW(model.parameters()))

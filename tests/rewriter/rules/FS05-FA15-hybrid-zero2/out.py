@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.fully_sharded_data_parallel import ShardingStrategy
+from fsdp1_options import shard_like_fsdp1
 
 
 class Block(nn.Module):
@@ -31,10 +32,11 @@ def train(model, optimizer, steps=3):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    fully_shard(
+    model = shard_like_fsdp1(
         model,
-        mesh=init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard")),
-        reshard_after_forward=False,
-        ignored_params=set(list(model[2].parameters())),
+        sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,
+        device_mesh=init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard")),
+        ignored_states=list(model[2].parameters()),
+        device_id=torch.device("cpu"),
     )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,6 +1,5 @@
 """A policy by class, in a variable."""
 
-
 import torch
 import torch.distributed as dist
 from torch import nn

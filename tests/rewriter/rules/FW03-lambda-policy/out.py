@@ -1,11 +1,13 @@
 """A policy by a function."""
 
+import functools
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -36,10 +38,7 @@ def train(model, optimizer, steps=3):
 
 def main():
     model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear) and m.bias is not None)
+    model = shard_like_fsdp1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
     groups = len(list([m for m in model.modules() if isinstance(m, FSDPModule)]))
     return [groups, *train(model, torch.optim.AdamW(model.parameters()))]

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 
 class Block(nn.Module):
@@ -38,10 +38,5 @@ def is_block(module):
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if is_block(module):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard_like_fsdp1(build(), auto_wrap_policy=CustomPolicy(is_block), device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

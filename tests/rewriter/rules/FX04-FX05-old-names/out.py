@@ -1,22 +1,19 @@
 """Names of torch 1.11 and 1.12."""
 
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 
-def shard_by_size(module, min_num_params, first=None, is_root=True, **options):
+def shard_by_size(module, min_num_params, is_root=True, **options):
     """Shard what FSDP1's size_based_auto_wrap_policy chose; returns how many parameters are in groups."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     if numel < min_num_params or isinstance(module, torch.nn.MultiheadAttention):
         return 0
-    taken = sum(shard_by_size(child, min_num_params, first, False, **options) for child in module.children())
+    taken = sum(shard_by_size(child, min_num_params, False, **options) for child in module.children())
     if is_root or numel - taken < min_num_params or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         return taken
-    if first is not None:
-        first(module)
     fully_shard(module, **options)
     return numel
 

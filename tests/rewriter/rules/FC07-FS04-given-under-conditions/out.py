@@ -1,10 +1,11 @@
-"""Arguments that only a file knows."""
+"""A mesh and modules to ignore, added to the arguments under conditions."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import ShardingStrategy
 
 
 class Block(nn.Module):
@@ -33,6 +34,14 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+def main(strategy="HYBRID_SHARD", frozen=True):
+    model = build()
+    chosen = ShardingStrategy[strategy]
+    options = {}
+    if chosen in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        options["device_mesh"] = init_device_mesh("cpu", (1, dist.get_world_size()))
+    if frozen:
+        model[0].requires_grad_(False)
+        options["ignored_modules"] = [model[0]]
+    model = shard_like_fsdp1(model, sharding_strategy=chosen, device_id=torch.device("cpu"), use_orig_params=True, **options)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

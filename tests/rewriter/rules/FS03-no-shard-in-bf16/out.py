@@ -1,11 +1,10 @@
 """NO_SHARD with mixed precision, which DDP doesn't have: a mesh whose shards are of one rank."""
 
-import dataclasses
 import torch
 from torch import nn
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -32,15 +31,11 @@ def train(model, optimizer, steps=3):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=False,
-                mp_policy=dataclasses.replace(mp_policy, cast_forward_inputs=False),
-            )
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
+    model = shard_like_fsdp1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        device_id=torch.device("cpu"),
+    )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

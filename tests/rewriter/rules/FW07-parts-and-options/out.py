@@ -3,8 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 
 class Block(nn.Module):
@@ -37,14 +39,10 @@ class Both(nn.Module):
 def sharded(part):
     def units(module):
         if isinstance(module, Block):
-            return {"reshard_after_forward": False}
+            return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
         return isinstance(module, nn.Linear) and module.out_features == 2
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(part.modules())[1:]):
-        if (own := units(module)):
-            fully_shard(module, **(own if isinstance(own, dict) else {}), mesh=mesh)
-    return fully_shard(part, mesh=mesh)
+    return shard_like_fsdp1(part, auto_wrap_policy=CustomPolicy(units), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def main():

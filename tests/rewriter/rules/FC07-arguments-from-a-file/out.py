@@ -1,10 +1,11 @@
-"""Arguments in a dictionary."""
+"""Arguments that only a file knows."""
+
+import json
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import shard_like_fsdp1
 
 
 class Block(nn.Module):
@@ -21,6 +22,9 @@ def build():
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
 
+SETTINGS = '{"use_orig_params": true, "limit_all_gathers": true}'
+
+
 def train(model, optimizer, steps=3):
     torch.manual_seed(dist.get_rank() + 1)
     losses = []
@@ -34,10 +38,5 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model = shard_like_fsdp1(build(), device_id=torch.device("cpu"), **json.loads(SETTINGS))
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,12 +1,10 @@
 """Classes that mixed precision leaves out: groups of their own, in full precision."""
 
-import dataclasses
-
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -19,14 +17,15 @@ class Block(nn.Module):
 
 
 def made(module):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for part in module.modules():
-        if isinstance(part, nn.LayerNorm):
-            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16))
-        elif isinstance(part, Block):
-            fully_shard(part, mesh=mesh, mp_policy=dataclasses.replace(policy, cast_forward_inputs=False))
-    return fully_shard(module, mesh=mesh, mp_policy=policy)
+    return shard_like_fsdp1(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, _module_classes_to_ignore=(nn.LayerNorm,)
+        ),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
 
 
 def main():

@@ -1,10 +1,9 @@
 """Wrapping while a model is built, within a block that a function opens: sharding after it is."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_options import ShardedLikeFSDP1
+from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
 
 class Block(nn.Module):
@@ -19,17 +18,20 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = Block()
+        self.block = wrap(Block())
         self.last = nn.Linear(8, 2)
 
     def forward(self, x):
         return self.last(self.block(x))
 
 
+def sharding():
+    return enable_wrap(wrapper_cls=ShardedLikeFSDP1, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def made(kind):
-    model, mesh = kind(), init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    with sharding():
+        return wrap(kind())
 
 
 def main():

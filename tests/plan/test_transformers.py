@@ -1,0 +1,57 @@
+"""Models of transformers, which decide by values whether they need a mask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2.plan import fake
+from fsdp2.plan.memory import plan_memory
+from tests.harness import Ranks, main_in_ranks
+from tests.plan.taken import taken
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 30, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma"])
+def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    transformers.AutoConfig.for_model(family, **SIZES, **HEADS).save_pretrained(tmp_path / "model")
+    line = [f"--model=hf:{tmp_path / 'model'}", "--init-from=scratch", "--batch-size=2", "--seq-len=32"]
+    line += ["--dataset=random-tokens", "--test-batch-size=16", "--threads=1", "--device=cpu", "--no-save-model"]
+    line += ["--max-steps=2", "--memory-snapshot", f"--run-dir={tmp_path / 'run'}"]
+    ranks.run(main_in_ranks, line)
+    from fsdp2.config import parse
+
+    assert plan_memory(parse(line), 2, 0).peak.bytes == taken(tmp_path / "run", 0)
+
+
+def test_values_that_follow_from_no_batch_are_known() -> None:
+    values = fake.Values(lambda: True)
+    with fake.fake_mode(), values:
+        positions = torch.arange(5).unsqueeze(0) + 1
+        assert values.knows(positions)
+        assert (positions.diff() == 1).all()  # as a run would answer
+        batch = torch.empty(1, 5, dtype=torch.int64)
+        assert not values.knows(batch + positions)
+        positions.add_(batch)
+        assert not values.knows(positions)
+        with pytest.raises(fake.data_dependent()):
+            bool((positions == 1).all())
+
+
+def test_transformers_still_asks_where_it_is_answered() -> None:
+    from transformers.utils.import_utils import is_tracing
+
+    values = fake.Values(lambda: True)
+    with fake.fake_mode(), values:
+        known, unknown = torch.arange(3), torch.empty(3)
+        assert is_tracing(known)
+        with fake.seen_by_transformers(values):
+            assert not is_tracing(known)
+            assert is_tracing(unknown)
+        assert is_tracing(known)

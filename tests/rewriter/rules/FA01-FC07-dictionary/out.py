@@ -1,0 +1,44 @@
+"""Arguments in a dictionary."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from fsdp1_options import shard_like_fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    options = dict(
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        device_id=torch.device("cpu"),
+    )
+    model = shard_like_fsdp1(build(), **options)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
