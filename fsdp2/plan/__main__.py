@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     if html is not None:
         html = checked("--html", html, location)
         require("plotly", "plots", "--html")
+        if not Path(html).absolute().parent.is_dir():
+            raise ConfigError(f"--html {html}: there is no folder {Path(html).parent}; make it, or choose another")
     searching, out = given.pop("search", False), given.pop("out", None)
     config = Config(**read_values(Config, given))
     if searching:

@@ -56,6 +56,7 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
         (["--budget=0"], "--budget 0: must be a number of bytes"),
         (["--search"], "--search: ranks settings by their time, which needs a --gpu whose speed is known"),
         (["--search", "--gpu=h100", "--ranks=2,4"], "--search: is for one number of ranks"),
+        (["--html=/nowhere/x.html"], "--html /nowhere/x.html: there is no folder /nowhere"),
         (["--out=here"], "--out here: only a search leaves results"),
         (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide --ranks 3"),
     ],
