@@ -76,7 +76,7 @@ def rewrite(program: Program) -> Result:
     exported = _exported(program)
     added: dict[Path, Rewritten] = {}
     for module in program.parsed:
-        stays = together[id(module)] in blocked
+        stays = together.get(id(module)) in blocked
         edits = Edits(module) if stays else scene.edits(module)
         marks.put(edits, [problem for problem in undecided if problem.module is module])
         if stays and not edits.changed:
@@ -97,7 +97,8 @@ def rewrite(program: Program) -> Result:
 def _account(scene: Scene, undecided: list[Undecided], together: dict[int, int], blocked: set[int]) -> list[Entry]:
     program = scene.rewriting.program
     found = account.entries(scene, undecided)
-    found = account.held_back(found, {str(m.path) for m in program.parsed if together[id(m)] in blocked})
+    # The account parses files that names come from: one that is new has nothing of FSDP1, and stands in no group.
+    found = account.held_back(found, {str(m.path) for m in program.parsed if together.get(id(m)) in blocked})
     return found + account.imported(scene, found)
 
 

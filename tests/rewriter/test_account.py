@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from rewriter import names
+from rewriter import account, names
 from rewriter.account import Entry
 from rewriter.check import load
+from rewriter.edits import Undecided
 from rewriter.rewrite import rewrite
+from rewriter.scene import Scene
 from rewriter.symbols import AROUND
 from rewriter.taken import BLOCKS, MARKED, MOVED, WAITS
 
 HERE = Path(__file__).parent
+IMPORT = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
 PROGRAMS = sorted([*HERE.glob("rules/*/in.py"), *HERE.glob("decided/*/in.py"), *HERE.glob("scripts/*.py")])
 
 
@@ -54,3 +57,19 @@ def test_each_use_is_in_one_entry_and_each_change_belongs_to_one(path: Path) -> 
             marks = all(line.strip().startswith("# fsdp2: ") for line in new[first:last]) and start in marked
             helpers = any(re.match(r"def |@|class |import |from ", line) for line in new[first : last + 1])
             assert beside or marks or helpers, (start + 1, new[first:last])
+
+
+def test_a_file_that_the_account_is_the_first_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in large packages, where a name that no rule asks for comes from a file that nothing else needs."""
+    main = tmp_path / "main.py"
+    main.write_text(f"{IMPORT}\nimport torch\n\nmodel = FSDP(torch.nn.Linear(2, 2))\n")
+    (tmp_path / "far.py").write_text("def read():\n    return 1\n")
+    entries = account.entries
+
+    def reads_far(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
+        assert scene.rewriting.program.module((tmp_path / "far.py").resolve()) is not None
+        return entries(scene, undecided)
+
+    monkeypatch.setattr(account, "entries", reads_far)
+    program, _ = load([str(tmp_path)])
+    assert [made.source.path.name for made in rewrite(program).files] == ["main.py"]
