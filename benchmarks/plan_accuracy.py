@@ -104,7 +104,7 @@ FLAGS = (
     "--global-batch-size=13",
     "--test-batch-size=128",
 )
-PAIRS = 110  # of those that there are
+PAIRS = 150  # of those that there are
 STEPS = 3
 
 
@@ -214,19 +214,27 @@ def flags_of(model: str, folder: Path) -> str:
     return f"--model=hf:{place} --init-from=scratch {HF}"
 
 
+def weights_of(pool: Ranks, folder: Path, model: str) -> Path:
+    """A run that has trained one step and left its weights, which adapters need."""
+    run = folder / f"weights {model}"
+    if not run.exists():
+        words = [*flags_of(model, folder).split(), "--threads=1", "--device=cpu", "--max-steps=1", "--save-model"]
+        pool.run(main_in_ranks, [*words, f"--run-dir={run}"], ranks=1)
+    return run
+
+
 def point(pool: Ranks, run: Path, model: str, flags: str, ranks: int) -> Row | None:
-    """A row; None for flags that don't go together."""
+    """A row; None for two values of one flag."""
     if len({one.partition("=")[0] for one in flags.split()}) < len(flags.split()):
-        return None  # two values of one flag
+        return None
     words = [*flags_of(model, run.parent).split(), *flags.split(), "--threads=1", "--device=cpu", "--no-save-model"]
     words += [f"--max-steps={STEPS}", "--memory-snapshot", f"--run-dir={run}"]
+    if "--lora" in flags:
+        words.append(f"--init-from={weights_of(pool, run.parent, model)}")
     line = list({word.partition("=")[0]: word for word in words}.values())  # a flag in place of the model's own
+    row = Row(model, flags, ranks)
     try:
         config = parse(line)
-    except ConfigError:
-        return None
-    row = Row(model, flags or "(defaults)", ranks)
-    try:
         there = plan(config, ranks, None, None)
         pool.run(main_in_ranks, line, ranks=ranks)
         found = tuple(taken(run / f"rank{rank}_memory_timeline.json.gz") for rank in range(ranks))
@@ -260,7 +268,7 @@ def page(rows: Sequence[Row], seconds: float) -> str:
     cells = [
         (
             row.model,
-            f"`{row.flags}`",
+            f"`{row.flags or '(defaults)'}`",
             str(row.ranks),
             f"{row.planned:,}",
             f"{row.most:,}",
@@ -269,7 +277,7 @@ def page(rows: Sequence[Row], seconds: float) -> str:
         )
         for row in sorted(points, key=lambda row: (row.model, row.ranks, row.flags))
     ]
-    failed = [(row.model, f"`{row.flags}`", str(row.ranks), row.problem) for row in rows if row.problem]
+    failed = [(row.model, f"`{row.flags or '(defaults)'}`", str(row.ranks), row.problem) for row in rows if row.problem]
     without = markdown_table(("model", "flags", "ranks", "why there is no point"), failed) if failed else "None."
     return f"""\
 # How exact a plan of memory is
