@@ -82,7 +82,7 @@ def go_on(
     with opened(place, sharded=sharded) as run:
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
-            raise ConfigError(f"--prompt: {config.model} wasn't trained to go on with a text; drop --prompt")
+            raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
         try:
             tokenizer = open_tokenizer(tokenizer_of(config))
             (tokens,) = tokenizer.encode([prompt], end=False)

@@ -66,7 +66,7 @@ def train(command: list[str], run: Path) -> dict[int, float]:
         if said:
             raise ConfigError(said[1])
         print(result.stdout + result.stderr, file=sys.stderr)
-        raise ConfigError(f"{run.name} ended with status {result.returncode}; what it said is above")
+        raise ConfigError(f"{run.name} ended with status {result.returncode}; its output is above")
     try:
         found = records.read(run / "metrics.jsonl")
     except ValueError as error:

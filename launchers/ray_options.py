@@ -91,7 +91,7 @@ def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple
     if config.run_dir is not None:
         for flag, value in (("--storage-path", options.storage_path), ("--name", options.name)):
             if value is not None:
-                raise ConfigError(f"{flag} {value}: --run-dir says it already, as {config.run_dir}; give one of them")
+                raise ConfigError(f"{flag} {value}: --run-dir sets it already, as {config.run_dir}; give one of them")
         # Absolute first: `rpartition` of /name would leave nothing above it, which is this folder.
         where = config.run_dir.rstrip("/") if "://" in config.run_dir else str(Path(config.run_dir).absolute())
         storage, _, name = where.rpartition("/")

@@ -52,7 +52,7 @@ def parse_search(texts: Sequence[str]) -> Space:
                     f"--search {shown(text)}: {shown(flag)} is not a flag that trials can differ in{hint}"
                 )
             if name in space:
-                raise ConfigError(f"--search {shown(text)}: {shown(flag)} is varied already; say it once")
+                raise ConfigError(f"--search {shown(text)}: {shown(flag)} is varied already; give it once")
             space[name] = _choice(expression, text)
     if not space:
         raise ConfigError('--search: nothing to vary; give, say, --search "lr=loguniform(1e-4, 1e-2)"')

@@ -122,11 +122,11 @@ NO_BORDER = (
 @pytest.mark.parametrize(
     ("template", "line", "part"),
     [
-        (FORGETS, talk("a", "b"), "message 2, or those before it, in another way"),
+        (FORGETS, talk("a", "b"), "message 2, or those before it, differently"),
         (
             NO_BORDER,
             talk("a", "hello"),
-            r"one token is of an answer and of what stands beside it.*ssistant: hello",
+            r"one token spans an answer and the text beside it.*ssistant: hello",
         ),
         (PLAIN, talk("a"), "has no answer of an assistant to learn"),
         (PLAIN, {"messages": [{"role": "assistant", "content": "a"}]}, "begins with an answer"),
@@ -261,7 +261,10 @@ def test_a_conversation_is_never_cut(corpus: Path) -> None:
     ("flags", "part"),
     [
         ("--dataset=chat:{folder}/nothing* --tokenizer={folder}/tokenizer", "there is no file of text"),
-        ("--dataset=chat:{folder}/other.txt --tokenizer={folder}/tokenizer", r"is of no kind that is read: \.jsonl"),
+        (
+            "--dataset=chat:{folder}/other.txt --tokenizer={folder}/tokenizer",
+            r"isn't of a type that is read here: \.jsonl",
+        ),
         ("--dataset=chat:{corpus}", "bytes: has no tokenizer.json and chat template"),
         ("--dataset=chat:{corpus} --tokenizer={folder}/bare", "its tokenizer has no chat template"),
         ("--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body", "it is of text:PATH; drop it"),

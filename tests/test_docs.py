@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from fsdp2.config import parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+SPEAKERS = [source for room in ("fsdp2", "launchers") for source in sorted((ROOT / room).rglob("*.py"))]
 MOST_PAGES = 25  # of the site, notes apart: who looks for an answer reads a list of them
 MOST_LINES = 120  # of the README
 
@@ -93,12 +96,26 @@ def test_the_site_builds_without_a_link_that_leads_nowhere_or_to_a_network(tmp_p
         assert not fetched, page
 
 
-def test_pages_and_help_avoid_the_words_that_our_style_avoids() -> None:
+def _messages(source: Path) -> Iterator[str]:
+    """The texts that a source raises, prints or warns with; each value in one is "{}"."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        called = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+        if not isinstance(node, ast.Raise) and called not in ("print", "warn", "warning", "say"):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.JoinedStr):
+                yield "".join(str(piece.value) if isinstance(piece, ast.Constant) else "{}" for piece in part.values)
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part.value
+
+
+def test_pages_help_and_messages_avoid_the_words_that_our_style_avoids() -> None:
     """docs/contributing.md, "How we write"."""
-    avoided = re.compile(r"\b(?:anew|shall|otherwise|(?:is|are) said)\b")
+    avoided = re.compile(r"\b(?:anew|shall|otherwise|(?:is|are) said|for want of|so far as|can't be told)\b")
     texts = {page.relative_to(ROOT).as_posix(): _without_code(page.read_text()) for page in PAGES}
     texts["docs/contributing.md"] = texts["docs/contributing.md"].replace('"anew" and "shall"', "")
     texts["--help"] = " ".join(action.help or "" for action in parser()._actions)
+    texts |= {f"messages of {source.relative_to(ROOT)}": "\n".join(_messages(source)) for source in SPEAKERS}
     found = {name: [line for line in text.splitlines() if avoided.search(line)] for name, text in texts.items()}
     assert not {name: lines for name, lines in found.items() if lines and "migration" not in name}
 

@@ -66,5 +66,5 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_a_model_that_predicts_something_else_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(main_in_ranks, small(tmp_path / "run", "--max-steps=1"), ranks=1)
-    with pytest.raises(ConfigError, match="--prompt: vit wasn't trained to go on with a text; drop --prompt"):
+    with pytest.raises(ConfigError, match="--prompt: vit wasn't trained to continue a text; drop --prompt"):
         infer.go_on(tmp_path / "run", "a", new_tokens=1, temperature=0.0, seed=1)

@@ -75,10 +75,10 @@ HEADERS: dict[str, tuple[Callable[[Header, str, str], Any], str]] = {
     "a negative offset": (lambda h, a, b: _set(h, a, data_offsets=[-8, 8]), "expected usize"),
     "a dtype of another size": (lambda h, a, b: _set(h, a, dtype="F64"), "invalid shape, data type, or offset"),
     "a dtype that isn't one": (lambda h, a, b: _set(h, a, dtype="Q99"), "unknown variant"),
-    "a shape without end": (lambda h, a, b: _set(h, a, shape=[2**62, 2**62]), "no whole safetensors file"),
+    "a shape without end": (lambda h, a, b: _set(h, a, shape=[2**62, 2**62]), "not a complete safetensors file"),
     "a negative shape": (lambda h, a, b: _set(h, a, shape=[-1]), "expected usize"),
-    "thousands of dimensions": (lambda h, a, b: h[a]["shape"].extend([1] * 3000), "has a shape that is none"),
-    "an entry that is a list": (lambda h, a, b: h.__setitem__(a, [1]), "no whole safetensors file"),
+    "thousands of dimensions": (lambda h, a, b: h[a]["shape"].extend([1] * 3000), "has a shape that isn't valid"),
+    "an entry that is a list": (lambda h, a, b: h.__setitem__(a, [1]), "not a complete safetensors file"),
     "no JSON": (lambda h, a, b: b"{" * 1000, "invalid JSON in header"),
     "no UTF-8": (lambda h, a, b: b'{"\xff": 1}', "invalid UTF-8 in header"),
     "a name twice": (_twice, "its header has the same name twice"),
@@ -176,7 +176,7 @@ def test_code_in_a_pickle_is_not_run(state: State, tmp_path: Path) -> None:
     torch.save({**state, "more": Payload(mark)}, folder / "pytorch_model.bin")
     assert "only plain tensors with data and plain values are read" in refused(folder, run=tmp_path / "run")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({**state, "more": Payload(mark)}))
-    assert "is no whole archive of torch.save" in refused(folder, run=tmp_path / "run")
+    assert "is not a complete archive of torch.save" in refused(folder, run=tmp_path / "run")
     index = {"weight_map": dict.fromkeys(state, "../pytorch_model.bin")}
     (folder / "pytorch_model.bin").rename(tmp_path / "pytorch_model.bin")
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))

@@ -101,7 +101,7 @@ def test_a_full_model_is_compared_with_its_marker(train: Train, ranks: Ranks, tm
     # One that was taken out of its run, with what tells its flags, has nothing to be compared with.
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     flip_a_bit(folder / "full-model.pt")
-    assert "full-model.pt has another content" in ranks.run(_refused, tmp_path / "run", ranks=1)[0]
+    assert "full-model.pt differs from what was committed" in ranks.run(_refused, tmp_path / "run", ranks=1)[0]
     flip_a_bit(folder / "full-model.pt")
     (folder / "COMMIT.json").unlink()
     assert "unverified" in ranks.run(infer.main, tmp_path / "run", ranks=1)[0]["weights"]

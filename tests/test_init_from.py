@@ -86,7 +86,7 @@ def test_what_vouches_for_the_file_is_said(train: Train, tmp_path: Path) -> None
         note = of_kind(train(f"--init-from={path}", run=verdict[:4], steps=1), "start")[0]["note"]
         assert note.startswith(f"--init-from {path}: {verdict}")
     flip_a_bit(file)
-    with pytest.raises(ConfigError, match=r"--init-from .* is damaged: .*full-model\.pt has another content"):
+    with pytest.raises(ConfigError, match=r"--init-from .* is damaged: .*full-model\.pt differs from what was"):
         preflight(parse(small(tmp_path / "run", f"--init-from={file}")), World(0, 1, 0, 1))
 
 

@@ -120,7 +120,7 @@ def test_other_weights_below_the_adapters_are_noticed(ranks: Ranks, adapters: Pa
     line = adapt(other, tmp_path / "run", "--max-steps=7", f"--resume={adapters}")
     message = ranks.run(_refused, line)[0]
     assert message.startswith("--resume: ")
-    assert f"its adapters go beside the weights of {base} as they were then, and those of {other} are others" in message
+    assert f"its adapters go beside the weights of {base} at that time, and the weights of {other} differ" in message
 
 
 def _refused(flags: list[str]) -> str:

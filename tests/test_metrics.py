@@ -175,7 +175,7 @@ def test_readers_name_a_line_that_is_none(tmp_path: Path, torn: bytes) -> None:
     lines, _ = _written(path)
     assert [json.dumps(record).encode() + b"\n" for record in records.read(path)] == lines
     path.write_bytes(b"".join(lines[:2]) + torn)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3 is no whole record"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3 is not a complete record"):
         records.read(path)
 
 

@@ -132,7 +132,7 @@ def test_a_changed_byte_stops_the_resume_on_all_ranks(copy: Path, ranks: Ranks) 
     shard.write_bytes(content)
     for message in ranks.run(_resume_fails, str(copy)):
         assert "damaged" in message
-        assert "__1_0.distcp has another content than was committed" in message
+        assert "__1_0.distcp differs from what was committed" in message
 
 
 def _resume_fails(run: str) -> str:

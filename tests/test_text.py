@@ -183,7 +183,7 @@ def test_a_model_that_mixes_documents_is_refused(ranks: Ranks, corpus: Path, tmp
     ("flags", "part"),
     [
         ("--dataset=text:{folder}/nothing*", "there is no file of text"),
-        ("--dataset=text:{folder}/strange.bin", "is of no kind that is read"),
+        ("--dataset=text:{folder}/strange.bin", "isn't of a type that is read here"),
         ("--dataset=text:{corpus} --tokenizer={folder}", "has no tokenizer.json"),
         ("--dataset=text:", "names no file"),
         ("--tokenizer=bytes", "it is of text:PATH"),
@@ -262,7 +262,7 @@ def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) ->
     text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
     for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):
         (folder / "meta.json").write_text(json.dumps({**good, name: value}))
-        with pytest.raises(UnusableText, match="is no prepared text"):
+        with pytest.raises(UnusableText, match="is not a prepared text"):
             text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 
 

@@ -101,7 +101,7 @@ def _loads(how: str, checkpoint: Path) -> list[str]:
                 file.write_bytes(changed)
             dist.barrier()
             answer = _load(how, checkpoint)
-            answers.append("found" if f"{name} has another content than was committed" in answer else answer)
+            answers.append("found" if f"{name} differs from what was committed" in answer else answer)
         dist.barrier()
         if dist.get_rank() == 0:
             file.write_bytes(content)

@@ -290,9 +290,9 @@ def _another_model(folder: Path, state: State) -> Path:
     [
         (_a_shard_is_missing, "safetensors is missing, which model.safetensors.index.json names"),
         (_one_of_several, "has 1 of several safetensors files and no model.safetensors.index.json"),
-        (_truncated, "is no whole safetensors file"),
-        (_a_long_header, "is no whole safetensors file"),
-        (_overlapping, "is no whole safetensors file"),
+        (_truncated, "is not a complete safetensors file"),
+        (_a_long_header, "is not a complete safetensors file"),
+        (_overlapping, "is not a complete safetensors file"),
         (_a_bin_is_missing, "pytorch_model-00002-of-00002.bin is missing"),
         (_nothing_there, "no .safetensors and no pytorch_model.bin"),
         (_quantized, "class_token: torch.float8_e4m3fn in the file, torch.float32 in the model"),

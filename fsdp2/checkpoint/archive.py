@@ -79,7 +79,7 @@ def parse_archive(content: memoryview, *, objects: bool = False) -> Any:
         raise
     except (zipfile.BadZipFile, struct.error, RuntimeError, ValueError, LookupError, OSError):
         raise Refused(
-            "is no whole archive of torch.save: it is damaged, or of a torch before 1.6, and then has to be saved again"
+            "is not a complete archive of torch.save: it is damaged, or older than torch 1.6 and has to be saved again"
         ) from None
     return archive.load()
 
@@ -169,7 +169,7 @@ class _Archive:
     def _memory(self, identity: Any) -> Unread:
         kind, storage, key, _, _ = identity
         if kind != "storage" or not isinstance(storage, Unread):
-            raise ValueError("it refers to what is no memory of a tensor")
+            raise ValueError("it refers to something that isn't a tensor's storage")
         if storage.named not in _STORAGES:
             raise Refused(f"holds a tensor in a {storage.named}; save plain tensors with data")
         return Unread("memory of a tensor", (key, _STORAGES[storage.named]))
@@ -187,11 +187,11 @@ class _Archive:
 
     def _typed(self, key: str, dtype: torch.dtype, offset: int, size: Any, stride: Any, metadata: Any) -> Tensor:
         if len(size) != len(stride) or len(size) > 64:
-            raise ValueError("a tensor's shape is none")
+            raise ValueError("a tensor's shape isn't valid")
         if not all(type(one) is int and 0 <= one < 1 << 62 for one in (offset, *size, *stride)):
-            raise ValueError("a tensor's shape is none")
+            raise ValueError("a tensor's shape isn't valid")
         if metadata:
-            raise Refused("holds a tensor that is conjugated or negated by a note alone; save its resolve_conj()")
+            raise Refused("holds a tensor that is conjugated or negated by a flag alone; save its resolve_conj()")
         if not (count := math.prod(size)):
             return torch.empty(size, dtype=dtype)
         stored = self._stored(key, dtype)
@@ -219,7 +219,7 @@ class _Archive:
         """What is copied, of which a file may have no more than its size: references make it many times."""
         self.budget -= len(value)
         if self.budget < 0 or not isinstance(value, (str, bytes, list, tuple)):
-            raise ValueError("it makes more than it holds")
+            raise ValueError("it makes values larger than the file")
         return value
 
     def _encoded(self, text: Any, encoding: Any) -> bytes:
@@ -230,7 +230,7 @@ class _Archive:
 
     def _paid_set(self, items: Any) -> set[Any]:
         if not all(isinstance(one, (str, int, float, bytes)) for one in self._paid(items)):
-            raise ValueError("a set holds what is no plain value")
+            raise ValueError("a set holds something that isn't a plain value")
         return set(items)
 
 

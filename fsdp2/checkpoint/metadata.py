@@ -104,7 +104,7 @@ def sizes(value: Any, what: str) -> torch.Size:
         return value  # made and checked below
     numbers = _a((tuple, list), value, what)
     if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one < _MAX for one in numbers):
-        raise Refused(f"has a {what} that is none")
+        raise Refused(f"has a {what} that isn't valid")
     if math.prod(numbers) >= _MAX:
         raise Refused(f"has a {what} beyond what any tensor has")
     return torch.Size(numbers)
@@ -118,7 +118,7 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
     properties = fields["properties"]
     state = properties.state if isinstance(properties, Unread) else None
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
-        raise Refused(f"says no dtype of {_short(name)}")
+        raise Refused(f"has no dtype for {_short(name)}")
     if math.prod(size) * state[0].itemsize >= _MAX:
         raise Refused(f"has a size beyond what any tensor has, of {_short(name)}")
     chunks = []

@@ -66,7 +66,7 @@ def unpickle(
         raise
     except (LookupError, ValueError, TypeError, AttributeError, struct.error, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:100]
-        raise Refused(f"is no whole pickle ({type(error).__name__} at byte {machine.at}: {reason})") from None
+        raise Refused(f"is not a complete pickle ({type(error).__name__} at byte {machine.at}: {reason})") from None
 
 
 def new_dict() -> dict[Any, Any]:
@@ -163,19 +163,19 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Unread):
-            raise TypeError("it appends to what is no list")
+            raise TypeError("it appends to something that isn't a list")
 
     def add_items(self) -> None:
         items = self.pop_mark()
         if isinstance(self.stack[-1], set) and all(map(_is_key, items)):
             self.stack[-1].update(items)
         elif not isinstance(self.stack[-1], Unread):
-            raise TypeError("it adds to what is no set, or what can't be in one")
+            raise TypeError("it adds to something that isn't a set, or adds what a set can't hold")
 
     def frozen(self) -> None:
         items = self.pop_mark()
         if not all(map(_is_key, items)):
-            raise TypeError("a set holds what can't be in one")
+            raise TypeError("a set holds something that a set can't hold")
         self.stack.append(frozenset(items))
 
     def set_item(self) -> None:
@@ -190,10 +190,10 @@ class _Machine:
         if isinstance(target, Unread):
             return
         if not isinstance(target, dict):
-            raise TypeError("it sets items of what is no dictionary")
+            raise TypeError("it sets items of something that isn't a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not _is_key(key):
-                raise TypeError("a dictionary has a key that can't be one")
+                raise TypeError("a dictionary has a key that is unhashable")
             target[key] = value
 
     def global_(self) -> None:
@@ -223,7 +223,7 @@ class _Machine:
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not (isinstance(function, Unread) and function.arguments is None and isinstance(arguments, tuple)):
-            raise TypeError("it calls what is no function")
+            raise TypeError("it calls something that isn't a function")
         make = self.known.get(function.named)
         self.stack.append(Unread(function.named, arguments) if make is None else make(*arguments))
 

@@ -55,7 +55,7 @@ class RemoteFiles:
         self.url = url.rstrip("/")
         scheme, _, rest = url.partition("://")
         if scheme not in fsspec.available_protocols():
-            raise ValueError(f"{scheme}:// is no kind of place that fsspec knows; use a folder, s3:// or gs://")
+            raise ValueError(f"{scheme}:// is not a protocol that fsspec knows; use a folder, s3:// or gs://")
         if scheme in ("file", "local"):
             raise ValueError("is a local folder; give it as a path, which is locked and synced as one")
         if not rest.strip("/"):
@@ -107,7 +107,7 @@ class RemoteFiles:
         try:
             return getattr(self._fs, method)(*arguments, **options)
         except fsspec.exceptions.FSTimeoutError:
-            raise TimeoutError(f"no end after {seconds:.0f} s (FSDP2_REMOTE_TIMEOUT sets that)") from None
+            raise TimeoutError(f"not finished after {seconds:.0f} s (FSDP2_REMOTE_TIMEOUT sets that limit)") from None
 
     def again(self, what: str, operation: Callable[[], T], *, changes: bool = False) -> T:
         """Run an operation until it works or has failed too often. An answer of the store is not tried again."""

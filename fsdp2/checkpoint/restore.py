@@ -118,7 +118,7 @@ def restore_newest(store: Store, app: AppState) -> int:
 
 def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -> None:
     if isinstance(progress, Progress) and progress.step != marker["step"]:
-        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and what it lists of another")
+        raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and its files of another")
 
 
 def read_weights(model: nn.Module, checkpoint: Files, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
@@ -171,7 +171,7 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         causes = [cause for cause, _ in error.failures.values()]
         if damage := sorted({str(one) for one in causes if isinstance(one, DamagedCheckpoint)}):
             # Another rank may stumble over the changed bytes: that the file was changed says more.
-            changed = [text for text in damage if text.endswith("another content than was committed")]
+            changed = [text for text in damage if text.endswith("differs from what was committed")]
             raise DamagedCheckpoint("; ".join(changed or damage)) from None
         cause = causes[0]
         if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):

@@ -97,7 +97,7 @@ class SafeReader(dcp.FileSystemReader):
 
     def _compare(self, name: str, digest: Callable[[], str]) -> None:
         if name in self.hashes and digest() != self.hashes[name]:
-            raise DamagedCheckpoint(f"{self.files}: {name} has another content than was committed")
+            raise DamagedCheckpoint(f"{self.files}: {name} differs from what was committed")
 
     def _place(self, item: ReadItem) -> Any:
         try:

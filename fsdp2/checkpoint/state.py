@@ -190,7 +190,7 @@ def _require_counts(part: str, state: Mapping[str, Any], names: Sequence[str]) -
     """Raise ValueError unless these are whole numbers that count something."""
     for name in names:
         if type(state[name]) is not int or not 0 <= state[name] < 1 << 63:
-            raise ValueError(f"{part}: its {name} is {str(state[name])[:40]} in the checkpoint, and no count")
+            raise ValueError(f"{part}: its {name} is {str(state[name])[:40]} in the checkpoint, which isn't a count")
 
 
 class RandomState:

@@ -90,7 +90,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         marker = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON, {len(raw)} bytes") from error
+        raise ValueError(f"it is not JSON, {len(raw)} bytes") from error
     if not isinstance(marker, dict):
         raise ValueError(f"it is a {type(marker).__name__} and no list of files")
     if HASH not in marker:
@@ -152,7 +152,7 @@ def verify(checkpoint: Files, names: Iterable[str] | None = None, *, hashes: boo
         if size != expected["size"]:
             wrong.append(f"{name} has {size} bytes and not {expected['size']}")
         elif hashes and fingerprint(checkpoint, name)[HASH] != expected[HASH]:
-            wrong.append(f"{name} has another content than was committed")
+            wrong.append(f"{name} differs from what was committed")
     if wrong:
         raise DamagedCheckpoint(f"{checkpoint}: {'; '.join(wrong)}")
 
@@ -274,4 +274,4 @@ class Store:
             if name not in real:
                 raise NotAFile(f"{place} is a link or a file and no checkpoint's folder; move it away, or rename it")
             if not self._is_committed(name) and (folders := place.folders("")):
-                raise NotAFile(f"{place} is no whole checkpoint, and no save makes {folders[0]}/ in one; move it away")
+                raise NotAFile(f"{place} is not a checkpoint, as no save makes {folders[0]}/ in one; move it away")

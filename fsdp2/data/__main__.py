@@ -87,7 +87,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(f"fsdp2.data: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nfsdp2.data: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\nfsdp2.data: interrupted; the same command continues from here", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -81,8 +81,8 @@ class Chat:
         for end, part in zip(ends, parts[1:], strict=True):
             if whole[: len(part)] != part:
                 raise UnusableText(
-                    f"{where}: one token is of an answer and of what stands beside it, in "
-                    f"{text[max(0, end - 12) : end + 12]!r}; the chat template has to divide them by a special token"
+                    f"{where}: one token spans an answer and the text beside it, in "
+                    f"{text[max(0, end - 12) : end + 12]!r}; the chat template must separate them with a special token"
                 )
         count = dict(zip(ends, map(len, parts[1:]), strict=True))
         for begin, end in spans:
@@ -122,8 +122,8 @@ class Chat:
             after = render(messages[: number + 1], prompt=False)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UnusableText(
-                    f"{where}: the chat template shows message {number + 1}, or those before it, in another way when "
-                    "more follows, so that the prompt of an answer can't be told; mark answers in the template by "
+                    f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
+                    "more follows, so an answer's prompt can't be found; mark answers in the template by "
                     "{% generation %} … {% endgeneration %}"
                 )
             spans.append((len(before), len(after)))

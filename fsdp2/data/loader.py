@@ -177,7 +177,7 @@ class Batches:
                 )
         if state.get("content") != getattr(self.split, "content", None):
             raise ValueError(
-                "--dataset: the checkpoint's text is another one than this run's, though of the same name and size; "
+                "--dataset: the checkpoint's text differs from this run's, though its name and size are the same; "
                 "samples would be repeated or left out. Give the same files, or --init-from to start with the weights "
                 "alone"
             )

@@ -92,7 +92,7 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
         found += files
     if strange := next((file.name for file in found if file.suffix not in suffixes), None):
-        raise UnusableText(f"{strange}: is of no kind that is read: {', '.join(suffixes)}")
+        raise UnusableText(f"{strange}: isn't of a type that is read here: {', '.join(suffixes)}")
     return found
 
 
@@ -147,7 +147,7 @@ def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
         if info["type"] == "file"
     ]
     if unknown := next((name for name, info in found if info.get("size") is None), None):
-        raise UnusableText(f"{unknown}: its server doesn't say how large it is, so a part of it could be taken for all")
+        raise UnusableText(f"{unknown}: its server doesn't report its size, so a part could pass for the whole")
     return [File(name, int(info["size"]), _state(info)) for name, info in found]
 
 

@@ -77,7 +77,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         other = meta.get("format") != FORMAT
         wrong = [name for name, size in meta["files"].items() if (folder / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
+        raise UnusableText(f"{folder}: is not a prepared text ({error!r}); prepare it again") from None
     if other or wrong:
         why = "is of another version" if other else f"{', '.join(wrong)} has another size than it was written with"
         raise UnusableText(f"{folder}: {why}; prepare it again")
@@ -105,7 +105,7 @@ def open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool
     except UnusableText:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UnusableText(f"{folder}: is no prepared text ({error!r}); prepare it again") from None
+        raise UnusableText(f"{folder}: is not a prepared text ({error!r}); prepare it again") from None
 
 
 def _open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool) -> list[Documents | Conversations]:

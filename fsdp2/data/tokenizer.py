@@ -78,7 +78,7 @@ class FromFile:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # its errors are of no class of their own
-            raise UnusableText(f"{file}: is no tokenizer ({' '.join(str(error).split())[:120]})") from None
+            raise UnusableText(f"{file}: is not a tokenizer ({' '.join(str(error).split())[:120]})") from None
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
         self.identity = identity_of(content + repr(self.end).encode())

@@ -110,7 +110,7 @@ def load(data: bytes) -> Timeline:
         ]
         _row([content["facts"]["rank"], phases[0].name], int, str)
         if not {*names[0]} <= {*KINDS}:
-            raise TypeError("a kind of memory that is none")
+            raise TypeError("an unknown kind of memory")
         collectives = [Collective(*_row(collective, str, int, int)) for collective in content["collectives"]]
         return Timeline(content["facts"], allocations, phases, collectives)
     except (LookupError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -32,7 +32,7 @@ def run_options(given: argparse.Namespace) -> None:
     wanted = (given.name or "").lower()
     rows = [row for row in TABLE if wanted in row.name.lower() or wanted == row.code.lower()]
     if not rows:
-        raise ConfigError(f"options {given.name}: FSDP1 has nothing of that name; without a name all of it is printed")
+        raise ConfigError(f"options {given.name}: FSDP1 has no option of that name; leave the name out to print all")
     print(listing(rows))
 
 

@@ -63,7 +63,7 @@ IN_CODE = rows(
         "state_dict() of a sharded model",
         "get_model_state_dict(model, options=StateDictOptions(…))",
         EXACT,
-        "FSDP1 gives full tensors unless state_dict_type says otherwise; a model of FSDP2 gives DTensors. It is a "
+        "FSDP1 gives full tensors unless state_dict_type sets another type; a model of FSDP2 gives DTensors. It is a "
         "collective: every rank has to call it.",
     ),
     (

@@ -66,7 +66,7 @@ def _checked_make(made: ModelSpec, seen: dict[Any, Any]) -> Callable[..., nn.Mod
             raise ValueError(f"its make returned a {type(model).__name__}, and no nn.Module")
         parts = _made_of(model)
         if seen.setdefault(repr(numbers) if numbers else "own", parts) != parts:
-            raise ValueError("it made another model the second time; a run makes several, and they have to be alike")
+            raise ValueError("it made a different model the second time; a run makes several, and they must be equal")
         if made.initial_values:
             for name, _ in chain(model.named_parameters(), model.named_buffers()):
                 _called(fill_for, "its table of initial values", made.initial_values, name)

@@ -60,7 +60,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{place}: its weights are quantised: packed integers and scales, no rows to cut shards of; give "
+            f"{place}: its weights are quantised: packed integers and scales have no rows to shard; give "
             "the model in bf16 or fp32"
         )
     _without_cache(config)
@@ -186,7 +186,7 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
 
             return task, get_class_from_dynamic_module(remote[auto], config.name_or_path)
     if not classes:
-        raise ValueError(f"{type(config).__name__} is of no model for {', '.join(TASKS)}")
+        raise ValueError(f"{type(config).__name__} is the configuration of no model for {', '.join(TASKS)}")
     return next(iter(classes.items()))
 
 
@@ -229,7 +229,7 @@ def _folder(place: str) -> Path:
         # Ranks that ask at the same time wait for each other at the hub's own locks.
         return Path(snapshot_download(place, allow_patterns=[*KEPT, *WEIGHTS, "*.index.json"]))
     except (HFValidationError, RepositoryNotFoundError) as error:
-        raise ValueError(f"{place}: no folder here has this name, nor a model on the hub ({_line(error)})") from None
+        raise ValueError(f"{place}: no folder here and no model on the hub has this name ({_line(error)})") from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{place}: is not in the hub's cache, and can't be downloaded ({_line(error)}); download it where there is "

@@ -85,7 +85,7 @@ def _check_optimizer(config: Options) -> None:
         )
     if config.lr_floor and config.schedule not in ("cosine", "linear"):
         raise ConfigError(
-            f"--lr-floor with --schedule {config.schedule}: it falls to no floor; use cosine or linear, or drop it"
+            f"--lr-floor with --schedule {config.schedule}: it has no floor; use cosine or linear, or drop it"
         )
     if config.warmup_steps and config.warmup_steps >= (config.max_steps or math.inf):
         raise ConfigError(

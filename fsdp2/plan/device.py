@@ -65,7 +65,7 @@ def gpu(place: str) -> Gpu:
 def gpu_of(name: str, values: Any, place: str) -> Gpu:
     where = f"--gpu {shown(place)}"
     if not isinstance(values, dict) or "memory" not in values:
-        raise ConfigError(f'{where}: [{shown(name)}] says no memory; add memory = "80GB"')
+        raise ConfigError(f'{where}: [{shown(name)}] sets no memory; add memory = "80GB"')
     for key in values:
         if key not in KEYS:
             raise ConfigError(f"{where}: {shown(key)} {unknown(shown(key), KEYS)}")

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             record = parse(line)
             if record is None:
-                raise ValueError(f"{path}: line {number} is no whole record; resuming the run repairs the file")
+                raise ValueError(f"{path}: line {number} is not a complete record; resuming the run repairs the file")
             found.append(record)
     return found
 

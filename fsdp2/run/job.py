@@ -158,8 +158,8 @@ class Job:
         hosts, models = zip(*gather((None if sees else socket.gethostname(), mine)), strict=True)
         if other := [rank for rank, model in enumerate(models) if model != models[0]]:
             raise ConfigError(
-                f"--model: rank {other[0]} has made another one than rank 0, of other names, shapes or dtypes; a model "
-                "has to follow from the flags alone"
+                f"--model: rank {other[0]} made a model with other names, shapes or dtypes than rank 0's; the model "
+                "must follow from the flags alone"
             )
         blind = [host for host in hosts if host is not None]
         if blind:

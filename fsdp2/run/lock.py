@@ -45,7 +45,7 @@ class WriterLock:
             how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
             self._file = os.open(self._path, how, 0o644)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise ConfigError(f"{flag} {folder}: its {name} is no plain file; remove it or choose another folder")
+                raise ConfigError(f"{flag} {folder}: its {name} isn't a plain file; remove it or choose another folder")
             self._lock(flag)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, self.token.encode(), 0)

@@ -49,8 +49,8 @@ class Base:
         """Raises ValueError if the checkpoint's adapters were trained beside other weights."""
         if state["checksum"] != self.checksum:
             raise ValueError(
-                f"its adapters go beside the weights of {str(state['weights'])[:200]} as they were then, and those of "
-                f"{self.weights} are others"
+                f"its adapters go beside the weights of {str(state['weights'])[:200]} at that time, and the weights of "
+                f"{self.weights} differ"
             )
 
 

@@ -206,7 +206,7 @@ def check_url(url: str, world: World) -> None:
     try:
         temporary_folder()
     except OSError as error:
-        raise ConfigError(f"--run-dir {url}: what is uploaded is collected in a folder first: {error}") from None
+        raise ConfigError(f"--run-dir {url}: uploads are collected in a folder first: {error}") from None
 
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
@@ -303,7 +303,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
     if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
         raise ConfigError(
             f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
-            f"{theirs.get('mixed-precision') or 'off'}, and fp16 alone has a gradient scaler; use the same"
+            f"{theirs.get('mixed-precision') or 'off'}, and only fp16 has a gradient scaler; use the same"
         )
 
 

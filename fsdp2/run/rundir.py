@@ -73,7 +73,7 @@ class RunDir:
         wrong += [(path, "plain file") for path in files if os.path.lexists(path) and not _is_plain(path)]
         for path, what in wrong:
             raise ConfigError(
-                f"--run-dir {self.place}: {path} is no {what}; move it away or choose another run directory"
+                f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
             )
 
     def upload_metrics(self, position: int) -> None:
@@ -119,7 +119,7 @@ class RunDir:
             with there.open(name) as source, HashingStream(here.create(aside)) as target:
                 shutil.copyfileobj(source, cast(IO[bytes], target), 1 << 20)
             if target.fingerprint() != marker["files"].get(name):
-                raise DamagedCheckpoint(f"{there}: {name} has another content than was committed")
+                raise DamagedCheckpoint(f"{there}: {name} differs from what was committed")
             here.rename(aside, name)
             publish(here, MARKER, there.read(MARKER))
         finally:

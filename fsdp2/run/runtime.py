@@ -322,7 +322,7 @@ def exit_status() -> Iterator[None]:
         elif lost_peer(str(error)):
             why = (
                 "another rank ended or was killed; its traceback, or the signal that torchrun names below "
-                "(exitcode -9: SIGKILL, perhaps for want of memory), is the cause"
+                "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause"
             )
         else:
             raise

@@ -14,7 +14,7 @@ from fsdp2.options.parser import to_flags
 from fsdp2.tune.rounds import Candidate, Measure, Record
 
 SIGKILLED = "exitcode  : -9"  # as torchrun words it
-KILLED = "killed, perhaps for want of memory"
+KILLED = "killed, perhaps because memory ran out"
 
 
 def on_ranks(ranks: int, folder: Path, *, together: bool, say: Callable[[str], None]) -> Measure:

@@ -40,7 +40,7 @@ def test_list_tells_committed_dead_damaged_and_superseded(mixed: Path, cli: Cli)
     assert (status, title.split()) == (0, ["checkpoint", "step", "when", "size", "ranks", "committed", "verified"])
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == ["step-00000004", "step-00000005", "step-00000006", "superseded-1-step-00000002"]
-    assert rows["step-00000004"].endswith("2  yes              __1_0.distcp has another content than was committed")
+    assert rows["step-00000004"].endswith("2  yes              __1_0.distcp differs from what was committed")
     assert rows["step-00000005"].endswith("2  yes              ok")
     assert rows["step-00000006"].endswith("no, a dead save")
     assert rows["superseded-1-step-00000002"].endswith("2  superseded       ok")
@@ -79,7 +79,7 @@ def test_verify_finds_all_good(finished: Path, cli: Cli) -> None:
 def test_verify_names_what_is_bad_and_goes_on(mixed: Path, cli: Cli) -> None:
     status, out, err = cli("verify", mixed)
     assert status == 1
-    assert err == f"bad: {checkpoint(mixed, 4)}: __1_0.distcp has another content than was committed\n"
+    assert err == f"bad: {checkpoint(mixed, 4)}: __1_0.distcp differs from what was committed\n"
     assert out.startswith(f"ok: {checkpoint(mixed, 5)}: ")
     assert "was never committed" in cli("verify", checkpoint(mixed, 6))[2]
 

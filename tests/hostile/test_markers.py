@@ -71,7 +71,7 @@ IN_ITS_PLACE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device and no file"),
     "a loop": (lambda path: path.symlink_to(path.name), "is a link that leads to itself"),
     "a link to nothing": (lambda path: path.symlink_to("nothing"), "is a link to nothing"),
-    "deep": (lambda path: path.write_text("[" * 100_000 + "]" * 100_000), "it is no JSON, 200000 bytes"),
+    "deep": (lambda path: path.write_text("[" * 100_000 + "]" * 100_000), "it is not JSON, 200000 bytes"),
     "rather deep": (_rather_deep, "COMMIT.json can't be read ("),
     "large": (_large, "it has 134217728 bytes, and no marker has more"),
 }
@@ -233,4 +233,4 @@ def test_a_changed_byte_is_an_error_of_show_diff_and_verify(run: Path, cli: Cli,
     place = path if path.suffix == ".pt" else run
     assert cli("show", place)[0] == 2
     assert cli("diff", place, place)[0] == 2
-    assert f"{path.name} has another content than was committed" in cli("verify", run)[2]
+    assert f"{path.name} differs from what was committed" in cli("verify", run)[2]

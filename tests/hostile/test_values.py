@@ -28,7 +28,10 @@ from tests.hostile.common import change_values, checkpoint_of, resume, vouch
 GROUP = "app.optim.param_groups.class_token."
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "step is text": (lambda s: s.update({"app.progress.step": "1"}), "app.progress.step can't be read"),
-    "another step": (lambda s: s.update({"app.progress.step": 7}), "is of step 1, and what it lists of another"),
+    "another step": (
+        lambda s: s.update({"app.progress.step": 7}),
+        "is of step 1, and its files of another",
+    ),
     "no place in the metrics": (lambda s: s.update({"app.progress.metrics_position": -1}), "metrics_position is -1"),
     "no place in the data": (lambda s: s.update({"app.batches.position": 1 << 40}), "sample 1099511627776 of epoch"),
     "no rate": (lambda s: s.update({name: "fast" for name in s if name.endswith(".lr")}), "is a str of another kind"),
@@ -133,10 +136,16 @@ NAMED = b"cx\ny\n"
     [
         (saved(_laughs()), "far larger than its file"),
         (saved(_deep()), "nested deeper than 100"),
-        (with_pickle(b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\x00\x00\x00\x00\x10\x00\x85R."), "no whole pickle"),
+        (
+            with_pickle(b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\x00\x00\x00\x00\x10\x00\x85R."),
+            "not a complete pickle",
+        ),
         (with_pickle(b"\x80\x02N" + b"r\xff\xff\xff\x0f" + b"0."), "the pickle opcode b'0'"),
         (with_pickle(b"\x80\x02X\xff\xff\xff\x7fab."), "it ends in the middle"),
-        (with_pickle(b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns."), "a dictionary has a key that can't be one"),
+        (
+            with_pickle(b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns."),
+            "a dictionary has a key that is unhashable",
+        ),
         (with_pickle(b"\x80\x02ctorch\nTensor\n(N}X\x01\x00\x00\x00aK\x01stb."), "attributes of a function or class"),
         (with_pickle(b"\x80\x02cos\nsystem\n."), "holds a os.system, and only plain tensors"),
         (with_pickle(b"\x80\x05\x97."), "the pickle opcode b'\\x97'"),

@@ -68,8 +68,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ("--name a/b", "--name a/b: is the name of one folder"),
         ("--use-gpu perhaps", "--use-gpu perhaps: must be one of auto, yes, no"),
         ("--max-failures -1", "--max-failures -1: must be 0 or more"),
-        ("--run-dir r --name x", "--name x: --run-dir says it already, as r; give one of them"),
-        ("--run-dir r --storage-path s", "--storage-path s: --run-dir says it already"),
+        ("--run-dir r --name x", "--name x: --run-dir sets it already, as r; give one of them"),
+        ("--run-dir r --storage-path s", "--storage-path s: --run-dir sets it already"),
         ("--modle vit", "--modle: no such flag; did you mean --model?"),
     ],
 )

@@ -136,7 +136,7 @@ def test_the_command_prints_rows_by_name(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["options", "no_such"], "options no_such: FSDP1 has nothing of that name"),
+        (["options", "no_such"], "options no_such: FSDP1 has no option of that name"),
         (["options", "no_sync", "--markdown"], "drop one of them"),
         (["convert"], "invalid choice: 'convert'"),
         ([], "required: command"),

@@ -163,7 +163,7 @@ def _of_this_rank(run: str) -> str:
 
 def test_ranks_that_make_different_models_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(_of_this_rank, str(tmp_path / "run"), ranks=3):
-        assert said.startswith("--model: rank 1 has made another one than rank 0")
+        assert said.startswith("--model: rank 1 made a model with other names")
 
 
 def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     _change(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     line = refused(flags(model, tmp_path / "run", *WORDS))
-    assert "its weights are quantised: packed integers and scales, no rows" in line
+    assert "its weights are quantised: packed integers and scales have no rows" in line
 
 
 def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> No
         ("tests.others.own:fails", "it raised ValueError (not today)"),
         ("tests.others.own:flat", "Flat has no list of blocks"),
         ("tests.others.own:leaves", "it raised SystemExit (3)"),
-        ("tests.others.own:grows", "it made another model the second time"),
+        ("tests.others.own:grows", "it made a different model the second time"),
         ("tests.others.own:of_no_kind", "its ModelSpec is of kind 'audio', task 'causal'"),
         ("tests.others.own:without_token", "its ModelSpec has no special_token, which the task masked needs"),
         ("tests.others.own:without_sizes", "its ModelSpec has no sizes"),

@@ -71,10 +71,10 @@ def test_bad_input_is_refused_in_one_line(flags: list[str], message: str) -> Non
     ("text", "message"),
     [
         ("", "is empty"),
-        ("[mine]\n", "says no memory"),
+        ("[mine]\n", "sets no memory"),
         ('[mine]\nmemory = "lots"\n', "memory must be a number of bytes"),
         ('[mine]\nmemory = "8GB"\nflops = 3\n', "flops must be one of"),
-        ("mine = 3\n", "says no memory"),
+        ("mine = 3\n", "sets no memory"),
         ("[", "can't be read"),
     ],
 )

@@ -134,7 +134,7 @@ def test_infer_at_a_url_trusts_the_marker_there(run_at: Run, bucket: Bucket, her
     content = bytearray(bucket.get(name))
     content[-1] ^= 1
     bucket.put(name, bytes(content))
-    with pytest.raises(ConfigError, match=r"full-model\.pt has another content than was committed.*; use --sharded"):
+    with pytest.raises(ConfigError, match=r"full-model\.pt differs from what was committed.*; use --sharded"):
         infer.main(url)
     bucket.delete(f"run/full_model/{MARKER}")
     with pytest.raises(ConfigError, match=r"its full model can't be used \(.*COMMIT.json can't be read"):
@@ -142,7 +142,7 @@ def test_infer_at_a_url_trusts_the_marker_there(run_at: Run, bucket: Bucket, her
     for wrong, why in [
         (f"{url}/none", "holds no config.json, so it is not a run; give the folder or URL of a run"),
         ("s3://", "RUN s3://: names no bucket; give s3://bucket/run"),
-        ("gopher://x/y", "RUN gopher://x/y: gopher:// is no kind of place"),
+        ("gopher://x/y", "RUN gopher://x/y: gopher:// is not a protocol"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(why)):
             infer.main(wrong)
@@ -152,7 +152,7 @@ def test_infer_at_a_url_trusts_the_marker_there(run_at: Run, bucket: Bucket, her
     ]:
         with pytest.raises(ConfigError, match=re.escape(why)):
             parse(["--config", wrong])
-    with pytest.raises(ConfigError, match="RUN gopher://x: gopher:// is no kind of place"):
+    with pytest.raises(ConfigError, match="RUN gopher://x: gopher:// is not a protocol"):
         memory.main(["gopher://x"])
 
 
@@ -199,17 +199,17 @@ def test_damage_is_named(run_at: Run, bucket: Bucket, here: None) -> None:
     content[len(content) // 2] ^= 1
     bucket.put(shard, bytes(content))
     checkpoint = RemoteFiles(f"{bucket.url()}/checkpoints/step-00000004")
-    with pytest.raises(DamagedCheckpoint, match=r"__1_0\.distcp has another content than was committed"):
+    with pytest.raises(DamagedCheckpoint, match=r"__1_0\.distcp differs from what was committed"):
         verify(checkpoint)
     for events, error in run_at(steps=5):
         assert events == []
-        assert "__1_0.distcp has another content than was committed; choose an older one" in str(error)
+        assert "__1_0.distcp differs from what was committed; choose an older one" in str(error)
     bucket.put(shard, bytes(content[:-1]))
     assert f"__1_0.distcp has {len(content) - 1} bytes and not {len(content)}" in refusal(bucket.url())
     bucket.delete(shard)
     assert "step-00000004: __1_0.distcp is missing; choose an older one with --resume STEP" in refusal(bucket.url())
     bucket.put(f"run/checkpoints/step-00000004/{MARKER}", b"{")
-    assert "COMMIT.json can't be read (ValueError: it is no JSON, 1 bytes)" in refusal(bucket.url())
+    assert "COMMIT.json can't be read (ValueError: it is not JSON, 1 bytes)" in refusal(bucket.url())
 
 
 def test_a_place_that_cannot_be_used_is_one_line(
@@ -221,7 +221,7 @@ def test_a_place_that_cannot_be_used_is_one_line(
         missing
     )
     assert "names no bucket; give s3://bucket/run" in refusal("s3://")
-    assert "S3:// is no kind of place that fsspec knows" in refusal("S3://bucket/run")
+    assert "S3:// is not a protocol that fsspec knows" in refusal("S3://bucket/run")
     assert "is a local folder; give it as a path" in refusal("file:///somewhere")
     proxy.fail("refuse", times=EVER)
     assert f"reading LEASE.json of {url} failed 4 times, last with OSError: [Errno 16] Service Unavailable" in refusal(

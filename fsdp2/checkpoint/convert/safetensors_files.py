@@ -82,12 +82,12 @@ def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | N
             with safe_open(str(path), framework="pt", device="cpu"):
                 pass
         except SafetensorError as error:
-            raise Refused(f"{place}: {file} is no whole safetensors file ({one_line(error)})") from None
+            raise Refused(f"{place}: {file} is not a complete safetensors file ({one_line(error)})") from None
         stream = stack.enter_context(LocalFiles(path.parent).open(path.name))
         try:
             size, start, entries = read_header(stream)
         except ValueError as error:
-            raise Refused(f"{place}: {file} is no whole safetensors file ({error})") from None
+            raise Refused(f"{place}: {file} is not a complete safetensors file ({error})") from None
         if expected is not None and (wrong := sorted(expected ^ entries.keys())):
             raise Refused(f"{place}: {file} and {INDEX} disagree about {', '.join(wrong[:3])}")
         for name, entry in entries.items():

@@ -74,8 +74,8 @@ def weights(source: Source) -> dict[str, str]:
     others = sorted({str(path[0]) for path in source.paths.values() if len(path) > 1})
     if not prefix and others:
         raise Refused(
-            f"{source.place}: holds {', '.join(others[:5])}, and no model or app.model among them; which are the "
-            "weights can't be told"
+            f"{source.place}: holds {', '.join(others[:5])}, and no model or app.model among them; it "
+            "isn't clear which are the weights"
         )
     found = {
         dotted(source.paths[name][len(prefix) :]): name

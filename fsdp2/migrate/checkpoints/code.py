@@ -106,7 +106,7 @@ def _imported(flag: str, place: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{flag} {place}: can't be imported ({error}); give module:function") from None
     if not callable(found):
-        raise ConfigError(f"{flag} {place}: is no function")
+        raise ConfigError(f"{flag} {place}: is not a function")
     return found
 
 
@@ -124,12 +124,11 @@ def optimizer_class(wanted: str | None, groups: Sequence[dict[str, Any]], entrie
         decoupled = groups[0].get("decoupled_weight_decay")
         if decoupled is None and any(group.get("weight_decay") for group in groups):
             raise ConfigError(
-                "--prove: whether it was Adam or AdamW that decayed the weights, the checkpoint doesn't say; give "
-                "--optimizer-class"
+                "--prove: the checkpoint doesn't show whether Adam or AdamW decayed the weights; give --optimizer-class"
             )
         return "AdamW" if decoupled else "Adam"
     if "nesterov" in groups[0] and "dampening" in groups[0]:
         return "SGD"
     if "acc_delta" in entries:
         return "Adadelta"
-    raise ConfigError("--prove: which optimizer has such a state can't be told; give --optimizer-class")
+    raise ConfigError("--prove: the state doesn't show which optimizer wrote it; give --optimizer-class")

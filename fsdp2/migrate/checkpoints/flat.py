@@ -208,7 +208,7 @@ def _optimizer(
     else:
         raise Refused(
             f"{groups[0][1].where}: the optimizer numbers {len(numbers)} parameters in {len(members)} groups; the code "
-            f"has {len(units)} units and {len(named)} parameters, and which are which can't be told; "
+            f"has {len(units)} units and {len(named)} parameters, and nothing shows which is which; "
             f"{optimizer.SAVE_AGAIN}"
         )
     state = (*place, "state")

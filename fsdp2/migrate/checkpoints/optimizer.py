@@ -52,7 +52,7 @@ def by_name(
         elif path[0] == "state" and len(path) >= 3:
             state.setdefault(dotted(path[1:-1]), {})[str(path[-1])] = entry
         else:
-            raise Refused(f"{entry.where} is nothing that a torch optimizer has; {SAVE_AGAIN}")
+            raise Refused(f"{entry.where} is not something that a torch optimizer has; {SAVE_AGAIN}")
     members = [_members(groups[index]) for index in sorted(groups)]
     names = _plain_names(state, members, model, parameters, order)
     found: dict[TreePath, Entry] = {}
@@ -196,8 +196,8 @@ def _by_groups(
     kinds = [set(group) for group in split]
     if any(None in kind for kind in kinds) or sum(map(len, kinds)) > len(set[Any]().union(*kinds)):
         raise Refused(
-            f"the optimizer numbers its parameters over {len(members)} groups that share shapes, so which are which "
-            "can't be told; list their names in its order in a JSON file with --optimizer-names, or " + SAVE_AGAIN
+            f"the optimizer numbers its parameters over {len(members)} groups that share shapes, and nothing shows "
+            "which is which; list their names in its order in a JSON file with --optimizer-names, or " + SAVE_AGAIN
         )
     names = {}
     for group, wanted, kind in zip(members, split, kinds, strict=True):
@@ -223,7 +223,7 @@ def _single(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int,
     if ways[-1][-1] > 1:
         raise Refused(
             f"the optimizer numbers {len(wanted)} parameters, and the model has {len(there)} tensors that may be "
-            "those: which they are can't be told; give the model's code with --model module:factory, their names with "
+            "those: nothing shows which they are; give the model's code with --model module:factory, their names with "
             "--optimizer-names, or " + SAVE_AGAIN
         )
     found, j = [], len(there)

@@ -155,8 +155,8 @@ def _model_of(found: Found, wanted: str | None) -> tuple[Piece, TreePath]:
         _refuse_lonely_optimizer(found)
         there = sorted({part for piece in found.pieces for part in parts(piece.tree)})
         raise Refused(
-            f"{found.place}: holds {', '.join(there[:6]) or 'nothing'}, and which are the weights of a model can't be "
-            f"told; name them with --model-key" + (f" ({wanted} holds no tensors)" if wanted is not None else "")
+            f"{found.place}: holds {', '.join(there[:6]) or 'nothing'}, and it isn't clear which are a model's "
+            f"weights; name them with --model-key" + (f" ({wanted} holds no tensors)" if wanted is not None else "")
         )
     if len(places) > 1:
         labels = [dotted(prefix) if len(found.pieces) == 1 else piece.label for piece, prefix in places]

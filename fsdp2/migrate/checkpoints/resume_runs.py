@@ -58,7 +58,7 @@ def compare_runs(task: Task) -> list[float]:
             if one != other:
                 raise Differs(
                     f"the losses from step {step + 1} on: rank {rank} has {one!r} with FSDP1 from the source and "
-                    f"{other!r} with FSDP2 from the result, which stays for a look"
+                    f"{other!r} with FSDP2 from the result, which is kept for inspection"
                 )
     return before[0]
 

@@ -35,8 +35,8 @@ def faults(one: Record, several: Record) -> list[Fault]:
             return found
     if not alike:
         raise Incomparable(
-            "in the first step the ranks together get other samples than one rank; if their number differs, write "
-            "what is per rank among the ARGS as the whole in braces, such as --batch-size {64}"
+            "in the first step all ranks together get other samples than one rank does; if the number of "
+            "samples differs, write each per-rank number in ARGS as its total in braces, such as --batch-size {64}"
         )
     return []
 

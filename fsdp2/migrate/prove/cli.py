@@ -100,7 +100,7 @@ def divided(arguments: list[str], ranks: int) -> list[str]:
     def part(match: re.Match[str]) -> str:
         number = int(match[1])
         if number % ranks:
-            raise ConfigError(f"{match[0]}: isn't divided by {ranks} ranks without a remainder; take another number")
+            raise ConfigError(f"{match[0]}: isn't divisible by {ranks} ranks; take another number")
         return str(number // ranks)
 
     return [re.sub(r"\{([0-9]+)\}", part, argument) for argument in arguments]
@@ -136,10 +136,10 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
     name = several.script
     if (folder / "several" / SPAWNS).exists():
         raise Failed(
-            f"{name}: starts its ranks by itself, however many it is told; --against-one needs torchrun's variables"
+            f"{name}: starts its own ranks, whatever number it is given; --against-one needs torchrun's variables"
         )
     if many.facts()["split_otherwise"]:
-        raise Failed(f"{name}: has tensor parallelism, whose ranks share their samples; it isn't compared with one")
+        raise Failed(f"{name}: uses tensor parallelism, where ranks share samples; it can't be compared with one")
     how: dict[str, Any] = {"steps": steps, "without_dropout": True, "cuts": many.cuts()}
     one, enlarged = alone.record(folder / "alone", **how), 1
     if (factor := several.ranks) == larger(one, many):

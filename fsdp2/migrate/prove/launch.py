@@ -131,7 +131,7 @@ class Program:
         if sorted(found) != list(range(max(self.ranks if not (folder / SPAWNS).exists() else 1, len(found)))):
             seen = ", ".join(map(str, sorted(found))) or "none"
             raise Failed(
-                f"{self.script}: of its ranks {seen} made a step of a torch.optim optimizer that could be recorded; "
+                f"{self.script}: steps of a torch.optim optimizer were recorded on these ranks only: {seen}; "
                 "a program that only evaluates, or steps by other means, can't be compared",
                 _end_of(folder / "out-0"),
             )

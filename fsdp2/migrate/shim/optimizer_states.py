@@ -182,7 +182,7 @@ def _require_own(model: nn.Module, group: Any) -> None:
 
 def _given(optim: Optimizer | None, method: str) -> Optimizer:
     if optim is None:
-        raise ValueError(f"{method}(): give optim; which parameters an optimizer has can't be told from optim_input")
+        raise ValueError(f"{method}(): give optim; optim_input doesn't show which parameters an optimizer has")
     return optim
 
 

@@ -64,7 +64,7 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if known is not None and known() is parameter:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was made before FSDP: FSDP2 replaces parameters, so that it would "
-                "train tensors that the model has no more. Make it after the model is sharded, of "
+                "train tensors that the model no longer has. Make it after the model is sharded, of "
                 "model.parameters()"
             )
     _require_whole_units(optimizer)

@@ -240,5 +240,5 @@ def _require_unambiguous(module: nn.Module) -> None:
     if clash:
         raise Unsupported(
             f"{type(module).__name__}.{clash[0]}: FSDP1's wrapper has this name too, and here there is no wrapper, so "
-            f"that nobody could say which is meant. Rename it, or use fully_shard, which adds no such names"
+            f"the name would be ambiguous. Rename it, or use fully_shard, which adds no such names"
         )

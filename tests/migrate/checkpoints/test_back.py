@@ -76,7 +76,7 @@ def test_what_cannot_go_back_is_refused(orig: Saved, cli: Cli, tmp_path: Path) -
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert "has another content than was committed" in cli(tmp_path / "out", out, "--to", "fsdp1-full")[1]
+    assert "differs from what was committed" in cli(tmp_path / "out", out, "--to", "fsdp1-full")[1]
     assert not out.exists()
 
 

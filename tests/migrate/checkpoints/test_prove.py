@@ -135,7 +135,7 @@ def test_the_command_exits_with_1_and_says_what_differs(
     assert "proven" not in printed
     assert printed.splitlines()[-1] == (
         "differs: the losses from step 2 on: rank 1 has 2.0 with FSDP1 from the source and 2.5 with FSDP2 from the "
-        "result, which stays for a look"
+        "result, which is kept for inspection"
     )
 
 
@@ -146,7 +146,7 @@ def test_numbers_are_names_where_the_code_is_at_hand(cli: Cli, tmp_path: Path) -
     loss(model, 0, 0).backward()
     adam.step()
     torch.save({"model": model.state_dict(), "optim": adam.state_dict()}, tmp_path / "m.pt")
-    assert "which they are can't be told" in cli(tmp_path / "m.pt", tmp_path / "out")[1]
+    assert "nothing shows which they are" in cli(tmp_path / "m.pt", tmp_path / "out")[1]
     assert (
         "table: (4, 4) there, absent in the code"
         in cli(tmp_path / "m.pt", tmp_path / "out", "--model", f"{HERE}:factory")[1]

@@ -260,7 +260,7 @@ def _dtensors_of_ranks(place: Path, trace: Path) -> list[Any]:
         (_a_folder_of_checkpoints, "give one of the folders in it, such as step"),
         (_text, "m.pt: can't be loaded"),
         (_a_truncated_file, "m.pt: can't be loaded"),
-        (_a_file_of_values, "holds epoch, name, and which are the weights of a model can't be told"),
+        (_a_file_of_values, "holds epoch, name, and it isn't clear which are a model's weights"),
         (_unknown_keys, "name them with --model-key"),
         (_two_models, "holds several models, student.pt, teacher.pt; choose one with --model-key"),
         (_two_optimizers, "holds 2 optimizers"),
