@@ -286,8 +286,8 @@ Efficiencies of an H100 and an A100 were fitted on the points marked *fit*; an H
 
 What stands against a figure:
 
-- Several fits are nearly equal on the *fit* points. One was chosen with the errors of the *test* points in view, so these
-  are no blind test.
+- Several fits are nearly equal on the *fit* points. One was chosen with the errors of the *test* points in view, so
+  these are no blind test.
 - MPT is planned as GPT-2 of the same widths. llm-foundry ran it with FSDP1, and with a flash attention of 2023.
 - torchtitan's selective recomputation keeps every second product of matrices; the plans do so too.
 - The rows that use `torch.compile` are planned without it, shown, and not counted: a plan can't see what it fuses.

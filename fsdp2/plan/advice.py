@@ -10,6 +10,7 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan.plans import Plan
+from fsdp2.plan.report_time import rounded
 from fsdp2.units import size
 
 Change = tuple[str, dict[str, Any]]
@@ -143,4 +144,4 @@ def _pace(plan: Plan, base: Plan) -> str:
     if plan.time is None or base.time is None:
         return ""
     part = plan.time.samples_per_second / base.time.samples_per_second - 1
-    return f", {plan.time.samples_per_second:.2g} samples/s ({part:+.0%})"
+    return f", {rounded(plan.time.samples_per_second)} samples/s ({part:+.0%})"
