@@ -228,7 +228,7 @@ def test_what_cannot_be_streamed_soundly_is_one_line(
     assert "isn't of a type that is read here" in refused(f"{server.url}/c.bin")
     assert "is no URL that fsspec reads (Protocol not known: nowhere" in refused("nowhere://a/b.txt")
     server.tells_size = False
-    assert "doesn't say how large it is" in refused(f"{server.url}/a.jsonl")
+    assert "doesn't report its size" in refused(f"{server.url}/a.jsonl")
     server.tells_size = True
 
     files = find(f"{server.url}/a.jsonl")
