@@ -123,7 +123,7 @@ def for_wrap(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
 
 
 def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Undecided | None:
-    """An option that FSDP2 can't honour, wherever it is said."""
+    """An option that FSDP2 can't honour, wherever it is given."""
     call = module.parent(node)
     if symbol != "MixedPrecision" or not isinstance(call, cst.Call) or call.func is not node:
         return None

@@ -1,4 +1,4 @@
-"""python -m fsdp2.migrate check | rewrite: what is said on the command line, and the exit status."""
+"""python -m fsdp2.migrate check | rewrite: their arguments and exit status."""
 
 from __future__ import annotations
 

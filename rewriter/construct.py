@@ -70,12 +70,12 @@ class Construction:
         self.edits = rewriting.edits(module)
         given, spread = arguments(node)
         if spread:
-            raise self._undecided("FC07", "some of its options are said elsewhere")
+            raise self._undecided("FC07", "some of its options are set elsewhere")
         by_name = {ORDER[key] if isinstance(key, int) else OLD.get(key, key): value for key, value in given.items()}
         if unknown := set(by_name) - set(ORDER):
             raise self._undecided("FC07", f"FSDP1 has no argument {min(unknown)}")
         if "module" not in by_name:
-            raise self._undecided("FC07", "it isn't said which module is sharded")
+            raise self._undecided("FC07", "it isn't clear which module is sharded")
         self.args = by_name
         for name, arg in named(node):
             rewriting.take(code_of(name), arg, module)

@@ -54,7 +54,7 @@ def make(
     status: str,
     why: str = "",
 ) -> Finding:
-    """A finding, in the words of the table's row where nothing else is said. `what` is the code that was found."""
+    """A finding, in the words of the table's row unless it has its own. `what` is the code that was found."""
     row = BY_CODE[code]
     cell, line, col = place
     why = " ".join(why.split()) or row.note

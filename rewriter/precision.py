@@ -84,7 +84,7 @@ def _policy(rewriting: Rewriting, leaf: Leaf, given: dict[str, cst.BaseExpressio
             raise Undecided("FP07", "module classes are left out", node, leaf.module)
     text = {name: rewriting.code(node, leaf.module) for name, node in given.items()}
     param = text.get("param_dtype", "None")
-    # FSDP1 reduces in param_dtype where nothing is said; what FSDP2 does then depends on its version.
+    # FSDP1 reduces in param_dtype unless it is told; what FSDP2 does then depends on its version.
     reduce = text.get("reduce_dtype", "None")
     reduce = param if reduce == "None" else reduce
     parts = [f"{name}={value}" for name, value in (("param_dtype", param), ("reduce_dtype", reduce)) if value != "None"]

@@ -59,7 +59,7 @@ class Rewriting(Conditions):
     def known(self, node: cst.BaseExpression, module: Module, code: str) -> Leaf:
         """Raises Undecided where `only` knows none."""
         if (leaf := self.only(node, module)) is None:
-            raise Undecided(code, "it is said elsewhere, or at run time", node, module)
+            raise Undecided(code, "it is decided elsewhere, or at run time", node, module)
         return leaf
 
     def inlined(self, node: cst.BaseExpression, module: Module, translate: Callable[[Leaf], str], code: str) -> str:
