@@ -51,18 +51,6 @@ class Branches:
                     return True
         return False
 
-    def _included(self, node: cst.Name, module: Module) -> bool:
-        """Whether this stands under `if isinstance(model, FSDP)`."""
-        below: cst.CSTNode = node
-        for above in module.ancestors(node):
-            if isinstance(above, cst.FunctionDef):
-                return False
-            asked = above.test if isinstance(above, (cst.If, cst.IfExp)) and below is above.body else None
-            if asked is not None and self._asks(asked, node.value, module):
-                return True
-            below = above
-        return False
-
     def _fsdp1_alone(self, branch: cst.BaseSuite, name: str, module: Module) -> bool:
         """Whether static methods of FSDP1's class are called with a model, so that what follows else is for others."""
         return any(

@@ -148,11 +148,6 @@ class Program(Files):
             names.update(dict.fromkeys(others))
         return list(names)
 
-    def said_elsewhere(self, name: str) -> bool:
-        """Whether a file that hasn't been parsed has this word."""
-        word, parsed = re.compile(rf"\b{name}\b"), {module.path.resolve() for module in self.parsed}
-        return any(word.search(source.text) for path, source in self.sources.items() if path not in parsed)
-
     # --- what a name is ---
 
     def symbol(self, node: cst.CSTNode, module: Module, depth: int = 0) -> str | None:

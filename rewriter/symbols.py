@@ -16,11 +16,6 @@ CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # What torch.distributed.fsdp and its modules export of FSDP1, by the name that it has there.
 ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType")
-MEMBERS = {
-    "ShardingStrategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
-    "StateDictType": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-    "BackwardPrefetch": ("BACKWARD_PRE", "BACKWARD_POST"),
-}
 CONFIGS = (
     "StateDictConfig",
     "FullStateDictConfig",

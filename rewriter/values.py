@@ -210,19 +210,3 @@ def held(node: cst.BaseExpression) -> list[tuple[str | None, cst.BaseExpression]
             (None, e.value) for e in node.elements
         ]  # fmt: skip
     return dictionary(node)
-
-
-def by_key(node: cst.CSTNode, module: Module) -> bool:
-    """A read of a dictionary that finds its keys alone."""
-    above = module.parent(node)
-    if isinstance(above, cst.Arg):
-        call = module.parent(above)
-        over_keys = isinstance(call, cst.Call) and module.code(call.func) in ("list", "tuple", "set", "sorted", "len")
-        return over_keys or (above.keyword is not None and above.keyword.value == "choices")
-    if isinstance(above, cst.Attribute):
-        return above.attr.value == "keys"
-    if isinstance(above, cst.StarredElement):
-        return True
-    if isinstance(above, (cst.For, cst.CompFor)):
-        return above.iter is node
-    return isinstance(above, cst.ComparisonTarget) and isinstance(above.operator, (cst.In, cst.NotIn))
