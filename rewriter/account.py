@@ -47,25 +47,27 @@ class Entry:
         return line if len(line) <= 60 else line[:57] + "…"
 
 
-def entries(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
+def entries(scene: Scene, undecided: list[Undecided], modules: list[Module]) -> list[Entry]:
     """What has been taken, what is left to decide, and the arguments of FSDP1's configurations."""
     problems = {id(problem.node) for problem in undecided}
+    held = {id(module) for module in modules}
     found: list[tuple[Taken, bool]] = []
     seen: set[tuple[int, str]] = set()
     for problem in undecided:
         outcome = BLOCKS if problem.blocking else MARKED
         found.append((Taken(problem.code, problem.node, problem.module, outcome, problem.why), False))
     for taken in scene.rewriting.account:
-        if (id(taken.node), taken.code) not in seen and id(taken.node) not in problems:
+        own = id(taken.module) in held and id(taken.node) not in problems
+        if own and (id(taken.node), taken.code) not in seen:
             seen.add((id(taken.node), taken.code))
             found.append((taken, False))
     recorded = {id(taken.node): place for place, (taken, _) in enumerate(found)}
-    for module in scene.modules:
+    for module in modules:
         for node, symbol in names.uses(module, scene.symbol):
             if _settled(scene, symbol):
                 continue
             if symbol in AROUND.values():
-                if scene.calls:
+                if scene.shards:
                     found.append((Taken("FX02", node, module, KEPT), True))
                 continue
             if (place := recorded.get(id(node))) is None:
@@ -102,13 +104,13 @@ def _entry(taken: Taken, use: bool) -> Entry:
 
 def _settled(scene: Scene, symbol: str) -> bool:
     """Whether this is an option of FSDP1's in a program that shards by FSDP2, and has none of its class left."""
-    return symbol.partition(".")[0] in OPTIONS and scene.fsdp2 and not scene.calls
+    return symbol.partition(".")[0] in OPTIONS and scene.fsdp2 and not scene.shards
 
 
-def imported(scene: Scene, found: list[Entry]) -> list[Entry]:
+def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[Entry]:
     """Imports of FSDP1, each with the worst that becomes of what it brings."""
-    made, program = [], scene.rewriting.program
-    for module in program.parsed:
+    made: list[Entry] = []
+    for module in modules:
         left = [entry for entry in found if entry.source.path == module.path and entry.outcome not in (MOVED, KEPT)]
         blocked = any(entry.outcome in (BLOCKS, WAITS) for entry in left)
 
@@ -139,9 +141,6 @@ def imported(scene: Scene, found: list[Entry]) -> list[Entry]:
     return made
 
 
-def held_back(found: list[Entry], blocked: set[str]) -> list[Entry]:
+def held_back(found: list[Entry]) -> list[Entry]:
     """What would be moved, or stays as it is, waits where a decision has to be taken first in the same program."""
-    return [
-        replace(entry, outcome=WAITS) if str(entry.source.path) in blocked and entry.outcome in (MOVED, KEPT) else entry
-        for entry in found
-    ]
+    return [replace(entry, outcome=WAITS) if entry.outcome in (MOVED, KEPT) else entry for entry in found]

@@ -9,12 +9,11 @@ import libcst as cst
 from fsdp2.migrate.row import CLASS
 from rewriter import each_parameter
 from rewriter.edits import Undecided
-from rewriter.making import pass_on
 from rewriter.module import Module
 from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
 from rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX, ROWS
-from rewriter.taken import KEPT
+from rewriter.taken import KEPT, MOVED
 from rewriter.translate import constant
 from rewriter.values import string
 
@@ -53,10 +52,9 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
     return row.note
 
 
-def undecided(scene: Scene, known: list[Undecided], passed_on: set[int]) -> list[Undecided]:
-    """`passed_on`: reads of the class from which it goes to a call that is known."""
+def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
+    """Uses of FSDP1's names that no rule has taken."""
     problems: list[Undecided] = []
-    problem: Undecided | None
     said = {id(problem.module.statement(problem.node)) for problem in known}
     for module in scene.modules:
         edits = scene.edits(module)
@@ -79,16 +77,21 @@ def undecided(scene: Scene, known: list[Undecided], passed_on: set[int]) -> list
                 elif scene.calls:
                     scene.take(code, node, module, KEPT)
                 continue
-            if id(module) in scene.helped and (id(node) in passed_on or for_wrap(scene, module, node)):
-                pass_on(scene, node, module)
-                continue
             code = "FC04" if code == "FC01" and symbol == CLASS else code
             why = _why(symbol, node, module, scene)
             problem = Undecided(code, why, node, module, blocking=code in ("FC04", "FC05"))
             # A model is never half moved: nor is what another function, or a class derived from FSDP1's, makes of it.
             problem.leftover = not problem.blocking
-            problem.at_run_time = id(node) in passed_on or for_wrap(scene, module, node)
             problems.append(problem)
+    return problems
+
+
+def changed(scene: Scene, known: list[Undecided]) -> list[Undecided]:
+    """Code that names nothing of FSDP1, and whose meaning changes with a sharded model's parameters."""
+    problems: list[Undecided] = []
+    said = {id(problem.module.statement(problem.node)) for problem in known}
+    for module in scene.modules:
+        edits = scene.edits(module)
         for call in module.all(cst.Call):
             problems += changed_calls(scene, module, call)
             if (kept := around(scene, module, call)) is not None:
@@ -101,25 +104,19 @@ def undecided(scene: Scene, known: list[Undecided], passed_on: set[int]) -> list
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
             if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
                 problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
-            if (code := of_an_unknown_model(scene, module, attribute)) and not edits.covers(attribute):
+            code = "" if scene.interface else of_an_unknown_model(scene, module, attribute)
+            if code and not edits.covers(attribute):
                 why = f"not moved, since it isn't known which model this is; it would be {BY_CODE[code].becomes}"
                 problems.append(Undecided(code, why, attribute, module, blocking=False))
         for text in module.all(cst.SimpleString):
-            if string(text) in STREAMS and scene.calls and id(line := module.statement(text)) not in said:
+            if string(text) in STREAMS and scene.shards and id(line := module.statement(text)) not in said:
                 said.add(id(line))
                 problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
             if PREFIX in (string(text) or "") and not _docstring(text, module):
-                scene.take("FC09", text, module)
-                if not edits.covers(text):
+                scene.take("FC09", text, module, KEPT if scene.interface else MOVED)
+                if not edits.covers(text) and not scene.interface:
                     problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
-
-
-def for_wrap(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Whether the class is enable_wrap's, whose wrap() calls it."""
-    above = module.parent(node)
-    call = module.parent(above) if isinstance(above, cst.Arg) else None
-    return isinstance(call, cst.Call) and scene.symbol(call.func, module) == "enable_wrap"
 
 
 def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Undecided | None:
@@ -145,16 +142,16 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         return [Undecided(code, BY_CODE[code].note, node, module, blocking=False)]
 
     names = [name for name, _ in module.qualified(node.func)]
-    if scene.calls and any(name.endswith(".load_sharded_optimizer_state_dict") for name in names):
+    if scene.shards and any(name.endswith(".load_sharded_optimizer_state_dict") for name in names):
         return [] if scene.edits(module).covers(node) else left("FC29")
     if by_library(module, node):
         return left("FC21")
     first = node.args[0].value if node.args and not node.args[0].star else None
-    if code := asked_of_a_part(scene, module, node):
+    if not scene.interface and (code := asked_of_a_part(scene, module, node)):
         return left(code)
     if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
         called = first.func if isinstance(first, cst.Call) else None
-        ours = isinstance(called, cst.Attribute) and scene.is_model(called.value, module)
+        ours = isinstance(called, cst.Attribute) and scene.may_be_model(called.value, module)
         return left("FC13") if ours and not _other_branch(module, node, called) else []
     if "copy.deepcopy" in names and first is not None and scene.is_model(first, module):
         return left("FC15")
@@ -162,7 +159,7 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         return left("FC32")
     if isinstance(node.func, cst.Attribute) and not scene.edits(module).covers(node):
         receiver, method = node.func.value, node.func.attr.value
-        if method == "apply" and scene.calls and scene.is_model(receiver, module):
+        if method == "apply" and scene.shards and not scene.interface and scene.is_model(receiver, module):
             return left("FM04")
         if (
             method == "numel"
@@ -179,7 +176,7 @@ OWN = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
 
 def asked_of_a_part(scene: Scene, module: Module, node: cst.Call) -> str:
     """The row of a method of FSDP1's on a part of a model, or by name of what isn't followed."""
-    if scene.edits(module).covers(node) or not scene.calls:
+    if scene.edits(module).covers(node) or not scene.shards:
         return ""
     if isinstance(node.func, cst.Attribute):
         name, base = node.func.attr.value, node.func.value
@@ -199,7 +196,7 @@ def of_an_unknown_model(scene: Scene, module: Module, node: cst.Attribute) -> st
     """The row of `model.no_sync` and `model.clip_grad_norm_(norm)`, of a model that came here in a way that isn't
     followed. Libraries have methods of these names too, which take more arguments."""
     name, above = node.attr.value, module.parent(node)
-    if name not in ("no_sync", "clip_grad_norm_") or not scene.calls:
+    if name not in ("no_sync", "clip_grad_norm_") or not scene.shards:
         return ""
     call = above if isinstance(above, cst.Call) and above.func is node else None
     if len(call.args if call is not None else ()) != (name == "clip_grad_norm_"):
@@ -219,7 +216,7 @@ DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)"
 
 def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) -> bool:
     """Whether a model's method that gives it initial values is called after it has been sharded."""
-    if not scene.calls or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
+    if not scene.shards or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
         return False
     here, home = module.span(node)[0], module.function(node)
     given = [

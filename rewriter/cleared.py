@@ -29,7 +29,7 @@ def calls(scene: Scene, module: Module) -> Iterator[tuple[cst.Call, cst.BaseExpr
 
 def move(scene: Scene) -> None:
     """All groups are sharded again before it, where one may be gathered."""
-    if not scene.calls:
+    if not scene.shards:
         return
     evaluated = any(_called(module, module.tree, EVALUATES) for module in scene.modules)
     for module in scene.modules:

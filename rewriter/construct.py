@@ -16,6 +16,7 @@ from rewriter.bindings import arguments
 from rewriter.edits import Undecided, call
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
+from rewriter.program import Program
 from rewriter.symbols import ROWS
 from rewriter.translate import FSDP, Rewriting, constant
 
@@ -320,6 +321,17 @@ class Construction:
             f"    {dist}.broadcast(tensor.detach(), src=0)",
         ]
         plan.before.append("\n".join(lines))
+
+
+def constructions(program: Program) -> list[tuple[cst.Call, Module]]:
+    """Every call of FSDP1's class by a name of it; inner ones first."""
+    found = [
+        (node, module)
+        for module in program.relevant()
+        for node in module.all(cst.Call)
+        if program.symbol(node.func, module) == CLASS
+    ]
+    return sorted(found, key=lambda made: made[1].span(made[0])[1] - made[1].span(made[0])[0])
 
 
 def meta_calls(module: Module) -> list[cst.Call]:

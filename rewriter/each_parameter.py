@@ -7,6 +7,7 @@ import libcst as cst
 from rewriter.helpers import HELPERS
 from rewriter.module import Module, last_name
 from rewriter.scene import Scene
+from rewriter.taken import KEPT
 from rewriter.values import assignment, string
 
 IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "normal_", "zero_", "fill_")
@@ -38,7 +39,7 @@ def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
 
 def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, depth: int = 0) -> bool:
     """model.parameters(), a list of them, or what a comprehension over them was assigned to."""
-    if isinstance(over, cst.Subscript) and scene.calls:  # of an optimizer's group
+    if isinstance(over, cst.Subscript) and scene.shards:  # of an optimizer's group
         index = over.slice[0].slice
         return isinstance(index, cst.Index) and string(index.value) == "params"
     called = over.func if isinstance(over, cst.Call) else None
@@ -47,7 +48,7 @@ def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, de
             own = isinstance(called.value, cst.Name) and called.value.value == "self"
             if own and id(module.function(over)) in scene.called_on_models:
                 return True
-            return scene.is_model(called.value, module)
+            return scene.may_be_model(called.value, module)
         if called.attr.value in ("items", "values"):
             return _lists_parameters(scene, module, called.value, depth)
     if isinstance(over, cst.Call) and module.code(over.func).rpartition(".")[2] in LISTS and depth < 4:
@@ -302,10 +303,20 @@ def _listed_before(module: Module, loop: cst.For) -> list[cst.Assign | cst.AnnAs
 
 
 def move(scene: Scene) -> None:
+    """What is done with each rank's shards, and what is written to parameters by hand."""
+    for module in scene.modules if scene.shards else ():
+        local_gradients(scene, module)
+        for call in module.all(cst.Call) if scene.interface else ():  # where models are sharded after an evaluation
+            if isinstance(call.func, cst.Attribute) and changed_by_hand(scene, module, call.func):
+                scene.take("FC27", call, module, KEPT)
+    if not scene.interface:
+        _reshard_before_changes(scene)
+
+
+def _reshard_before_changes(scene: Scene) -> None:
     """Before a loop that changes parameters, groups that an evaluation has left gathered are sharded again: what is
     written to a gathered group is lost."""
     for module in scene.modules if scene.calls else ():
-        local_gradients(scene, module)
         loops: dict[int, tuple[cst.For, list[str]]] = {}
         for call in module.all(cst.Call):
             loop = module.enclosing(call, cst.For)

@@ -26,7 +26,6 @@ class Undecided(Exception):
         self.code, self.why, self.node, self.module = code, why, node, module
         self.blocking = blocking
         self.leftover = False  # a use that no rule has taken
-        self.at_run_time = False  # options that a call doesn't say, or a class under another name
 
 
 @dataclass

@@ -9,6 +9,8 @@ import libcst as cst
 
 from rewriter.construct import Construction, Plan
 from rewriter.edits import Undecided, call
+from rewriter.module import Module
+from rewriter.scene import Scene
 from rewriter.translate import FSDP
 
 DOTTED = re.compile(r"[A-Za-z_][\w.]*")
@@ -128,3 +130,16 @@ class Emission:
                 f"    if {plan.condition}:\n" + textwrap.indent(shard, "        ")
             )
         return lines
+
+
+def make(scene: Scene, node: cst.Call, module: Module) -> list[Undecided]:
+    """A call of FSDP1's class as calls of fully_shard."""
+    try:
+        entries = {}
+        for name, call, where in scene.entries(node, module):
+            entries[name] = scene.maybe_without(node, module, name)
+            scene.take("FC16", call, where)
+        Emission(Construction(scene.rewriting, node, module), entries).emit()
+    except Undecided as problem:
+        return [problem]
+    return []

@@ -40,5 +40,4 @@ SOURCES = _sources()
 HELPERS = {
     **{name: text for name, text in SOURCES.items() if "__" not in name},
     "no_sync or DDP": SOURCES["no_sync__or_ddp"],
-    "full_params, own dtype": SOURCES["full_params__own_dtype"],
 }

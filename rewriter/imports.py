@@ -93,7 +93,7 @@ def tidy(edits: Edits, text: str, exported: set[str], lost: Collection[str] = ()
         at = module.line_span(first)[0]
         changes.replace((at, at), changes.indented("\n".join(standard), ""))
     for statement in {id(name.statement): name.statement for name in gone}.values():
-        rest = _without(statement, gone, module)
+        rest = without(statement, gone, module)
         line = module.parent(statement)
         if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
             continue
@@ -114,7 +114,7 @@ def tidy(edits: Edits, text: str, exported: set[str], lost: Collection[str] = ()
     return _helpers(edits, made)
 
 
-def _without(statement: cst.Import | cst.ImportFrom, gone: list[Name], module: Module) -> list[str]:
+def without(statement: cst.Import | cst.ImportFrom, gone: list[Name], module: Module) -> list[str]:
     """The statement's lines without the names that go; none if nothing is left of it."""
     lost = [name.alias for name in gone]
     assert not isinstance(statement.names, cst.ImportStar)
@@ -125,7 +125,7 @@ def _without(statement: cst.Import | cst.ImportFrom, gone: list[Name], module: M
     if isinstance(statement, cst.Import):
         return [f"import {', '.join(names)}"]
     package = "." * len(statement.relative) + (module.code(statement.module) if statement.module else "")
-    return [_from(package, names)]
+    return [from_line(package, names)]
 
 
 def _kept_lines(statement: cst.Import | cst.ImportFrom, gone: list[Name], module: Module) -> str:
@@ -134,7 +134,7 @@ def _kept_lines(statement: cst.Import | cst.ImportFrom, gone: list[Name], module
     assert not isinstance(statement.names, cst.ImportStar)
     starts = {module.line(alias) for alias in statement.names}
     if len(starts) < len(statement.names) or module.line(statement) in starts:
-        return "\n".join(_without(statement, gone, module))
+        return "\n".join(without(statement, gone, module))
     dropped = {module.line(alias) for alias in statement.names if any(alias is known for known in lost)}
     first = module.line(statement)
     indent = module.indent(statement)
@@ -154,7 +154,7 @@ def _first(module: Module) -> cst.SimpleStatementLine | None:
     return None
 
 
-def _from(package: str, names: list[str]) -> str:
+def from_line(package: str, names: list[str]) -> str:
     line = f"from {package} import {', '.join(names)}"
     return line if len(line) <= 100 else call(f"from {package} import ", names)
 
@@ -178,7 +178,7 @@ def _lines(edits: Edits, there: dict[tuple[str, str], str]) -> list[str]:
             continue
         missing = sorted(name for name in names if (package, name) not in there)
         if missing:
-            lines.append(_from(package, missing))
+            lines.append(from_line(package, missing))
     return sorted(lines, key=lambda line: line.startswith("from"))
 
 

@@ -16,8 +16,7 @@ from rewriter.translate import FSDP
 def move(scene: Scene, module: Module) -> None:
     for node in module.all(cst.Name, cst.Attribute):
         _class(scene, module, node)
-    for asked in module.all(cst.Comparison):
-        _compared(scene, module, asked)
+    compare(scene, module)
     for text in module.all(cst.SimpleString):
         if word := in_annotation(text, module, scene.symbol):
             edits = scene.edits(module)
@@ -51,8 +50,13 @@ def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None
         edits.replace(module.span(node), name)
 
 
-def _compared(scene: Scene, module: Module, node: cst.Comparison) -> None:
+def compare(scene: Scene, module: Module) -> None:
     """`type(model) is FSDP`, in whatever words: the class of a sharded model is its own, and an FSDPModule."""
+    for node in module.all(cst.Comparison):
+        _compared(scene, module, node)
+
+
+def _compared(scene: Scene, module: Module, node: cst.Comparison) -> None:
     model = compared(node, module, scene.symbol)
     operator = node.comparisons[0].operator
     if model is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):

@@ -25,14 +25,14 @@ class Kind:
     optim_cpu: bool | str = True
     optim_first: bool = False
 
-    def options(self, optimizer: bool, guarded: bool) -> list[str]:
-        """Arguments of StateDictOptions that give the same. `guarded`: only the first rank reads the result."""
+    def options(self, optimizer: bool) -> list[str]:
+        """Arguments of StateDictOptions that give the same."""
         cpu, first = (self.optim_cpu, self.optim_first) if optimizer else (self.cpu, self.first)
         if self.kind == SHARDED:
             # The optimizer's default of FSDP1 is the CPU; sharded tensors are loaded to where they belong anyway.
             return [f"cpu_offload={self.cpu}"] if self.cpu else []
         # With both, FSDP2 gives the dict to the first rank and an empty one to the others.
-        return ["full_state_dict=True", *([f"cpu_offload={cpu}"] if cpu and (first or guarded) else [])]
+        return ["full_state_dict=True", *([f"cpu_offload={cpu}"] if cpu and first else [])]
 
 
 def kind_of(values: Values, module: Module, node: cst.Call) -> Kind:

@@ -57,13 +57,13 @@ def move(scene: Scene) -> list[Undecided]:
 def by_name(scene: Scene, module: Module, node: cst.Call) -> bool:
     """getattr(model, "no_sync", …), which finds nothing in FSDP2's models."""
     named = module.code(node.func) == "getattr" and len(node.args) in (2, 3) and string(node.args[1].value) == "no_sync"
-    return bool(scene.calls) and named and scene.is_model(node.args[0].value, module)
+    return scene.shards and named and scene.is_model(node.args[0].value, module)
 
 
 def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
     """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
     name = node.attr.value
-    if name not in ATTRIBUTES or not scene.calls or isinstance(module.parent(node), cst.AssignTarget):
+    if name not in ATTRIBUTES or not scene.shards or isinstance(module.parent(node), cst.AssignTarget):
         return ""
     if name == "_streams":  # nothing else of torch's has them, but a class may have its own
         return "" if module.code(node.value) == "self" else "FC31"
@@ -167,9 +167,7 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
             end = module.end(receiver)
             edits.replace((end, module.span(node)[1]), "")
         return
-    if calls_forward(scene, module, node.func):
-        scene.take("FM08", node, module)
-        scene.edits(module).replace((module.end(receiver), module.span(node.func)[1]), "")
+    if forward(scene, module, node):
         return
     if symbol is not None or method not in ("clip_grad_norm_", "no_sync", "register_comm_hook"):
         return
@@ -187,7 +185,7 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
 def asks_for_method(scene: Scene, module: Module, node: cst.Call) -> bool:
     """hasattr(model, "no_sync") and the like, by which a program knows FSDP1's models."""
     return (
-        bool(scene.calls)
+        scene.shards
         and module.code(node.func) == "hasattr"
         and len(node.args) == 2
         and string(node.args[1].value) in ("no_sync", "clip_grad_norm_", "summon_full_params", "_fsdp_wrapped_module")
@@ -195,12 +193,22 @@ def asks_for_method(scene: Scene, module: Module, node: cst.Call) -> bool:
     )
 
 
-def calls_forward(scene: Scene, module: Module, called: cst.Attribute) -> bool:
+def forward(scene: Scene, module: Module, node: cst.Call) -> bool:
+    """`model.forward(x)` as `model(x)`, and whether it is one."""
+    called = node.func
+    if not isinstance(called, cst.Attribute) or not _past_the_hooks(scene, module, called):
+        return False
+    scene.take("FM08", node, module)
+    scene.edits(module).replace((module.end(called.value), module.span(called)[1]), "")
+    return True
+
+
+def _past_the_hooks(scene: Scene, module: Module, called: cst.Attribute) -> bool:
     """Whether forward is called past __call__, where FSDP2's hooks gather: on a model, or on a part of one.
 
     FSDP1's wrapper gathers in its own forward, so with it that was the same.
     """
-    if called.attr.value != "forward" or not scene.calls or scene.symbol(called, module) is not None:
+    if called.attr.value != "forward" or not scene.shards or scene.symbol(called, module) is not None:
         return False
     if scene.is_model(called.value, module):
         return True
@@ -312,8 +320,10 @@ def _summon(
         or constant(args.get("recurse"), True) is not True
     ):
         raise stop("some of its arguments have no equivalent")
+    if scene.lowered:
+        raise stop("unshard() gathers in the dtype of mixed precision, and not in the parameters' own")
     if not isinstance(block, cst.With):
-        if scene.lowered or not read_only:
+        if not read_only:
             raise stop("it isn't opened by a with statement")
     elif not read_only and not whole and not _reads_only(module, block):
         raise stop("what is written to the parameters would be lost; set_model_state_dict keeps it")
@@ -322,14 +332,10 @@ def _summon(
             name = made.func.attr.value if isinstance(made.func, cst.Attribute) else ""
             if name in ("state_dict", "save_pretrained"):
                 raise stop("a state dict shards again what was gathered: get_model_state_dict, on every rank")
-            if scene.lowered and (name in ("generate", "forward") or scene.is_model(made.func, module)):
-                raise stop("what the model computes with is gathered in the dtype of mixed precision, not in its own")
     edits = scene.edits(module)
     edits.modules["contextlib"] = "contextlib"
     edits.need(FSDP, "FSDPModule")
-    if scene.lowered:
-        edits.need("torch")
-    edits.helpers["full_params"] = HELPERS["full_params, own dtype" if scene.lowered else "full_params"]
+    edits.helpers["full_params"] = HELPERS["full_params"]
     edits.replace(module.span(node), f"full_params({edits.code(model)})")
 
 

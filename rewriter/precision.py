@@ -10,6 +10,7 @@ import libcst as cst
 from rewriter.bindings import Leaf
 from rewriter.edits import Undecided, call
 from rewriter.module import Module
+from rewriter.symbols import BY_CODE
 from rewriter.translate import FSDP, Rewriting, constant
 
 FIELDS = (
@@ -77,7 +78,7 @@ def _fields(leaf: Leaf) -> dict[str, cst.BaseExpression]:
 def _policy(rewriting: Rewriting, leaf: Leaf, given: dict[str, cst.BaseExpression]) -> str:
     rewriting.edits(leaf.module).need(FSDP, "MixedPrecisionPolicy")
     if constant(given.get("keep_low_precision_grads"), False) is not False:
-        raise Undecided("FP04", "low-precision gradients", given["keep_low_precision_grads"], leaf.module)
+        raise Undecided("FP04", BY_CODE["FP04"].note, given["keep_low_precision_grads"], leaf.module)
     if "_module_classes_to_ignore" in given:
         node = given["_module_classes_to_ignore"]
         if not (isinstance(node, cst.Tuple) and not node.elements):

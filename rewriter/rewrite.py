@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import libcst as cst
@@ -12,11 +12,11 @@ import libcst as cst
 from fsdp2.checkpoint.refusal import printable
 from rewriter import (
     account,
-    beside,
     beyond,
     cleared,
     each_parameter,
     imports,
+    interface,
     marks,
     methods,
     names,
@@ -26,9 +26,9 @@ from rewriter import (
     statedicts,
 )
 from rewriter.account import Entry
-from rewriter.construct import meta_calls
+from rewriter.construct import code_of, constructions, meta_calls, named
 from rewriter.edits import Edits, Undecided
-from rewriter.making import Made, constructions, make, make_at_run_time
+from rewriter.emit import make
 from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.scene import Scene
@@ -59,47 +59,68 @@ class Result:
 
 
 def rewrite(program: Program) -> Result:
-    """Move what can be moved. Of files that import each other nothing is changed if a constructor in one of them can't
-    be decided: only comments are added then, so that no model is half of one kind and half of the other. And if one of
-    them has options that its call doesn't say, all of them shard by a function that takes options at run time."""
-    calls = constructions(program, Values(program))
-    tracked = Tracked(program, Values(program), [(made.node, made.module) for made in calls])
-    trial = _scene(program, calls, tracked, frozenset())
-    helped = _helped(program, [problem for made in calls for problem in make(trial, made)])
-    scene, undecided = _attempt(program, calls, tracked, helped)
-    if more := _helped(program, undecided):
-        scene, undecided = _attempt(program, calls, tracked, helped | more)
-    together = _together(program)
-    blocked = {together[id(problem.module)] for problem in undecided if problem.blocking}
-    undecided = [p for p in undecided if not (p.leftover and together[id(p.module)] in blocked)]
-    result = Result(undecided=undecided, account=_account(scene, undecided, together, blocked))
-    exported = _exported(program)
-    added: dict[Path, Rewritten] = {}
-    for module in program.parsed:
-        stays = together.get(id(module)) in blocked
-        edits = Edits(module) if stays else scene.edits(module)
-        marks.put(edits, [problem for problem in undecided if problem.module is module])
-        if stays and not edits.changed:
+    """Move what can be moved. Files that import each other go one way together: to plain FSDP2 if all that they do with
+    FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2."""
+    calls = constructions(program)
+    tracked = Tracked(program, Values(program), calls)
+    plain = _plain(program, calls, tracked)
+    group = _together(program)  # which may have more files by now: rules ask for the file that a name comes from
+    ways: list[Way] = []
+    for number in dict.fromkeys(group.values()):
+        modules = [module for module in program.parsed if group.get(id(module)) == number]
+        if interface.kept(program, modules):
             continue
-        path = module.path.resolve()
-        lost = [] if stays else [name.bound for name in imports.imported(module) if _lost(program, module, name)]
-        made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
-        if made is not None:
-            result.files.append(made)
-            if any(package.endswith(beside.NAME) for package in edits.needs) and not beside.at(module).exists():
-                source = beside.source(module)
-                shown = diff(source.path, "", beside.text())
-                added[source.path.resolve()] = Rewritten(source, beside.text().encode(), shown)
-    result.files += added.values()
+        way = plain.of(modules)
+        if way.problems and not (not calls and _by_library(program)):
+            other = _interface(program, calls, tracked, modules)
+            known = {(id(problem.node), problem.code) for problem in other.problems}
+            if any((id(problem.node), problem.code) not in known for problem in way.problems):
+                way = other
+        ways.append(way)
+    result = Result()
+    exported = _exported(program)
+    for way in ways:
+        stays = any(problem.blocking for problem in way.problems)
+        problems = [p for p in way.problems if not (stays and p.leftover)]
+        result.undecided += problems
+        result.account += _account(way, problems, stays)
+        for module in way.modules:
+            edits = Edits(module) if stays else way.scene.edits(module)
+            marks.put(edits, [problem for problem in problems if problem.module is module])
+            if stays and not edits.changed:
+                continue
+            lost = [name.bound for name in imports.imported(module) if _lost(program, module, name)]
+            path = module.path.resolve()
+            lost = [] if stays or way.home else lost
+            made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
+            if made is not None:
+                result.files.append(made)
+    for way in ways:
+        if way.home is not None and not any(problem.blocking for problem in way.problems):
+            for source, text in way.home.sources():
+                result.files.append(Rewritten(source, text.encode(), diff(source.path, "", text)))
     return result
 
 
-def _account(scene: Scene, undecided: list[Undecided], together: dict[int, int], blocked: set[int]) -> list[Entry]:
-    program = scene.rewriting.program
-    found = account.entries(scene, undecided)
-    # The account parses files that names come from: one that is new has nothing of FSDP1, and stands in no group.
-    found = account.held_back(found, {str(m.path) for m in program.parsed if together.get(id(m)) in blocked})
-    return found + account.imported(scene, found)
+@dataclass
+class Way:
+    """What becomes of files that import one another. `home`: where their interface is, if they keep FSDP1's."""
+
+    scene: Scene
+    modules: list[Module]
+    problems: list[Undecided]
+    home: interface.Home | None = None
+
+    def of(self, modules: list[Module]) -> Way:
+        held = {id(module) for module in modules}
+        return replace(self, modules=modules, problems=[p for p in self.problems if id(p.module) in held])
+
+
+def _account(way: Way, problems: list[Undecided], stays: bool) -> list[Entry]:
+    found = account.entries(way.scene, problems, way.modules)
+    if stays:
+        found = account.held_back(found)
+    return found + account.imported(way.scene, found, way.modules)
 
 
 def _together(program: Program) -> dict[int, int]:
@@ -116,47 +137,48 @@ def _together(program: Program) -> dict[int, int]:
     return group
 
 
-def _scene(program: Program, calls: list[Made], tracked: Tracked, helped: frozenset[int]) -> Scene:
-    return Scene(Rewriting(program), tracked, [(made.node, made.module) for made in calls], helped)
-
-
-def _helped(program: Program, problems: list[Undecided]) -> frozenset[int]:
-    """The files that import one another with one whose options are decided at run time."""
-    together = _together(program)
-    asked = {together[id(problem.module)] for problem in problems if problem.at_run_time}
-    return frozenset(key for key, number in together.items() if number in asked)
-
-
-def _attempt(
-    program: Program, calls: list[Made], tracked: Tracked, helped: frozenset[int]
-) -> tuple[Scene, list[Undecided]]:
-    """All changes of a program, and what stopped some of them. `helped`: files that shard by options at run time."""
-    scene = _scene(program, calls, tracked, helped)
-    rewriting = scene.rewriting
+def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked) -> Way:
+    """The whole program in FSDP2's own words."""
+    scene = Scene(Rewriting(program), tracked, calls)
     if not calls and (library := _by_library(program)):
-        return scene, library
-    undecided: list[Undecided] = []
+        return Way(scene, program.parsed, library)
+    problems: list[Undecided] = []
     for step in (methods.move, statedicts.move):
-        undecided += step(scene)
-    for made in calls:
-        undecided += (make_at_run_time if id(made.module) in helped else make)(scene, made)
-    undecided += optimizers.move(scene)
-    if calls:
-        for module in program.parsed:
-            for meta in meta_calls(module):
-                scene.take("FC20", meta, module, KEPT)
+        problems += step(scene)
+    for node, module in calls:
+        problems += make(scene, node, module)
+    problems += optimizers.move(scene)
+    for module in program.parsed if calls else ():
+        for meta in meta_calls(module):
+            scene.take("FC20", meta, module, KEPT)
     sharded_reads.move(scene)
     each_parameter.move(scene)
     cleared.move(scene)
-    rewriting.remove_unread()
+    scene.rewriting.remove_unread()
     spawn.move(scene)
-    undecided += beyond.undecided(scene, undecided, _passed_on(calls))
-    return scene, _unique(undecided)
+    problems += beyond.undecided(scene, problems)
+    problems += beyond.changed(scene, problems)
+    return Way(scene, program.parsed, _unique(problems))
 
 
-def _passed_on(calls: list[Made]) -> set[int]:
-    """Reads of FSDP1's class from which it goes to a call that is known."""
-    return {node for made in calls for node in made.through}
+def _interface(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked, modules: list[Module]) -> Way:
+    """Files that keep FSDP1's interface."""
+    travels = any(
+        symbol == CLASS and names.code_of(symbol, node, module, program.symbol) in ("FC01", "FC04", "FC05")
+        for module in modules
+        for node, symbol in names.uses(module, program.symbol)
+    )
+    scene = Scene(Rewriting(program), tracked, calls, interface=True, travels=travels)
+    home, problems = interface.move(scene, modules)
+    each_parameter.move(scene)
+    problems += beyond.changed(scene, problems)
+    for node, module in calls:
+        for name, arg in named(node):
+            scene.take(code_of(name), arg, module)
+    for module in modules if calls else ():
+        for meta in meta_calls(module):
+            scene.take("FC20", meta, module, KEPT)
+    return Way(scene, program.parsed, _unique(problems), home).of(modules)
 
 
 def _by_library(program: Program) -> list[Undecided]:

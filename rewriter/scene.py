@@ -12,7 +12,6 @@ import torch
 
 from rewriter.edits import Edits
 from rewriter.module import Module, last_name
-from rewriter.ranks import Ranks
 from rewriter.symbols import CLASS
 from rewriter.taken import MOVED
 from rewriter.tracked import STATIC, Tracked
@@ -30,7 +29,8 @@ class Scene:
     rewriting: Rewriting
     tracked: Tracked
     calls: list[tuple[cst.Call, Module]]
-    helped: frozenset[int] = frozenset()  # files that shard by options at run time
+    interface: bool = False  # the program keeps FSDP1's interface, and its models have FSDP1's methods
+    travels: bool = False  # the class goes somewhere, so that there are models that aren't followed
 
     @property
     def values(self) -> Values:
@@ -56,6 +56,13 @@ class Scene:
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
         return self.tracked.is_model(node, module)
 
+    def may_be_model(self, node: cst.CSTNode, module: Module) -> bool:
+        return self.is_model(node, module) or (self.travels and isinstance(node, (cst.Name, cst.Attribute)))
+
+    @property
+    def shards(self) -> bool:
+        return bool(self.calls) or self.interface
+
     @functools.cached_property
     def ddp(self) -> bool:
         """Whether the program may also make DDP models."""
@@ -64,8 +71,6 @@ class Scene:
     @functools.cached_property
     def lowered(self) -> bool:
         """Whether some model may compute in another dtype than its parameters have."""
-        if self.helped:
-            return any("MixedPrecision" in module.text for module in self.modules)
         given = [(arg.keyword, arg.value) for call, _ in self.calls for arg in call.args]
         named = [value for name, value in given if name is not None and name.value == "mixed_precision"]
         return any(constant(value) is not None for value in named)
@@ -73,7 +78,7 @@ class Scene:
     @functools.cached_property
     def fsdp2(self) -> bool:
         """Whether the program shards by FSDP2 already, to which FSDP1's options are only values."""
-        words = re.compile(r"fully_shard\b|FSDPModule|fsdp1_options")
+        words = re.compile(r"fully_shard\b|FSDPModule|fsdp1_interface")
         return any(words.search(source.text) for source in self.rewriting.program.sources.values())
 
     def static_calls(self, module: Module) -> Iterator[tuple[cst.Call, str]]:
@@ -139,32 +144,6 @@ class Scene:
         names = [name for name, _ in module.qualified(call.func)]
         return not any(name.startswith(("torch.", "builtins.")) for name in names) and not self.values.classes(
             call.func, module
-        )
-
-    def on_first_rank(self, node: cst.CSTNode, module: Module) -> bool:
-        """Whether not all ranks get here, as far as conditions of this function say."""
-        below: cst.CSTNode = node
-        for above in module.ancestors(node):
-            if isinstance(above, cst.FunctionDef):
-                return False
-            if isinstance(above, cst.If) and below is above.body and self._ranks.differs(above.test, module):
-                return True
-            below = above
-        return False
-
-    @functools.cached_property
-    def _ranks(self) -> Ranks:
-        return Ranks(self.rewriting.program, self.values)
-
-    def only_first_rank_reads(self, name: cst.Name, module: Module) -> bool:
-        """Whether the first of all ranks alone reads a variable."""
-        reads = module.references(name)
-        return bool(reads) and all(
-            any(
-                isinstance(above, cst.If) and module.within_body(above, read) and self._ranks.first(above.test, module)
-                for above in module.ancestors(read)
-            )
-            for read in reads
         )
 
     def entries(self, construction: cst.Call, module: Module) -> list[tuple[str, cst.Call, Module]]:

@@ -65,21 +65,3 @@ def full_params(model: Any) -> Iterator[None]:
     finally:
         for group in groups:
             group.reshard()
-
-
-@contextlib.contextmanager
-def full_params__own_dtype(model: Any) -> Iterator[None]:
-    """Whole parameters in their own dtype while this is open, on every rank, to be read: what is written is lost."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # evaluation leaves groups gathered, in the dtype of mixed precision
-    sharded = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    parameters = {id(p): p for _, _, p in sharded if hasattr(p, "full_tensor")}
-    whole = {key: torch.nn.Parameter(p.full_tensor(), p.requires_grad) for key, p in parameters.items()}
-    for module, name, parameter in sharded:
-        setattr(module, name, whole.get(id(parameter), parameter))
-    try:
-        yield
-    finally:
-        for module, name, parameter in sharded:
-            setattr(module, name, parameter)

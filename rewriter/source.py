@@ -24,7 +24,9 @@ from fsdp2.options.values import checked, location
 
 LIMIT = 4 << 20  # bytes; the longest Python file of a public training repository has 0.5 MB
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml", ".json")
+INTERFACE = "fsdp1_interface"  # the package that programs get, whose names of FSDP1 are meant
 SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", "site-packages"}
+SKIPPED.add(INTERFACE)
 # Between a notebook's cells: a comment, so that it survives all changes and the cells can be told apart again.
 BORDER = "#~ next cell of the notebook ~#\n"
 MAGIC = re.compile(r"^[ \t]*[%!?]", re.MULTILINE)
@@ -166,7 +168,9 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def _below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
+        folders[:] = sorted(
+            name for name in folders if name not in {*SKIPPED, INTERFACE} and not name.endswith(".egg-info")
+        )
         yield from (Path(place) / name for name in sorted(files) if name.endswith(SUFFIXES))
 
 
@@ -178,6 +182,7 @@ def write(path: Path, data: bytes) -> None:
     target = Path(os.path.realpath(path))
     temporary = ""
     try:
+        target.parent.mkdir(exist_ok=True)
         mode = target.stat().st_mode & 0o7777 if target.exists() else 0o644
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=target.parent)
         with os.fdopen(handle, "wb") as file:

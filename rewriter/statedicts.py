@@ -67,15 +67,13 @@ class StateDicts:
         self.scene.take("FC10" if method == "state_dict" else "FC11", node, module, MOVED if kind else WAITS)
         if kind is None:
             return
-        if self.scene.on_first_rank(node, module):
-            raise Undecided("FC12", "every rank has to get here: make the state dict before the branch", node, module)
         args, spread = arguments(node)
         if spread or (method == "state_dict" and args):
             raise Undecided("FC10", "it has further arguments", node, module)
         edits = self.scene.edits(module)
         shown = edits.code(receiver)
         if method == "state_dict":
-            options = kind.options(False, self._read_first(module, node))
+            options = kind.options(False)
             if self._grouped and "cpu_offload=True" in options:
                 options.remove("cpu_offload=True")  # it would keep the dict on the first rank of all, not of each group
             function, values = "get_model_state_dict", [shown]
@@ -111,13 +109,6 @@ class StateDicts:
         # Lines of an argument each stand below the call's line, whatever comes before it there.
         return made.replace("\n", module.source.newline + module.indent(node))
 
-    def _read_first(self, module: Module, node: cst.Call) -> bool:
-        """Whether the result goes to a variable that only the first rank reads."""
-        assign = module.parent(node)
-        if isinstance(assign, cst.Assign) and isinstance(target := assign.targets[0].target, cst.Name):
-            return self.scene.only_first_rank_reads(target, module)
-        return False
-
     def _static(self, module: Module, node: cst.Call, method: str) -> None:
         args, spread = arguments(node)
         makers = ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
@@ -150,8 +141,6 @@ class StateDicts:
         model, optimizer = args.get(0, args.get("model")), args.get(1, args.get("optim"))
         if model is None or optimizer is None:
             raise Undecided(code, "its arguments can't be followed", node, module)
-        if self.scene.on_first_rank(node, module):
-            raise Undecided("FC12", "every rank has to get here: make the state dict before the branch", node, module)
         given = args.get(2, args.get("optim_state_dict")) if method == "optim_state_dict" else None
         if given is not None and module.code(given) not in (f"{module.code(optimizer)}.state_dict()", "None"):
             raise Undecided(code, "it is given a state dict of its own", node, module)
@@ -164,7 +153,7 @@ class StateDicts:
             raise Undecided(code, "the first rank of each group of ranks would need its own", node, module)
         edits = self.scene.edits(module)
         self._reshard(module, node, model)
-        options = kind.options(True, self._read_first(module, node))
+        options = kind.options(True)
         self._offloaded(module, node, kind, kind.optim_cpu, options)
         text = self._made(module, node, "get_optimizer_state_dict", [edits.code(model), edits.code(optimizer)], options)
         edits.replace(module.span(node), text)

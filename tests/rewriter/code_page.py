@@ -26,12 +26,13 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 ```
 
 - **Give all files of a program together.** FSDP1's class and the models that it makes are followed from one file to the
-  other: through imports, arguments, dictionaries, partials, attributes and functions.
-- **Options need not be written in the call.** A call that says all its options becomes `fully_shard` and plain lines.
-  Where one of a program's calls takes options from elsewhere (`**options`, a configuration, a strategy by name, a
-  policy of your own), all its calls become `shard_like_fsdp1`, which takes FSDP1's own option objects at run time: the
-  options stay as they are. It stands in `fsdp1_options.py`, a file that is put beside the program and needs torch
-  alone. An option that FSDP2 can't honour is refused there when the model is sharded, in one line.
+  other.
+- **A program goes one of two ways.** If all that it does with FSDP1 is plain (calls that say their options, models that
+  can be followed), it becomes `fully_shard` and plain lines. Else it keeps FSDP1's interface, on FSDP2: only its imports
+  change, to `fsdp1_interface`, a package of 15 files that is put into the program and needs torch alone. There options
+  from a configuration, kinds of state dicts that a function sets, and classes that are passed on are decided at run
+  time, as before. What FSDP2 can't honour is refused in one line, and each call logs the FSDP2 code that takes its
+  place.
 - `check` prints the account that `rewrite` applies: each use once, as *moved*, *works as it is*, *to decide*, *to
   decide first* (a constructor: its program stays until then) or *waits for a decision*. Decisions stand first, then a
   line for each file's imports; `--all` lists the rest. Its exit status is 1 while anything is left to do, that of
@@ -41,8 +42,8 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 - `rewrite` leaves what it isn't certain of, and writes a comment above it: `# fsdp2: CODE what there is to decide`. If
   that is a constructor's call, nothing else is changed in the files that belong together: a model is never half moved.
   Change what the comment says, and run it again. Running it twice changes nothing more.
-- The result needs torch alone: `fully_shard`, `FSDPModule`, `torch.distributed.checkpoint.state_dict`. Nothing in it
-  imports this package. A few helpers (`no_sync`, `shard_by_size`) are written into the file.
+- The result needs torch alone, and nothing of this package. A few helpers (`no_sync`, `shard_by_size`) are written into
+  files that become plain.
 - Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
   layout, encoding, line endings and permissions stay. Files are replaced whole or not at all.
 - Checkpoints that FSDP1 wrote are another matter: full optimizer states have to be converted before they are loaded

@@ -12,6 +12,7 @@ from rewriter import account, names
 from rewriter.account import Entry
 from rewriter.check import load
 from rewriter.edits import Undecided
+from rewriter.module import Module
 from rewriter.rewrite import rewrite
 from rewriter.scene import Scene
 from rewriter.symbols import AROUND
@@ -66,9 +67,9 @@ def test_a_file_that_the_account_is_the_first_to_read(tmp_path: Path, monkeypatc
     (tmp_path / "far.py").write_text("def read():\n    return 1\n")
     entries = account.entries
 
-    def reads_far(scene: Scene, undecided: list[Undecided]) -> list[Entry]:
+    def reads_far(scene: Scene, undecided: list[Undecided], modules: list[Module]) -> list[Entry]:
         assert scene.rewriting.program.module((tmp_path / "far.py").resolve()) is not None
-        return entries(scene, undecided)
+        return entries(scene, undecided, modules)
 
     monkeypatch.setattr(account, "entries", reads_far)
     program, _ = load([str(tmp_path)])

@@ -186,7 +186,7 @@ def test_a_dictionary_that_anything_may_change_stays_as_it_is(tmp_path: Path, li
     before = path.read_text()
     assert run("rewrite", "--write", path) == 0
     made = path.read_text()
-    assert made.endswith(before.partition("\n")[2].replace("FSDP(", "shard_like_fsdp1("))
+    assert made.endswith(before.partition("\n")[2])
     assert "from torch.distributed.fsdp import CPUOffload\n" in made
 
 
@@ -226,9 +226,9 @@ def test_values_of_other_files_stay_as_they_are(tmp_path: Path) -> None:
     before = {path: path.read_text() for path in tmp_path.glob("policies/*.py")}
     assert run("rewrite", "--write", tmp_path) == 0
     assert {path: path.read_text() for path in tmp_path.glob("policies/*.py")} == before
-    call = "shard_like_fsdp1(model, auto_wrap_policy=policies.get_wrapper(), mixed_precision=policies.bf16)"
+    call = "FSDP(model, auto_wrap_policy=policies.get_wrapper(), mixed_precision=policies.bf16)"
     assert f"    model = {call}\n" in train.read_text()
-    assert (tmp_path / "fsdp1_options.py").exists()
+    assert (tmp_path / "fsdp1_interface" / "wrapped.py").exists()
     assert run("check", tmp_path) == 0
 
 
@@ -240,7 +240,7 @@ def test_values_of_files_that_were_not_given_are_asked_at_run_time(tmp_path: Pat
     )
     path.write_text(text)
     assert run("rewrite", "--write", path) == 0
-    assert "return shard_like_fsdp1(model, mixed_precision=bf16)" in path.read_text()
+    assert "from fsdp1_interface import FullyShardedDataParallel as FSDP" in path.read_text()
 
 
 @pytest.mark.parametrize(

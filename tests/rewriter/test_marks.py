@@ -35,19 +35,6 @@ HEAD = (
             "FC32",
             "net.init_weights()",
         ),
-        (
-            # Which model it is comes from a file that wasn't given.
-            "from elsewhere import current\n\n\ndef made(net):\n    return FSDP(net)\n\n\n"
-            "def accumulate():\n    model = current()\n    return model.no_sync\n",
-            "FM12",
-            "return model.no_sync",
-        ),
-        (
-            "from elsewhere import current\n\n\ndef made(net):\n    return FSDP(net)\n\n\n"
-            "def clip():\n    model = current()\n    return model.clip_grad_norm_(1.0)\n",
-            "FM13",
-            "model.clip_grad_norm_(1.0)",
-        ),
     ],
 )
 def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code: str, kept: str) -> None:
@@ -66,24 +53,11 @@ def test_what_means_something_else_is_marked(tmp_path: Path, program: str, code:
         # Whoever gets what wraps isn't in the program.
         "from functools import partial\n\n\ndef wrapper():\n    return partial(FSDP, use_orig_params=True)\n\n\n"
         "def clip(model):\n    if isinstance(model, FSDP):\n        model.clip_grad_norm_(1.0)\n",
-        # Who reads FSDP1's inner parts would find none.
-        "def share(one, two):\n    one, two = FSDP(one), FSDP(two)\n    one._streams = two._streams\n",
         # A class of its own has a constructor of its own.
         "class Mine(FSDP):\n    pass\n\n\ndef made(net):\n    return Mine(net), FSDP(net)\n",
-    ],
-)
-def test_a_program_is_never_moved_by_half(tmp_path: Path, program: str) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + program)
-    assert run("rewrite", "--write", path) == 1
-    lines = [line for line in path.read_text().splitlines(keepends=True) if not line.lstrip().startswith("# fsdp2:")]
-    assert "".join(lines) == HEAD + program
-    assert len(path.read_text()) > len(HEAD + program)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
+        # Which model it is comes from a file that wasn't given.
+        "from elsewhere import current\n\n\ndef made(net):\n    return FSDP(net)\n\n\n"
+        "def clip():\n    model = current()\n    return model.no_sync, model.clip_grad_norm_(1.0)\n",
         # Something else changes the options.
         "def made(change):\n    options = {}\n    change(options)\n    return FSDP(torch.nn.Linear(2, 2), **options)\n",
         # Somebody else gets them too.
@@ -104,13 +78,13 @@ def test_a_program_is_never_moved_by_half(tmp_path: Path, program: str) -> None:
         "def made():\n    with enable_wrap(wrapper_cls=FSDP):\n        return wrap(Net())\n",
     ],
 )
-def test_options_that_are_said_elsewhere_stay_there(tmp_path: Path, program: str) -> None:
+def test_what_is_decided_elsewhere_keeps_its_interface(tmp_path: Path, program: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(HEAD + program)
     assert run("rewrite", "--write", path) == 0
     made = path.read_text()
-    assert "from fsdp1_options import" in made
-    assert "FSDP(" not in made
+    assert "from fsdp1_interface import" in made
+    assert "torch.distributed.fsdp import FullyShardedDataParallel" not in made
     assert run("check", tmp_path) == 0
 
 

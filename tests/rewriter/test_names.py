@@ -1,4 +1,4 @@
-"""Each way in which FSDP1's names go through a program: it is found, and moved, or marked with how it goes."""
+"""Each way in which FSDP1's names go through a program: it is found, and moved."""
 
 from __future__ import annotations
 
@@ -74,35 +74,41 @@ MOVED = {
         f'{MADE}context = getattr(model, "no_sync")\n',
         "context = functools.partial(no_sync, model)",
     ),
-    "dictionary": (f'{FSDP}KINDS = {{"fsdp": FSDP}}\nmodel = KINDS[kind](net)\n', '{"fsdp": ShardedLikeFSDP1}'),
-    "dictionary, got": (f"{FSDP}KINDS = dict(fsdp=FSDP)\nmodel = KINDS.get(kind)(net)\n", "fsdp=ShardedLikeFSDP1"),
-    "list": (f"{FSDP}for wrapper in [FSDP, print]:\n    wrapper(net)\n", "in [ShardedLikeFSDP1, print]:"),
+    "dictionary": (f'{FSDP}KINDS = {{"fsdp": FSDP}}\nmodel = KINDS[kind](net)\n', '{"fsdp": FSDP}'),
+    "dictionary, got": (f"{FSDP}KINDS = dict(fsdp=FSDP)\nmodel = KINDS.get(kind)(net)\n", "fsdp=FSDP"),
+    "list": (f"{FSDP}for wrapper in [FSDP, print]:\n    wrapper(net)\n", "in [FSDP, print]:"),
     "attribute of a class": (
         f"{FSDP}class Strategy:\n    wrapper = FSDP\n    def make(self, net):\n        model = self.wrapper(net)\n"
         "        model.clip_grad_norm_(1.0)\n",
-        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "        model.clip_grad_norm_(1.0)",
     ),
-    "default": (f"{FSDP}def made(net, wrapper=FSDP):\n    return wrapper(net)\n", "wrapper=ShardedLikeFSDP1"),
-    "returned, called": (f"{FSDP}def kind():\n    return FSDP\nmodel = kind()(net)\n", "return ShardedLikeFSDP1"),
-    "chosen": (f"{FSDP}Wrapper = FSDP if sharded else print\nWrapper(net)\n", "= ShardedLikeFSDP1 if sharded"),
-    "asked for": (f'{MADE}print(hasattr(model, "clip_grad_norm_"))\n', "print(isinstance(model, FSDPModule))"),
-}
-
-# The program, the code of the mark, a part of what it says, and whether it stops the move.
-MARKED = {
+    "default": (f"{FSDP}def made(net, wrapper=FSDP):\n    return wrapper(net)\n", "wrapper=FSDP"),
+    "returned, called": (f"{FSDP}def kind():\n    return FSDP\nmodel = kind()(net)\n", "return FSDP"),
+    "chosen": (f"{FSDP}Wrapper = FSDP if sharded else print\nWrapper(net)\n", "= FSDP if sharded"),
     "field": (
         f"from dataclasses import dataclass\n{FSDP}@dataclass\nclass Config:\n    wrapper: type = FSDP\n",
-        "FC04",
-        "a field holds",
-        True,
+        "wrapper: type = FSDP",
     ),
-    "argument": (f"{FSDP}build(FSDP, net)\n", "FC04", "build in line 2 gets the class", True),
-    "returned": (f"{FSDP}def wrapper():\n    return FSDP\n", "FC04", "a function returns the class", True),
-    "subclass": (f"{FSDP}class Mine(FSDP):\n    pass\nmodel = Mine(net)\n", "FC05", "", True),
-    "method of a part": (f"{MADE}model.layers[0].clip_grad_norm_(1.0)\n", "FM13", "", False),
-    "other method by name": (f'{MADE}clip = getattr(model, "clip_grad_norm_")\n', "FM13", "", False),
-    "method by name of anything": (f'{MADE}clip = getattr(other, "no_sync", None)\n', "FM12", "", False),
-}  # fmt: skip
+    "argument": (f"{FSDP}build(FSDP, net)\n", "build(FSDP, net)"),
+    "subclass": (f"{FSDP}class Mine(FSDP):\n    pass\nmodel = Mine(net)\n", "class Mine(FSDP):"),
+    "method of a part": (f"{MADE}model.layers[0].clip_grad_norm_(1.0)\n", "model.layers[0].clip_grad_norm_(1.0)"),
+    "other method by name": (f'{MADE}clip = getattr(model, "clip_grad_norm_")\n', 'getattr(model, "clip_grad_norm_")'),
+    "method by name of anything": (
+        f'{MADE}clip = getattr(other, "no_sync", None)\n',
+        'getattr(other, "no_sync", None)',
+    ),
+    "star": (
+        "from torch.distributed.fsdp import *\nbuild(FullyShardedDataParallel)\n",
+        "from fsdp1_interface import *",
+    ),
+    "of the package": (f"{PACKAGE}build(fsdp.FullyShardedDataParallel)\n", "build(FullyShardedDataParallel)"),
+    "compared, and passed on": (f"{MADE}build(FSDP)\nprint(type(model) is FSDP)\n", "isinstance(model, FSDPModule)"),
+    "two statements in a line": (
+        f"import os; {FSDP}build(FSDP)\n",
+        "import os; from fsdp1_interface import FullyShardedDataParallel as FSDP\n",
+    ),
+    "asked for": (f'{MADE}print(hasattr(model, "clip_grad_norm_"))\n', "print(isinstance(model, FSDPModule))"),
+}
 
 
 def moved(folder: Path, **files: str) -> tuple[dict[str, str], list[tuple[str, str, bool]]]:
@@ -122,17 +128,6 @@ def test_it_is_moved(tmp_path: Path, way: str) -> None:
     assert line in files["program"]
     (tmp_path / "program.py").write_text(files["program"])
     assert account(load([str(tmp_path)])[0]) == [], files["program"]
-
-
-@pytest.mark.parametrize("way", MARKED)
-def test_it_is_marked(tmp_path: Path, way: str) -> None:
-    program, code, why, blocks = MARKED[way]
-    (tmp_path / "program.py").write_text(program)
-    assert code in {finding.code for finding in account(load([str(tmp_path)])[0])}
-    files, marks = moved(tmp_path, program=program)
-    assert [(c, b) for c, said, b in marks if c == code and why in said] == [(code, blocks)], marks
-    lines = [line for line in files["program"].splitlines(keepends=True) if not line.lstrip().startswith("# fsdp2:")]
-    assert ("".join(lines) == program) == blocks
 
 
 def test_it_is_handed_on_through_packages(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 
-from rewriter import beside
+from rewriter import interface
 from rewriter.check import account, load
 from rewriter.rewrite import rewrite
+from rewriter.source import INTERFACE
 from rewriter.symbols import BY_CODE
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import OLD, fsdp1_broadcasts_on_a_cpu
@@ -47,7 +48,7 @@ def test_what_becomes_of_it(rule: Path) -> None:
 
 
 def both(rules: list[Path], folder: Path) -> dict[str, list[Any]]:
-    """What the two programs of each rule give on this rank. `folder`: where the file is that they get beside them."""
+    """What the two programs of each rule give on this rank. `folder`: where the package is that some import."""
     with fsdp1_broadcasts_on_a_cpu(), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         return {
             rule.name: [
@@ -59,8 +60,15 @@ def both(rules: list[Path], folder: Path) -> dict[str, list[Any]]:
         }
 
 
+def put_interface(folder: Path) -> None:
+    """The package that some programs get, where they import it from."""
+    (folder / INTERFACE).mkdir()
+    for name, text in interface.files().items():
+        (folder / INTERFACE / name).write_text(text)
+
+
 def test_both_give_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / f"{beside.NAME}.py").write_text(beside.text())
+    put_interface(tmp_path)
     for results in ranks.run(both, RULES, tmp_path, ranks=2, timeout=280):
         assert len(results) == len(RULES)
         for name, (before, *after) in results.items():

@@ -70,8 +70,9 @@ def moved(script: Path, folder: Path) -> Path:
     path = folder / script.name
     path.write_bytes(result.files[0].data)
     for added in result.files[1:]:
-        (folder / added.source.path.name).write_bytes(added.data)
-    assert "FullyShardedDataParallel" not in path.read_text()
+        (folder / added.source.path.relative_to(script.parent)).parent.mkdir(exist_ok=True)
+        (folder / added.source.path.relative_to(script.parent)).write_bytes(added.data)
+    assert not re.search("torch.*FullyShardedDataParallel", path.read_text())
     assert rewrite(load([str(path)])[0]).files == []
     return path
 

@@ -1,5 +1,4 @@
-"""`shard_like_fsdp1(module, …)` takes what FullyShardedDataParallel took, and does for each unit what FSDP1 did, in
-its order, with `fully_shard` at the end of it."""
+"""For each unit what FSDP1 did, in its order, with `fully_shard` at the end of it."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     FSDPModule,
     ShardingStrategy,
-    fully_shard,
-    register_fsdp_forward_method,
 )
 
 from fsdp2.migrate.shim.arguments import Arguments
@@ -48,38 +45,7 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp1")
 
 
-def shard_like_fsdp1(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    """Shard a module in place by FSDP1's options, in FSDP1's order or by name; returns it. A collective call.
-
-    Raises what `Arguments` raises, and ValueError for a model that can't be sharded so.
-    """
-    old = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}  # before torch 2.1
-    old["ignored_params"] = "ignored_states"
-    shard_units(module, Arguments(*args, **{old.get(name, name): value for name, value in options.items()}))
-    return module
-
-
-def gather_in(module: nn.Module, *methods: str) -> nn.Module:
-    """Methods of a sharded module gather its parameters as forward does, where it has them; returns it."""
-    for name in methods:
-        if isinstance(module, FSDPModule) and hasattr(module, name):
-            register_fsdp_forward_method(module, name)
-    return module
-
-
-class _Asks(type):
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return shard_like_fsdp1(*args, **options)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, FSDPModule)
-
-
-class ShardedLikeFSDP1(metaclass=_Asks):
-    """`shard_like_fsdp1` where a program passes FSDP1's class on: it can be called, and asked for with isinstance."""
-
-
-def shard_units(model: nn.Module, arguments: Arguments, sharding: Callable[..., Any] = fully_shard) -> Plan:
+def shard_units(model: nn.Module, arguments: Arguments, sharding: Callable[..., Any]) -> Plan:
     """Shard the units of the policy, inner before outer ones, then the model; `fully_shard`'s arguments for each."""
     arguments.place(model)
     if arguments.device.type != "cpu":  # which fully_shard takes, whatever device_id says
@@ -106,6 +72,7 @@ def shard_units(model: nn.Module, arguments: Arguments, sharding: Callable[..., 
         if module is model and own.root_casts:
             module.register_forward_pre_hook(_cast_inputs_of_root, with_kwargs=True)
             plan[model]["mp_policy"] = replace(plan[model]["mp_policy"], cast_forward_inputs=True)
+    model.register_forward_hook(_shard_after_evaluation)
     _schedule(model, arguments)
     return plan
 
@@ -145,6 +112,14 @@ def _expect_whole_gradient(module: nn.Module, args: Any) -> None:
     if unit.is_root:
         module.set_reduce_scatter_unused_params(False)
     module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _shard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
+    """FSDP2 leaves the root gathered after a forward without gradients; what is written to its parameters would be
+    lost. FSDP1's are its shards again."""
+    unit = unit_of(module)
+    if isinstance(module, FSDPModule) and unit is not None and unit.is_root and not torch.is_grad_enabled():
+        module.reshard()
 
 
 def _cast_inputs_of_root(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -56,7 +56,7 @@ class Trainer:
             self.options["mixed_precision"] = MixedPrecision(**SETTINGS["precision"])
 
     def fit(self):
-        self.model = shard_like_fsdp1(build(), **self.options)
+        self.model = FSDP(build(), **self.options)
         return train(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
 
 
@@ -67,7 +67,7 @@ def changed(whole):
         options.update(sharding_strategy=ShardingStrategy.NO_SHARD)
     else:
         options.update(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    return shard_like_fsdp1(build(), **options)
+    return FSDP(build(), **options)
 
 
 def gated():
@@ -77,7 +77,7 @@ def gated():
         options["sync_module_states"] = True
     else:
         options["device_id"] = torch.device("cpu")
-    return shard_like_fsdp1(build(), **options)
+    return FSDP(build(), **options)
 
 
 def get_options(low):
@@ -92,6 +92,6 @@ def main():
     for model in (changed(True), changed(False), gated()):
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for low in (False, True):
-        model = shard_like_fsdp1(build(), **get_options(low))
+        model = FSDP(build(), **get_options(low))
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return losses

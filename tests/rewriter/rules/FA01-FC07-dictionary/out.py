@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -40,5 +40,5 @@ def main():
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         device_id=torch.device("cpu"),
     )
-    model = shard_like_fsdp1(build(), **options)
+    model = FSDP(build(), **options)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,5 +35,5 @@ def train(model, optimizer, steps=3):
 def main():
     group = dist.new_group([0, 1])
     model = build()
-    model = shard_like_fsdp1(model, process_group=group, device_id=torch.device("cpu"))
+    model = FSDP(model, process_group=group, device_id=torch.device("cpu"))
     return train(model, torch.optim.Adam(model.parameters()))

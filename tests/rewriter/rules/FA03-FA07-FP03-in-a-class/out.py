@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -79,7 +79,7 @@ def main():
     for units in ("size", "blocks", "all", ""):
         config = Sharding(units=units)
         torch.manual_seed(0)
-        model = shard_like_fsdp1(
+        model = FSDP(
             Scaled(),
             sharding_strategy=config.chosen_strategy(),
             mixed_precision=config.chosen_precision,

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 
@@ -63,7 +62,7 @@ def run(config):
     mesh = None
     if config.hybrid and config.sharding_strategy == ShardingStrategy.HYBRID_SHARD:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard_like_fsdp1(
+    model = FSDP(
         build(),
         sharding_strategy=config.sharding_strategy,
         device_mesh=mesh,
@@ -72,10 +71,8 @@ def run(config):
     )
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if config.checkpoint_type == StateDictType.FULL_STATE_DICT:
-        losses.append(sum(tensor.sum().item() for tensor in get_model_state_dict(
-            model,
-            options=StateDictOptions(full_state_dict=True),
-        ).values()))
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            losses.append(sum(tensor.sum().item() for tensor in model.state_dict().values()))
     return losses
 
 

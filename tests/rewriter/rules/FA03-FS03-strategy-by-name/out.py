@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -28,7 +28,7 @@ def shard(model: nn.Module, strategy: ShardingStrategy):
     print("sharding by", strategy.name)
     if strategy is not ShardingStrategy.NO_SHARD:
         print("parameters are sharded")
-    return shard_like_fsdp1(
+    return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=strategy,

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -39,7 +39,7 @@ STRATEGIES = {"full": ShardingStrategy.FULL_SHARD, "zero2": ShardingStrategy.SHA
 
 def main(strategy="zero2"):
     model = build()
-    model = shard_like_fsdp1(
+    model = FSDP(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=STRATEGIES[strategy], device_id=torch.device("cpu")
     )
     return train(model, torch.optim.Adam(model.parameters()))

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 class Block(nn.Module):
@@ -42,6 +42,6 @@ def get_strategy(name):
 def main():
     losses = []
     for name in ("full", "none", "shard_grad_op"):
-        model = shard_like_fsdp1(build(), sharding_strategy=get_strategy(name), device_id=torch.device("cpu"))
+        model = FSDP(build(), sharding_strategy=get_strategy(name), device_id=torch.device("cpu"))
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return losses

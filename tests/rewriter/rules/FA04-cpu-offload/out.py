@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,5 +35,5 @@ def train(model, optimizer, steps=3):
 
 def main(offload=False):
     offload_policy = CPUOffload(offload_params=True) if offload else None
-    model = shard_like_fsdp1(build(), cpu_offload=offload_policy, device_id=torch.device("cpu"))
+    model = FSDP(build(), cpu_offload=offload_policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.Adam(model.parameters()))

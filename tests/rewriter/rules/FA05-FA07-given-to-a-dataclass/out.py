@@ -6,8 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -40,12 +39,12 @@ def train(model, optimizer, steps=3):
 
 @dataclass
 class Sharding:
-    precision: MixedPrecisionPolicy | None = None
+    precision: MixedPrecision | None = None
     units: Any = None
 
 
 def sharded(model, config):
-    return shard_like_fsdp1(model, mixed_precision=config.precision, auto_wrap_policy=config.units, device_id=torch.device("cpu"))
+    return FSDP(model, mixed_precision=config.precision, auto_wrap_policy=config.units, device_id=torch.device("cpu"))
 
 
 def main():

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
@@ -63,7 +63,7 @@ def run(kind, by_class, pure=False):
     other = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
     model = Wide()
     model.upcast = kind == "casting"
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=policy if by_class else other,
         mixed_precision=precision if not pure else None,

@@ -4,8 +4,7 @@ import functools
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import (
     _or_policy,
     lambda_auto_wrap_policy,
@@ -51,7 +50,7 @@ def main():
     for kind in ("size", "none", "blocks", "more"):
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-        model = shard_like_fsdp1(model, auto_wrap_policy=policy_of(kind), device_id=torch.device("cpu"))
+        model = FSDP(model, auto_wrap_policy=policy_of(kind), device_id=torch.device("cpu"))
         losses += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        losses.append(float(sum(isinstance(module, FSDPModule) for module in model.modules())))
+        losses.append(float(sum(isinstance(module, FSDP) for module in model.modules())))
     return losses

@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 
@@ -43,5 +43,5 @@ def get_policy(by_block):
 
 def main(by_block=True):
     policy = get_policy(by_block)
-    model = shard_like_fsdp1(build(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    model = FSDP(build(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

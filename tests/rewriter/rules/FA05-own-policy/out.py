@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -38,6 +37,6 @@ def large(module, recurse, nonwrapped_numel):
 
 
 def main():
-    model = shard_like_fsdp1(build(), auto_wrap_policy=large, device_id=torch.device("cpu"))
-    groups = len(list([m for m in model.modules() if isinstance(m, FSDPModule)]))
+    model = FSDP(build(), auto_wrap_policy=large, device_id=torch.device("cpu"))
+    groups = len(list(FSDP.fsdp_modules(model)))
     return [groups, *train(model, torch.optim.AdamW(model.parameters()))]

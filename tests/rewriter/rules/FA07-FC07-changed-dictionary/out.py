@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -46,7 +46,7 @@ def run(name, low):
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
         )
-    model = shard_like_fsdp1(nn.Sequential(Block(), Block(), nn.Linear(8, 2)), **fsdp_kwargs)
+    model = FSDP(nn.Sequential(Block(), Block(), nn.Linear(8, 2)), **fsdp_kwargs)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -46,7 +46,7 @@ class Normed(Block):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Normed(), Normed(), nn.Linear(8, 2))
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Normed}),
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),

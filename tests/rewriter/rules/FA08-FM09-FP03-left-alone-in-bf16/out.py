@@ -1,31 +1,11 @@
 """Modules that are left alone keep their precision, buffers and batch norm included; whole parameters in theirs."""
 
-import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-
-@contextlib.contextmanager
-def full_params(model):
-    """Whole parameters in their own dtype while this is open, on every rank, to be read: what is written is lost."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # evaluation leaves groups gathered, in the dtype of mixed precision
-    sharded = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    parameters = {id(p): p for _, _, p in sharded if hasattr(p, "full_tensor")}
-    whole = {key: torch.nn.Parameter(p.full_tensor(), p.requires_grad) for key, p in parameters.items()}
-    for module, name, parameter in sharded:
-        setattr(module, name, whole.get(id(parameter), parameter))
-    try:
-        yield
-    finally:
-        for module, name, parameter in sharded:
-            setattr(module, name, parameter)
 
 
 class Block(nn.Module):
@@ -65,7 +45,7 @@ class Model(nn.Module):
 def main():
     model = Model()
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=bf16,
@@ -82,7 +62,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    with full_params(model):
+    with FSDP.summon_full_params(model, writeback=False):
         losses += [parameter.double().norm().item() for parameter in model.parameters()]
-    inner = [module for module in model.modules()]
+    inner = [getattr(module, "_fsdp_wrapped_module", module) for module in model.modules()]
     return [*losses, sum(isinstance(module, Block) for module in set(inner))]

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -37,7 +37,7 @@ def main(low_memory=True):
             model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
     else:
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=torch.device("cpu"),

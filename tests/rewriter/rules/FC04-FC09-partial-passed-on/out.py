@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -45,7 +45,7 @@ def wrapper_for(config, classes):
         param_dtype=DTYPES[config["param"]], reduce_dtype=DTYPES[config["reduce"]], buffer_dtype=DTYPES["fp32"]
     )
     wrapper = partial(
-        shard_like_fsdp1,
+        FSDP,
         sharding_strategy=STRATEGIES[config["strategy"]],
         mixed_precision=precision,
         auto_wrap_policy=ModuleWrapPolicy(classes),
@@ -72,6 +72,6 @@ def main(config=None):
     torch.manual_seed(0)
     model = Both().shard(config or {"strategy": "zero2", "param": "bf16", "reduce": "fp32"})
     for part in model.parts.values():
-        torch.nn.utils.clip_grad_norm_(part.parameters(), 1e6)
-    names = sorted(name for name, _ in model.named_modules())
+        part.clip_grad_norm_(1e6)
+    names = sorted(name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_modules())
     return [*train(model, torch.optim.SGD(model.parameters(), lr=0.1)), "parts.body.0.linear" in names]

@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    shard = functools.partial(shard_like_fsdp1, device_id=torch.device("cpu"), use_orig_params=True)
+    shard = functools.partial(FSDP, device_id=torch.device("cpu"), use_orig_params=True)
     model = build()
     for index in range(2):
         model[index] = shard(model[index])

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 
@@ -43,5 +43,5 @@ def main(strategy="HYBRID_SHARD", frozen=True):
     if frozen:
         model[0].requires_grad_(False)
         options["ignored_modules"] = [model[0]]
-    model = shard_like_fsdp1(model, sharding_strategy=chosen, device_id=torch.device("cpu"), use_orig_params=True, **options)
+    model = FSDP(model, sharding_strategy=chosen, device_id=torch.device("cpu"), use_orig_params=True, **options)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -5,7 +5,7 @@ import json
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -38,5 +38,5 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = shard_like_fsdp1(build(), device_id=torch.device("cpu"), **json.loads(SETTINGS))
+    model = FSDP(build(), device_id=torch.device("cpu"), **json.loads(SETTINGS))
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 
@@ -34,5 +34,5 @@ def main():
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=60)
-    model = shard_like_fsdp1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    model = FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -32,7 +32,7 @@ def main():
     torch.manual_seed(0)
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 2))
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=torch.device("cpu"),

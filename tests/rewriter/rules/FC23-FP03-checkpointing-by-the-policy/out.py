@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -41,7 +41,7 @@ def run(low):
             param_dtype=torch.float32, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
         )
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    model = shard_like_fsdp1(model, auto_wrap_policy=policy, mixed_precision=mixed_precision, device_id=torch.device("cpu"))
+    model = FSDP(model, auto_wrap_policy=policy, mixed_precision=mixed_precision, device_id=torch.device("cpu"))
     apply_activation_checkpointing(model, auto_wrap_policy=policy)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

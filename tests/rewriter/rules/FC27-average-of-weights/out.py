@@ -3,9 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -42,17 +40,14 @@ class Average:
 
     @torch.no_grad()
     def update(self, model):
-        for group in self.module.modules():  # what is written to a gathered group is lost
-            if isinstance(group, FSDPModule):
-                group.reshard()
         for mean, parameter in zip(self.module.parameters(), model.parameters()):
             mean.mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
 
 
 def main():
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), "use_orig_params": True}
-    model = shard_like_fsdp1(build(), **options)
-    mean = shard_like_fsdp1(build(), **options)
+    model = FSDP(build(), **options)
+    mean = FSDP(build(), **options)
     average = Average(mean)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -61,6 +56,6 @@ def main():
         average.update(model)
         with torch.no_grad():
             average.module(torch.ones(2, 8))
-    state = get_model_state_dict(average.module, options=StateDictOptions(full_state_dict=True))
+    state = average.module.state_dict()
     # Those of the outermost unit FSDP1 keeps as they were at the first evaluation.
     return losses + [state[name].double().sum().item() for name in sorted(state) if "linear" in name]

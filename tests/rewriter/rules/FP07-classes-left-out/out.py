@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -17,7 +17,7 @@ class Block(nn.Module):
 
 
 def made(module):
-    return shard_like_fsdp1(
+    return FSDP(
         module,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -31,7 +31,7 @@ def train(model, optimizer, steps=3):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    model = shard_like_fsdp1(
+    model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=ShardingStrategy.NO_SHARD,

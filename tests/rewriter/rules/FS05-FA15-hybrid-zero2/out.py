@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.fully_sharded_data_parallel import ShardingStrategy
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ def train(model, optimizer, steps=3):
 def main():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    model = shard_like_fsdp1(
+    model = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,
         device_mesh=init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard")),

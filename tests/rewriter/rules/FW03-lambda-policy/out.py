@@ -5,8 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 
@@ -39,6 +38,6 @@ def train(model, optimizer, steps=3):
 def main():
     model = build()
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear) and m.bias is not None)
-    model = shard_like_fsdp1(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
-    groups = len(list([m for m in model.modules() if isinstance(m, FSDPModule)]))
+    model = FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    groups = len(list(FSDP.fsdp_modules(model)))
     return [groups, *train(model, torch.optim.AdamW(model.parameters()))]

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from fsdp1_options import ShardedLikeFSDP1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
 
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def sharding():
-    return enable_wrap(wrapper_cls=ShardedLikeFSDP1, device_id=torch.device("cpu"), use_orig_params=True)
+    return enable_wrap(wrapper_cls=FSDP, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def made(kind):

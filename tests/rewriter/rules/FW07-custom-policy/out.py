@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 
@@ -38,5 +38,5 @@ def is_block(module):
 
 
 def main():
-    model = shard_like_fsdp1(build(), auto_wrap_policy=CustomPolicy(is_block), device_id=torch.device("cpu"))
+    model = FSDP(build(), auto_wrap_policy=CustomPolicy(is_block), device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from fsdp1_options import shard_like_fsdp1
-from torch.distributed.fsdp import FSDPModule
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -33,7 +32,7 @@ class Both(nn.Module):
         return self.one(x) + self.other(x)
 
     def clip(self, most):
-        return [torch.nn.utils.clip_grad_norm_(part.parameters(), most).full_tensor().item() for part in (self.one, self.other)]
+        return [part.clip_grad_norm_(most).item() for part in (self.one, self.other)]
 
 
 def sharded(part):
@@ -42,7 +41,7 @@ def sharded(part):
             return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
         return isinstance(module, nn.Linear) and module.out_features == 2
 
-    return shard_like_fsdp1(part, auto_wrap_policy=CustomPolicy(units), device_id=torch.device("cpu"), use_orig_params=True)
+    return FSDP(part, auto_wrap_policy=CustomPolicy(units), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def main():
@@ -59,9 +58,6 @@ def main():
         optimizer.zero_grad()
         with torch.no_grad():
             losses.append(model(torch.ones(1, 8)).sum().item())
-            for module in model.modules():  # what is written to a gathered group is lost
-                if isinstance(module, FSDPModule):
-                    module.reshard()
             kept = [parameter.clone() for parameter in model.parameters()]
             for parameter, before in zip(model.parameters(), kept):
                 parameter.copy_(before)

@@ -1,10 +1,8 @@
-"""A class derived from FSDP1's, for its defaults: a function."""
+"""A function applied to each module of a sharded model, which FSDP1 made whole for it: before sharding."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -16,12 +14,16 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def our_fsdp(module):
-    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+def small(module):
+    if isinstance(module, nn.Linear):
+        module.weight.mul_(0.5)
 
 
 def made(module):
-    return our_fsdp(module)
+    model = FSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
+    with torch.no_grad():
+        model.apply(small)
+    return model
 
 
 def main():

@@ -1,10 +1,10 @@
-"""What FSDP1's models remember of their arguments."""
+"""Whether a module is the root, and which kind of state dict is set."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -34,8 +34,11 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    strategy = "SHARD_GRAD_OP"
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = fully_shard(build(), mesh=mesh, reshard_after_forward=strategy == "FULL_SHARD")
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return [*losses, strategy]
+    assert model.check_is_root()
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True))
+    assert FSDP.get_state_dict_type(model) == StateDictSettings(
+        StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig()
+    )
+    return [*losses, sum(tensor.sum().item() for tensor in model.state_dict().values())]

@@ -1,0 +1,215 @@
+"""FSDP1's interface on FSDP2, for a program that uses FSDP1 in ways that aren't plain.
+
+Its imports of FSDP1's class become imports of a package that is put into the program: the shim's own files, which need
+torch alone. Options, kinds of state dicts, classes that are passed on: all are decided at run time, as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import libcst as cst
+
+from fsdp2.migrate.row import CLASS
+from rewriter import beyond, imports, instances, methods
+from rewriter.edits import Undecided
+from rewriter.module import Module
+from rewriter.names import code_of, uses
+from rewriter.program import Program
+from rewriter.scene import Scene
+from rewriter.scopes import module_name
+from rewriter.source import INTERFACE, Source
+from rewriter.symbols import AROUND, BY_CODE, PACKAGE, canonical
+from rewriter.taken import KEPT
+
+GIVEN = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device")
+SHIM = Path(__file__).parents[1] / "fsdp2" / "migrate" / "shim"
+GIVES = (CLASS, "ShardedGradScaler", "default_auto_wrap_policy")
+# What a model still has there, and the rows about it.
+METHODS = {"module": "FC08", "state_dict": "FC10", "load_state_dict": "FC11", "no_sync": "FM12",
+           "clip_grad_norm_": "FM13", "apply": "FM04", "zero_grad": "FC35"}  # fmt: skip
+# What the shim refuses when it is used: asked before anything runs.
+REFUSED = {"FlatParameter": "FX03", "StateDictType.LOCAL_STATE_DICT": "FD03", "LocalStateDictConfig": "FD08",
+           "LocalOptimStateDictConfig": "FD14", f"{CLASS}.rekey_optim_state_dict": "FM19"}  # fmt: skip
+
+
+@functools.cache
+def files() -> dict[str, str]:
+    """The package's files by name. Read, and not imported: nothing of torch is needed to rewrite a program."""
+    here = "fsdp2.migrate.shim"
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(SHIM.glob("*.py"))}
+    return {name: text.replace(f"from {here}.", "from .").replace(f"from {here} ", "from . ")
+            for name, text in texts.items()}  # fmt: skip
+
+
+class Home:
+    """Where a program's files import the interface from: one copy, since its class is asked for with isinstance.
+
+    Raises Undecided if they can't all import one.
+    """
+
+    def __init__(self, program: Program, modules: Sequence[Module]) -> None:
+        self._program = program
+        names = {id(module): self._dotted(module) for module in modules}
+        roots = {module.path.resolve().parents[len(names[id(module)]) - 1] for module in modules}
+        packages = {(root / names[id(m)][0]) for m in modules for root in roots if len(names[id(m)]) > 1}
+        packages = {folder for folder in packages if (folder / "__init__.py").exists()}
+        if len(packages) == 1 and (len(roots) > 1 or all(len(name) > 1 for name in names.values())):
+            (self._folder,) = packages
+            self.package = f"{self._folder.name}.{INTERFACE}"
+        elif len(roots) == 1:
+            (self._folder,), self.package = roots, INTERFACE
+        else:
+            why = "its files are imported from several folders, and need one copy of FSDP1's interface: " + ", ".join(
+                sorted(folder.name for folder in roots)
+            )
+            raise Undecided("FC07", why, modules[0].tree.body[0], modules[0])
+        if self.folder.exists() and not (self.folder / "wrapped.py").exists():
+            why = f"{INTERFACE} beside it is something else: rename it, since FSDP1's interface needs that name"
+            raise Undecided("FC07", why, modules[0].tree.body[0], modules[0])
+
+    @property
+    def folder(self) -> Path:
+        return self._folder / INTERFACE
+
+    def sources(self) -> list[tuple[Source, str]]:
+        """The files to add, each with its text."""
+        missing = {} if self.folder.exists() else files()
+        return [(Source(self.folder / name, ""), text) for name, text in missing.items()]
+
+    def _dotted(self, module: Module) -> list[str]:
+        """A file's name as others import it; else as the packages around it say, unless it is run as a script."""
+        path = module.path.resolve()
+        for other in self._program.parsed:
+            for statement in other.all(cst.Import, cst.ImportFrom):
+                for dotted in imports.packages(statement):
+                    if not dotted.startswith(".") and self._program.file_of(dotted, other) == path:
+                        return dotted.split(".")
+        parts, folder = [path.stem], path.parent
+        while "__main__" not in module.text and (folder / "__init__.py").exists():
+            parts.insert(0, folder.name)
+            folder = folder.parent
+        return parts
+
+
+def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Undecided]]:
+    """Change where these files get FSDP1's class from. What is left are names that the interface hasn't got."""
+    program = scene.rewriting.program
+    needing = [module for module in modules if _given(program, module)]
+    try:
+        home = Home(program, needing) if needing else None
+    except Undecided as problem:
+        return None, [problem]
+    problems: list[Undecided] = []
+    for module in modules:
+        if home is not None:
+            _imports(scene, module, home.package)
+        for node, symbol in uses(module, scene.symbol):
+            if symbol in AROUND.values():
+                continue
+            code = code_of(symbol, node, module, scene.symbol)
+            head = symbol.partition(".")[0]
+            if (refused := REFUSED.get(symbol, REFUSED.get(head))) and not _only_compared(module, node):
+                problems.append(_left(refused, node, module))
+            elif head in GIVES and home is not None:
+                _at_use(scene, module, node, head, home.package)
+                scene.take(code, node, module)
+            elif head.startswith(("private:", "library:", "fairscale:", "module:")):
+                problems.append(_left(code, node, module))
+            elif (option := beyond.refused(scene, module, node, symbol)) is not None:
+                problems.append(option)
+            else:
+                scene.take(code, node, module, KEPT)
+        problems += _of_models(scene, module)
+    return home, problems
+
+
+def _of_models(scene: Scene, module: Module) -> list[Undecided]:
+    """What is asked of sharded models: most of it they have, and FSDP1's inner parts they haven't."""
+    instances.compare(scene, module)
+    for call in module.all(cst.Call):
+        methods.forward(scene, module, call)
+    problems = []
+    for node in module.all(cst.Attribute):
+        name = node.attr.value
+        if name in METHODS and scene.is_model(node.value, module):
+            scene.take(METHODS[name], node, module, KEPT)
+        elif name == "register_comm_hook" and scene.may_be_model(node.value, module):
+            problems.append(_left("FM22", node, module))
+        elif code := methods.attribute_of_model(scene, module, node):
+            if name in GIVEN:
+                scene.take(code, node, module, KEPT)
+            else:
+                problems.append(_left(code, node, module))
+    return problems
+
+
+def kept(program: Program, modules: Sequence[Module]) -> bool:
+    """Whether these files have the interface already, and nothing of FSDP1's class beside it."""
+    has = any(module_name(line).endswith(INTERFACE) for module in modules for line in module.all(cst.ImportFrom))
+    return has and not any(_given(program, module) for module in modules)
+
+
+def _only_compared(module: Module, node: cst.CSTNode) -> bool:
+    above = module.parent(node)
+    return isinstance(above, (cst.Comparison, cst.ComparisonTarget))
+
+
+def _left(code: str, node: cst.CSTNode, module: Module) -> Undecided:
+    problem = Undecided(code, BY_CODE[code].note, node, module, blocking=False)
+    problem.leftover = True
+    return problem
+
+
+def _given(program: Program, module: Module) -> bool:
+    return any(symbol.partition(".")[0] in GIVES for _, symbol in uses(module, program.symbol)) or any(
+        _ours(name) for name in imports.imported(module)
+    )
+
+
+def _ours(name: imports.Name) -> bool:
+    return bool(name.package) and canonical(f"{name.package}.{name.name}") in GIVES
+
+
+def _imports(scene: Scene, module: Module, package: str) -> None:
+    """`from torch.distributed.fsdp import …`, wherever it stands, without what the interface gives, which follows."""
+    edits = scene.edits(module)
+    ours = [name for name in imports.imported(module) if _ours(name)]
+    for statement in {id(name.statement): name.statement for name in ours}.values():
+        here = [name for name in ours if name.statement is statement]
+        kept = imports.without(statement, here, module)
+        lines = [*kept, imports.from_line(package, [module.code(name.alias).rstrip(", ") for name in here])]
+        edits.replace(module.span(statement), _joined(module, statement, lines))
+        for name in here:
+            scene.take("FC01", name.alias, module)
+    for statement in module.all(cst.ImportFrom):
+        if isinstance(statement.names, cst.ImportStar) and module_name(statement).startswith(PACKAGE):
+            edits.replace(module.span(statement), f"from {package} import *")
+
+
+def _joined(module: Module, statement: cst.CSTNode, lines: list[str]) -> str:
+    line = module.parent(statement)
+    alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+    text = "\n".join(lines) if alone else "; ".join(" ".join(one.split()) for one in lines)
+    return text.replace("\n", module.source.newline + module.indent(statement))
+
+
+def _at_use(scene: Scene, module: Module, node: cst.CSTNode, head: str, package: str) -> None:
+    """`fsdp.FullyShardedDataParallel` and the like, which no import of the class stands behind."""
+    program = scene.rewriting.program
+    while program.symbol(node, module) != head and isinstance(node, cst.Attribute):
+        node = node.value
+    if isinstance(node, (cst.Attribute, cst.Call, cst.Subscript)) and not _through_file(program, node, module):
+        edits = scene.edits(module)
+        edits.need(package, head)
+        edits.replace(module.span(node), head)
+
+
+def _through_file(program: Program, node: cst.CSTNode, module: Module) -> bool:
+    """Whether it is read from a file of the program, whose import changes."""
+    base = node.value if isinstance(node, cst.Attribute) else None
+    return base is not None and any(
+        program.split(f"{name}.x", module) is not None for name, imported in module.qualified(base) if imported
+    )

@@ -1,0 +1,148 @@
+"""Programs that keep FSDP1's interface: the package that they get, and what is said of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rewriter import interface
+from rewriter.check import load
+from rewriter.rewrite import rewrite
+from rewriter.source import INTERFACE
+from tests.harness import Ranks
+from tests.migrate.fsdp1_cases import CASES
+from tests.migrate.fsdp1_models import build, fsdp1_broadcasts_on_a_cpu, real, train
+from tests.rewriter.test_rules import put_interface
+
+
+def test_it_needs_torch_alone() -> None:
+    trees = [ast.parse(text) for text in interface.files().values()]
+    packages = {a.name.split(".")[0] for t in trees for n in ast.walk(t) if isinstance(n, ast.Import) for a in n.names}
+    packages |= {
+        (n.module or "").split(".")[0]
+        for t in trees
+        for n in ast.walk(t)
+        if isinstance(n, ast.ImportFrom)
+        if not n.level
+    }
+    assert packages - sys.stdlib_module_names == {"torch"}
+
+
+def losses(folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+    found = {}
+    with fsdp1_broadcasts_on_a_cpu(), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        ours = importlib.import_module(INTERFACE)
+        assert Path(str(ours.__file__)).parent == folder / INTERFACE
+        for name, case in CASES.items():
+            sides = []
+            for fsdp in (real(), ours):
+                given = {"use_orig_params": True, **case()}
+                if fsdp is real():  # which has them no more
+                    renamed = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_params": "ignored_states"}
+                    given = {renamed.get(key, key): value for key, value in given.items()}
+                model = build(fsdp, **given)
+                assert isinstance(model, fsdp.FullyShardedDataParallel)
+                sides.append(train(model, torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), 3))
+            found[name] = sides[0], sides[1]
+        del sys.modules[INTERFACE]
+    return found
+
+
+def test_each_option_gives_the_losses_of_fsdp1(ranks: Ranks, tmp_path: Path) -> None:
+    put_interface(tmp_path)
+    for results in ranks.run(losses, tmp_path, timeout=200):
+        assert len(results) == len(CASES)
+        assert [name for name, (expected, got) in results.items() if got != expected] == []
+
+
+IMPORT = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+CALL = f"{IMPORT}\n\ndef made(model, **options):\n"
+CALL += "    return FSDP(model, **options)\n"
+
+
+def written(folder: Path, files: dict[str, str]) -> dict[str, str]:
+    for name, text in files.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    result = rewrite(load([str(folder)])[0])
+    assert result.undecided == []
+    return {str(file.source.path.relative_to(folder)): file.data.decode() for file in result.files}
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "where"),
+    [
+        ({}, "from fsdp1_interface import", "pkg"),
+        ({"pkg/__init__": ""}, "from pkg.fsdp1_interface import", "pkg"),
+        ({"train": "from pkg.wrap import made\n"}, "from fsdp1_interface import", ""),
+        ({"pkg/train": "from wrap import made\n"}, "from fsdp1_interface import", "pkg"),
+        # Two programs' folders, one package: a copy in the package, so that there is one class.
+        (
+            {"pkg/__init__": "", "scripts/train": f"{IMPORT}from pkg.wrap import made\nmade(0, a=FSDP)\n"},
+            "from pkg.fsdp1_interface import",
+            "pkg",
+        ),
+    ],
+)
+def test_there_is_one_copy_which_all_files_can_import(
+    tmp_path: Path, others: dict[str, str], said: str, where: str
+) -> None:
+    made = written(tmp_path, {"pkg/wrap": CALL, **others})
+    assert said in made["pkg/wrap.py"]
+    assert said in made.get("scripts/train.py", said)
+    copies = {str(Path(name).parent.parent) for name in made if INTERFACE in name}
+    assert copies == {where or "."}
+    assert {Path(name).name: text for name, text in made.items() if INTERFACE in name} == interface.files()
+
+
+def test_another_folder_of_its_name_stays(tmp_path: Path) -> None:
+    (tmp_path / INTERFACE).mkdir()
+    (tmp_path / "train.py").write_text(CALL)
+    (problem,) = rewrite(load([str(tmp_path)])[0]).undecided
+    assert problem.blocking
+    assert "rename it" in problem.why
+
+
+def test_files_that_cannot_share_a_copy_are_asked(tmp_path: Path) -> None:
+    files = {"one/a": CALL, "two/b": f"{IMPORT}import a\nprint(FSDP, a)\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.py").write_text(text)
+    (problem,) = rewrite(load([str(tmp_path)])[0]).undecided
+    assert problem.blocking
+    assert "need one copy of FSDP1's interface: one, two" in problem.why
+
+
+def test_a_second_rewrite_changes_nothing(tmp_path: Path) -> None:
+    for name, text in written(tmp_path, {"train": CALL}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    result: Any = rewrite(load([str(tmp_path)])[0])
+    assert (result.files, result.undecided, result.account) == ([], [], [])
+
+
+def test_what_it_cannot_do_is_marked_before_it_runs(tmp_path: Path) -> None:
+    lines = {
+        "FD03": "FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
+        "FM22": "model.register_comm_hook(None, hook)",
+        "FC31": "handle = model._handle",
+        "FX03": "flat = FlatParameter",
+    }
+    text = CALL.replace(" as FSDP", " as FSDP, StateDictType, FlatParameter") + "\n\ndef use(hook, **options):\n"
+    text += "    model = made(None, **options)\n" + "".join(f"    {line}\n" for line in lines.values())
+    (tmp_path / "train.py").write_text(text)
+    result = rewrite(load([str(tmp_path)])[0])
+    assert {problem.code for problem in result.undecided} == set(lines)
+    assert not any(problem.blocking for problem in result.undecided)
+    made = result.files[0].data.decode()
+    assert "from fsdp1_interface import FullyShardedDataParallel as FSDP" in made
+    for code, line in lines.items():
+        assert f"# fsdp2: {code} " in made.partition(f"    {line}\n")[0].splitlines()[-1], code
