@@ -12,8 +12,8 @@ from rewriter.edits import Undecided
 from rewriter.module import Module
 from rewriter.names import alias, code_of, how_it_travels, uses
 from rewriter.scene import Scene
-from rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX, ROWS
-from rewriter.taken import KEPT, MOVED
+from rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX
+from rewriter.taken import KEPT
 from rewriter.translate import constant
 from rewriter.values import string
 
@@ -104,17 +104,14 @@ def changed(scene: Scene, known: list[Undecided]) -> list[Undecided]:
                 problems.append(Undecided("FC28", BY_CODE["FC28"].note, attribute, module, blocking=False))
             if each_parameter.gradient(scene, module, attribute) and not edits.covers(attribute):
                 problems.append(Undecided("FC26", BY_CODE["FC26"].note, attribute, module, blocking=False))
-            code = "" if scene.interface else of_an_unknown_model(scene, module, attribute)
-            if code and not edits.covers(attribute):
-                why = f"not moved, since it isn't known which model this is; it would be {BY_CODE[code].becomes}"
-                problems.append(Undecided(code, why, attribute, module, blocking=False))
         for text in module.all(cst.SimpleString):
             if string(text) in STREAMS and scene.shards and id(line := module.statement(text)) not in said:
                 said.add(id(line))
                 problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
             if PREFIX in (string(text) or "") and not _docstring(text, module):
-                scene.take("FC09", text, module, KEPT if scene.interface else MOVED)
-                if not edits.covers(text) and not scene.interface:
+                if scene.shards:
+                    scene.take("FC09", text, module, KEPT)
+                if not scene.interface and not _stripped(module, text):
                     problems.append(Undecided("FC09", BY_CODE["FC09"].note, text, module, blocking=False))
     return problems
 
@@ -129,6 +126,13 @@ def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Und
         if named and constant(arg.value) is True:  # what isn't written out is refused at run time
             return Undecided("FP04", BY_CODE["FP04"].note, arg.value, module)
     return None
+
+
+def _stripped(module: Module, text: cst.SimpleString) -> bool:
+    """Whether a prefix is taken off, which isn't there any more."""
+    call = module.parent(module.parent(text) or text)
+    named = isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value
+    return named in ("replace", "removeprefix")
 
 
 def _docstring(node: cst.CSTNode, module: Module) -> bool:
@@ -147,8 +151,6 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
     if by_library(module, node):
         return left("FC21")
     first = node.args[0].value if node.args and not node.args[0].star else None
-    if not scene.interface and (code := asked_of_a_part(scene, module, node)):
-        return left(code)
     if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
         called = first.func if isinstance(first, cst.Call) else None
         ours = isinstance(called, cst.Attribute) and scene.may_be_model(called.value, module)
@@ -169,46 +171,6 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         ):
             return left("FC17")
     return []
-
-
-OWN = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
-
-
-def asked_of_a_part(scene: Scene, module: Module, node: cst.Call) -> str:
-    """The row of a method of FSDP1's on a part of a model, or by name of what isn't followed."""
-    if scene.edits(module).covers(node) or not scene.shards:
-        return ""
-    if isinstance(node.func, cst.Attribute):
-        name, base = node.func.attr.value, node.func.value
-        part = isinstance(base, (cst.Attribute, cst.Subscript)) and not scene.is_model(base, module)
-        while part and isinstance(base, (cst.Attribute, cst.Subscript)):
-            base = base.value
-        own = part and name in OWN and scene.is_model(base, module)
-    else:
-        name = string(node.args[1].value) or "" if len(node.args) >= 2 else ""
-        called = module.code(node.func)
-        own = called in ("getattr", "hasattr") and name in OWN
-        own = own and not (scene.is_model(node.args[0].value, module) and (name == "no_sync" or called == "hasattr"))
-    return ROWS[f"{CLASS}.{name}()"].code if own else ""
-
-
-def of_an_unknown_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
-    """The row of `model.no_sync` and `model.clip_grad_norm_(norm)`, of a model that came here in a way that isn't
-    followed. Libraries have methods of these names too, which take more arguments."""
-    name, above = node.attr.value, module.parent(node)
-    if name not in ("no_sync", "clip_grad_norm_") or not scene.shards:
-        return ""
-    call = above if isinstance(above, cst.Call) and above.func is node else None
-    if len(call.args if call is not None else ()) != (name == "clip_grad_norm_"):
-        return ""
-    own = scene.rewriting.program.named(cst.FunctionDef, name)
-    known = own or any(imported for _, imported in module.qualified(node)) or scene.symbol(node, module)
-    made = scene.values.leaves(node.value, module) if scene.ddp else []
-    if made and all(leaf.kind == "value" for leaf in made):
-        return ""  # a DDP model, most likely: nothing of FSDP1's arrives here
-    if known or scene.is_model(node.value, module) or (call is not None and asked_of_a_part(scene, module, call)):
-        return ""
-    return ROWS[f"{CLASS}.{name}()"].code
 
 
 DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)

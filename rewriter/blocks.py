@@ -32,7 +32,7 @@ def unwrap(edits: Edits, block: cst.With, *items: cst.WithItem) -> None:
         inner = edits.render((start - 1, end))[1:]  # with what is put above the first statement
         return textwrap.indent(textwrap.dedent(inner), outer, lambda line: bool(line.strip()))
 
-    edits.replace((module.line_span(block)[0], end), body)
+    edits.replace((module.line_span(block)[0], end), body, kept=(start, end))
 
 
 def _body_start(module: Module, block: cst.With) -> int:

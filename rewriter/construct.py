@@ -12,21 +12,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp2.migrate.row import CLASS
 from rewriter import precision
-from rewriter.bindings import arguments
-from rewriter.edits import Undecided, call
+from rewriter.conditions import condition
+from rewriter.edits import Undecided
 from rewriter.helpers import HELPERS
 from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.symbols import ROWS
 from rewriter.translate import FSDP, Rewriting, constant
+from rewriter.values import arguments
 
 ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments that change when something is done and never what is computed.
 DROPPED = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-RESHARD = {"": "", "FULL_SHARD": "", "SHARD_GRAD_OP": "False", "HYBRID_SHARD": "", "_HYBRID_SHARD_ZERO2": "False",
-           "NO_SHARD": ""}  # fmt: skip
-
+# Arguments of which the interface makes what FSDP1 did, and no line of FSDP2 does.
+ELSEWHERE = ("param_init_fn", "process_group", "ignored_states", "ignored_modules")
+RESHARD = {"FULL_SHARD": "", "SHARD_GRAD_OP": "False"}
 SIZE = ("size_based_auto_wrap_policy", "default_auto_wrap_policy")
 META = re.compile(r"[\"']meta[\"']|init_empty_weights")
 
@@ -56,7 +57,6 @@ class Plan:
     condition: str = ""
     least: str = ""  # or so many parameters, from which on a module is an inner group
     after: list[str] = field(default_factory=list)
-    replicated: bool = False
 
     @property
     def simple(self) -> bool:
@@ -82,22 +82,13 @@ class Construction:
             rewriting.take(code_of(name), arg, module)
         home = module.function(node) or module.tree
         self.taken = {name.value for name in module.within(home, cst.Name)}
-        self.variable = next(name for name in ("module", "block", "submodule", "group") if not self._bound_as(name))
+        targets = (cst.Param, cst.AssignTarget, cst.AnnAssign, cst.For, cst.AsName)
+        bound = {n.value for n in module.within(home, cst.Name) if isinstance(module.parent(n), targets)}
+        bound.add(module.code(by_name["module"]).partition(".")[0])
+        self.variable = next(name for name in ("module", "block", "submodule", "group") if name not in bound)
 
     def _undecided(self, code: str, why: str, node: cst.CSTNode | None = None) -> Undecided:
         return Undecided(code, why, node if node is not None else self.node, self.module)
-
-    def _bound_as(self, name: str) -> bool:
-        """Whether a name is a variable or an argument of this function, which a loop would overwrite."""
-        home = self.module.function(self.node)
-        targets = (cst.Param, cst.AssignTarget, cst.AnnAssign, cst.For, cst.AsName)
-        if self.module.code(self.args["module"]).partition(".")[0] == name:
-            return True
-        return any(
-            found.value == name and isinstance(self.module.parent(found), targets)
-            for found in self.module.within(home or self.module.tree, cst.Name)
-            if self.module.function(found) is home
-        )
 
     def _given(self, name: str) -> cst.BaseExpression | None:
         """An argument; None where it is left out, or None under whatever name."""
@@ -125,98 +116,62 @@ class Construction:
     def plan(self, model: str) -> Plan:
         """`model`: the expression that the model has in the lines that are written."""
         made = Plan()
-        for name in ("param_init_fn", "process_group", "ignored_states"):
-            if (node := self._given(name)) is not None and not self._is_world(name, node):
-                raise self._undecided(code_of(name), f"what {name} asks for is done where the model is made", node)
+        for name in ELSEWHERE:
+            if (node := self._given(name)) is not None:
+                raise self._undecided(code_of(name), "what it asks for is done where the model is made", node)
         if any(META.search(source.text) for source in self.rewriting.program.sources.values()):
             raise self._undecided("FC20", "a part may be on the meta device, and gets values as it is sharded")
-        strategy = self._strategy(made)
-        mesh = self._given("device_mesh")
-        if mesh is not None:
-            self._name_dimensions(mesh)
-            made.options["mesh"] = self._text(mesh)
-        elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-            made.options["mesh"] = self._of_nodes()
         for name in DROPPED:
             if name in self.args:
                 self.rewriting.drop(self.args[name], self.module)
-        if strategy == "NO_SHARD":
-            self._replicated(made)
-            return made
+        self._strategy(made)
+        self._mesh(made)
         policy = self._given("auto_wrap_policy")
-        if policy is not None and not self._by_size(made, policy):
-            made.condition = self.rewriting.inlined(
-                policy, self.module, lambda leaf: self.rewriting.condition(leaf, self.variable), "FA05"
-            )
+        if policy is not None:
+            self._policy(made, policy)
         self._precision(made, model, policy is not None)
-        offload = self._given("cpu_offload")
-        if offload is not None and (
-            text := self.rewriting.inlined(offload, self.module, self.rewriting.offload, "FA04")
-        ):
-            made.options["offload_policy"] = text
-        self._ignored(made)
+        self._offload(made)
         self._device(made)
         self._synchronised(made, model)
         return made
 
-    def _by_size(self, plan: Plan, policy: cst.BaseExpression) -> bool:
+    def _policy(self, plan: Plan, policy: cst.BaseExpression) -> None:
         leaf = self.rewriting.known(policy, self.module, "FA05")
-        if leaf.symbol not in SIZE or leaf.spread or set(leaf.args) - {"min_num_params"}:
-            return False
-        plan.least = self._text(leaf.args["min_num_params"]) if leaf.args else "int(1e8)"
+        if leaf.symbol in SIZE and not leaf.spread and not set(leaf.args) - {"min_num_params"}:
+            plan.least = self._text(leaf.args["min_num_params"]) if leaf.args else "int(1e8)"
+            self.edits.helpers["shard_by_size"] = HELPERS["shard_by_size"]
+            self.edits.need("torch")
+        else:
+            plan.condition = condition(self.rewriting, leaf, self.variable)
         self.rewriting.drop(policy, self.module)
-        self.edits.helpers["shard_by_size"] = HELPERS["shard_by_size"]
-        self.edits.need("torch")
-        return True
 
-    def _is_world(self, name: str, node: cst.BaseExpression) -> bool:
-        return name == "process_group" and self.module.code(node).endswith(("group.WORLD", "_get_default_group()"))
-
-    def _strategy(self, plan: Plan) -> str:
+    def _strategy(self, plan: Plan) -> None:
         node = self._given("sharding_strategy")
         if node is None:
-            return ""
+            return
         leaf = self.rewriting.known(node, self.module, "FA03")
-        head, _, strategy = leaf.symbol.partition(".")
-        if leaf.kind != "symbol" or head != "ShardingStrategy" or strategy not in RESHARD:
-            raise self._undecided("FA03", "which strategy it is turns out at run time", node)
+        strategy = leaf.symbol.partition(".")[2]
+        if strategy not in RESHARD:
+            raise self._undecided("FA03", "its mesh depends on how many devices a node has, or on replicas", node)
         self.rewriting.drop(node, self.module)
         if RESHARD[strategy]:
             plan.options["reshard_after_forward"] = RESHARD[strategy]
-        return strategy
 
-    def _of_nodes(self) -> str:
-        """FSDP1 takes the devices of a node for a shard group."""
-        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-        self.edits.need("torch")
-        if self._device_text()[1] != "cuda":
-            raise self._undecided("FS04", "the devices of a node aren't known to be GPUs", self.args["device_id"])
-        world, local = f"{self._dist()}.get_world_size()", "torch.cuda.device_count()"
-        shape = [f"({world} // {local}, {local})", 'mesh_dim_names=("replicate", "shard")']
-        return call("init_device_mesh", ['"cuda"', *shape])
-
-    def _replicated(self, plan: Plan) -> None:
-        """NO_SHARD is DDP."""
-        for name in ("mixed_precision", "cpu_offload", "ignored_modules", "device_mesh"):
-            if (node := self._given(name)) is not None:
-                raise self._undecided("FS03", f"DDP has no {name}: replicas are shards of one rank", node)
-        if "auto_wrap_policy" in self.args:
-            self.rewriting.drop(self.args["auto_wrap_policy"], self.module)
-        if (sync := self._given("sync_module_states")) is not None:
-            self.rewriting.drop(sync, self.module)  # DDP does
-        self._device(plan)
-        plan.options.pop("mesh", None)
-        self.edits.need("torch.nn.parallel", "DistributedDataParallel")
-        plan.replicated = True
+    def _mesh(self, plan: Plan) -> None:
+        node = self._given("device_mesh")
+        if node is None:
+            return
+        leaf = self.rewriting.only(node, self.module)
+        made = leaf.args.get(1) if leaf is not None and leaf.kind == "value" else None
+        if not isinstance(made, cst.Tuple) or len(made.elements) != 1:
+            raise self._undecided("FA16", "how many dimensions the mesh has is decided elsewhere", node)
+        plan.options["mesh"] = self._text(node)
 
     def _precision(self, plan: Plan, model: str, wrapped: bool) -> None:
         node = self._given("mixed_precision")
-        made = None
-        if node is not None:
-            made = precision.translate(self.rewriting, node, self.module, wrapped, self.args["module"])
+        made = precision.translate(self.rewriting, node, self.module, wrapped) if node is not None else None
         if made is None:
             return
-        self.edits.need(FSDP, "MixedPrecisionPolicy")
         policy = made.policy
         if wrapped and made.castless:
             name = self.fresh("mp_policy")
@@ -227,38 +182,25 @@ class Construction:
             plan.inner["mp_policy"] = f"dataclasses.replace({policy}, cast_forward_inputs=False)"
         plan.options["mp_policy"] = policy
         if made.buffers:
-            if self._given("ignored_modules") is not None:
-                raise self._undecided("FP03", "buffers of ignored modules keep their dtype")
             plan.after.append(
                 f"for buffer in {model}.buffers():  # FSDP1's buffer_dtype\n"
                 f"    if buffer.is_floating_point():\n        buffer.data = buffer.to({made.buffers})"
             )
 
-    def _ignored(self, plan: Plan) -> None:
-        if (node := self._given("ignored_modules")) is None:
+    def _offload(self, plan: Plan) -> None:
+        if (node := self._given("cpu_offload")) is None:
             return
-        if plan.condition or plan.least:
-            raise self._undecided("FA08", "the policy mustn't choose what is ignored", node)
-        leaves = self.rewriting.values.leaves(node, self.module)
-        text = f"({self._text(node)})" if isinstance(node, cst.IfExp) else self._text(node)
-        over = f"{text} or ()" if any(leaf.kind in ("none", "unknown") for leaf in leaves) else text
-        plan.options["ignored_params"] = f"{{p for ignored in {over} for p in ignored.parameters()}}"
+        leaf = self.rewriting.known(node, self.module, "FA04")
+        wanted = constant(leaf.args.get(0, leaf.args.get("offload_params")), False)
+        if leaf.symbol != "CPUOffload" or leaf.spread or not isinstance(wanted, bool):
+            raise self._undecided("FA04", "whether anything is offloaded turns out at run time", node)
+        self.rewriting.drop(node, self.module)
+        if wanted:
+            self.edits.need(FSDP, "CPUOffloadPolicy")
+            self.edits.need("torch")
+            plan.options["offload_policy"] = "CPUOffloadPolicy(pin_memory=torch.cuda.is_available())"
 
     # --- processes and devices ---
-
-    def _name_dimensions(self, mesh: cst.BaseExpression) -> None:
-        """FSDP2 wants names for the two dimensions of a mesh, FSDP1 didn't."""
-        for leaf in self.rewriting.values.leaves(mesh, self.module):
-            made, module = leaf.node, leaf.module
-            if not isinstance(made, cst.Call) or not module.code(made.func).endswith("init_device_mesh"):
-                raise self._undecided("FA16", "the mesh is made in a way that isn't followed", mesh)
-            shape = made.args[1].value if len(made.args) == 2 else None
-            if isinstance(shape, cst.Tuple) and len(shape.elements) == 2:
-                edits, end = self.rewriting.edits(module), module.span(made)[1] - 1
-                comma = "" if module.text[:end].rstrip().endswith(",") else ", "
-                if not edits.has((end, end)):
-                    self.rewriting.take("FA16", made, module)
-                    edits.replace((end, end), f'{comma}mesh_dim_names=("replicate", "shard")')
 
     def _dist(self) -> str:
         """What torch.distributed is called here."""
@@ -278,31 +220,26 @@ class Construction:
                     return alias.evaluated_alias or alias.evaluated_name
         return fallback
 
-    def _device_text(self) -> tuple[str, str]:
-        """The device_id as text, and which type of device it is: "cuda", where none is given; "" if it isn't known."""
-        node = self._given("device_id")
-        if node is None:
-            return "", "cuda"
-        shown = [leaf.module.code(leaf.node) for leaf in self.rewriting.values.leaves(node, self.module)]
-        kinds = {
-            "cpu" if "cpu" in text else "cuda" if re.search("cuda|rank|[0-9]", text.lower()) else "" for text in shown
-        }
-        return self._text(node), kinds.pop() if len(kinds) == 1 else ""
-
     def _device(self, plan: Plan) -> None:
-        text, kind = self._device_text()
-        if not text:
+        """FSDP1 takes the device for its own; FSDP2 the mesh's, and of GPUs the one that is set."""
+        if (node := self._given("device_id")) is None:
             return
-        texts = [source.text for source in self.rewriting.program.sources.values()]
-        placed = "current_device()" in text or any("set_device(" in one for one in texts)
-        if not kind and not placed:
-            raise self._undecided("FA10", "which device it is turns out at run time", self.args["device_id"])
-        if kind != "cuda" and "mesh" not in plan.options:
+        text, leaf = self._text(node), self.rewriting.only(node, self.module)
+        shown = self.module.code(leaf.node) if leaf is not None else text
+        sources = [source.text for source in self.rewriting.program.sources.values()]
+        placed = any("set_device(" in one for one in sources)
+        if "cpu" in shown or not (placed or re.search(r"cuda|\d", shown)):
             self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-            self.edits.need("torch")
-            shown = '"cpu"' if kind else f"torch.device({text}).type"
-            plan.options["mesh"] = f"init_device_mesh({shown}, ({self._dist()}.get_world_size(),))"
-        elif kind == "cuda" and not placed:
+            if re.fullmatch(r"(torch\.)?(device\()?[\"']cpu[\"']\)?", shown):
+                kind = '"cpu"'
+            elif placed or "cpu" in shown:
+                self.edits.need("torch")
+                kind = f"torch.device({text}).type"
+            else:
+                raise self._undecided("FA10", "which device it is turns out at run time", node)
+            if "mesh" not in plan.options:
+                plan.options["mesh"] = f"init_device_mesh({kind}, ({self._dist()}.get_world_size(),))"
+        elif not placed and "current_device()" not in shown:
             self.edits.need("torch")
             plan.before.append(f"torch.cuda.set_device({text})")
 
@@ -314,11 +251,11 @@ class Construction:
             return
         if wanted is not True or self._given("device_mesh") is not None:
             raise self._undecided("FA11", "whose values are taken turns out at run time", node)
-        device, dist = self._device_text()[0], self._dist()
-        lines = [f"{model}.to({device})"] if device else []
+        device = self._given("device_id")
+        lines = [f"{model}.to({self._text(device)})"] if device is not None else []
         lines += [
             f"for tensor in [*{model}.parameters(), *{model}.buffers()]:  # FSDP1's sync_module_states",
-            f"    {dist}.broadcast(tensor.detach(), src=0)",
+            f"    {self._dist()}.broadcast(tensor.detach(), src=0)",
         ]
         plan.before.append("\n".join(lines))
 
@@ -337,10 +274,14 @@ def constructions(program: Program) -> list[tuple[cst.Call, Module]]:
 def meta_calls(module: Module) -> list[cst.Call]:
     """Calls that make something on the meta device, or say that it is to be made there."""
     found: list[cst.Call] = []
-    for node in module.all(cst.Call) if "meta" in module.text else ():
+    for node in module.all(cst.Call) if META.search(module.text) else ():
         name = module.code(node.func).rpartition(".")[2]
         first = constant(node.args[0].value) if node.args and not node.args[0].star else None
         said = [constant(arg.value) for arg in node.args if arg.keyword is not None and arg.keyword.value == "device"]
-        if (name in ("device", "set_default_device") and first == "meta") or "meta" in said:
+        if (
+            (name in ("device", "set_default_device") and first == "meta")
+            or "meta" in said
+            or name == "init_empty_weights"
+        ):
             found.append(node)
-    return found + [node for node in module.all(cst.Call) if module.code(node.func).endswith("init_empty_weights")]
+    return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
+from rewriter.edits import Undecided
 from rewriter.helpers import HELPERS
-from rewriter.module import Module, last_name
+from rewriter.module import Module
 from rewriter.scene import Scene
 from rewriter.taken import KEPT
 from rewriter.values import assignment, string
@@ -21,7 +22,7 @@ SHAPES = ("ndim", "dim", "shape", "size")
 
 def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
     """Whether something is done with each of the parameters of a sharded model, and they aren't whole there."""
-    if _summoned(scene, module, node):
+    if _summoned(module, node):
         return False
     for above in module.ancestors(node):
         if isinstance(above, cst.FunctionDef):
@@ -46,7 +47,8 @@ def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, de
     if isinstance(called, cst.Attribute):
         if called.attr.value in ("parameters", "named_parameters"):
             own = isinstance(called.value, cst.Name) and called.value.value == "self"
-            if own and id(module.function(over)) in scene.called_on_models:
+            home = module.function(over)
+            if own and home is not None and home.name.value in scene.called_on_models:
                 return True
             return scene.may_be_model(called.value, module)
         if called.attr.value in ("items", "values"):
@@ -196,156 +198,30 @@ def frozen(scene: Scene, module: Module, target: cst.AssignTarget) -> bool:
     )
 
 
-def changed_by_hand(scene: Scene, module: Module, called: cst.Attribute) -> list[cst.BaseExpression]:
-    """The sharded models over whose parameters a loop goes that changes them: an EMA, mostly."""
-    if called.attr.value not in IN_PLACE or isinstance(called.value, cst.Call):
-        return []
-    if "grad" in module.code(called.value):
-        return []
-    loop = module.enclosing(called, cst.For)
-    if loop is None or _summoned(scene, module, called):
-        return []
-    return [
-        model
-        for over in (loop, *(made.value for made in _listed_before(module, loop)))
-        if over is not None
-        for model in _models(scene, module, over)
-    ]
+def changed_by_hand(scene: Scene, module: Module, called: cst.Attribute) -> bool:
+    """Whether a sharded model's parameters are changed in a loop over them: an average of weights, mostly."""
+    if called.attr.value not in IN_PLACE or isinstance(called.value, cst.Call) or "grad" in module.code(called.value):
+        return False
+    return over_parameters(scene, module, called)
 
 
-def _summoned(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Whether summon_full_params is open, and stays: then parameters aren't sharded."""
+def _summoned(module: Module, node: cst.CSTNode) -> bool:
+    """Whether summon_full_params is open: then parameters aren't sharded."""
     opened = [above for above in module.ancestors(node) if isinstance(above, cst.With)]
-    whole = [w for w in opened if any("summon_full_params" in module.code(item.item) for item in w.items)]
-    return any(not changes_each(scene, module, block) or is_whole(scene, module, block) for block in whole)
+    return any("summon_full_params" in module.code(item.item) for block in opened for item in block.items)
 
 
-def changes_each(scene: Scene, module: Module, block: cst.With) -> bool:
-    """Whether all that a block does is to change parameters of sharded models element by element, in place. What is
-    whole isn't needed for that."""
-    for loop in block.body.body:
-        models = _models(scene, module, loop) if isinstance(loop, cst.For) else []
-        if (
-            not models
-            or not isinstance(loop, cst.For)
-            or len(models)
-            != len(
-                [
-                    c
-                    for c in module.within(loop.iter, cst.Attribute)
-                    if c.attr.value in ("parameters", "named_parameters")
-                ]
-            )
-        ):
-            return False
-        for line in loop.body.body:
-            made = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
-            called = made.value.func if isinstance(made, cst.Expr) and isinstance(made.value, cst.Call) else None
-            if not isinstance(called, cst.Attribute) or called.attr.value not in IN_PLACE:
-                return False
-    return True
-
-
-def keeps_copies(scene: Scene, module: Module, block: cst.With) -> bool:
-    """Whether a block keeps copies of whole parameters: what is added to them later has to be whole too."""
-    assigned = module.within(block.body, cst.Assign, cst.AnnAssign)
-    calls = [call for line in assigned if line.value is not None for call in module.within(line.value, cst.Call)]
-    copied = [c for c in calls if last_name(c) in ("clone", "deepcopy")]
-    return bool(copied) and not changes_each(scene, module, block)
-
-
-def is_whole(scene: Scene, module: Module, block: cst.With) -> bool:
-    """Whether a block changes copies that another one has kept of whole parameters. One decision for both."""
-    return _changes_others(scene, module, block) and any(keeps_copies(scene, m, other) for other, m in scene.summoned)
-
-
-def _changes_others(scene: Scene, module: Module, block: cst.With) -> bool:
-    """Whether a block that `changes_each` changes something else than the parameters of sharded models: an average."""
-    others = []
-    for loop in module.within(block.body, cst.For):
-        names = [name.value for name in module.within(loop.target, cst.Name)]
-        given = loop.iter.args if isinstance(loop.iter, cst.Call) and module.code(loop.iter.func) == "zip" else ()
-        listed = [name for name, arg in zip(names, given, strict=False) if _models(scene, module, arg.value)]
-        own = listed if given else names
-        for call in module.within(loop.body, cst.Call):
-            root = call.func
-            while isinstance(root, (cst.Attribute, cst.Call, cst.Subscript)):
-                root = root.func if isinstance(root, cst.Call) else root.value
-            changed = last_name(call) in IN_PLACE and isinstance(root, cst.Name)
-            others += [root.value not in own] if changed else []
-    return bool(others) and all(others)
-
-
-def _models(scene: Scene, module: Module, over: cst.CSTNode) -> list[cst.BaseExpression]:
-    """The sharded models whose parameters an expression lists; of a loop, those that it goes over."""
-    within = over.iter if isinstance(over, cst.For) else over
-    return [
-        call.func.value
-        for call in module.within(within, cst.Call)
-        if isinstance(call.func, cst.Attribute)
-        and call.func.attr.value in ("parameters", "named_parameters")
-        and scene.is_model(call.func.value, module)
-    ]
-
-
-def _listed_before(module: Module, loop: cst.For) -> list[cst.Assign | cst.AnnAssign]:
-    """Statements of the same function that make what the loop goes over, or looks names up in."""
-    names = module.within(loop, cst.Name)
-    read = [n for n in names if isinstance(module.parent(n), (cst.Subscript, cst.Attribute, cst.Arg)) or n is loop.iter]
-    found: dict[int, cst.Assign | cst.AnnAssign] = {}
-    for name in read:
-        for binding in module.assignments(name):
-            made = assignment(binding.node, module)
-            before = made is not None and module.span(made)[0] < module.span(loop)[0]
-            if made is not None and before and module.function(made) is module.function(loop):
-                found[id(made)] = made
-    return list(found.values())
-
-
-def move(scene: Scene) -> None:
+def move(scene: Scene) -> list[Undecided]:
     """What is done with each rank's shards, and what is written to parameters by hand."""
+    problems = []
     for module in scene.modules if scene.shards else ():
         local_gradients(scene, module)
-        for call in module.all(cst.Call) if scene.interface else ():  # where models are sharded after an evaluation
-            if isinstance(call.func, cst.Attribute) and changed_by_hand(scene, module, call.func):
-                scene.take("FC27", call, module, KEPT)
-    if not scene.interface:
-        _reshard_before_changes(scene)
-
-
-def _reshard_before_changes(scene: Scene) -> None:
-    """Before a loop that changes parameters, groups that an evaluation has left gathered are sharded again: what is
-    written to a gathered group is lost."""
-    for module in scene.modules if scene.calls else ():
-        loops: dict[int, tuple[cst.For, list[str]]] = {}
         for call in module.all(cst.Call):
-            loop = module.enclosing(call, cst.For)
-            models = changed_by_hand(scene, module, call.func) if isinstance(call.func, cst.Attribute) else []
-            if loop is not None and models:
-                scene.take("FC27", call, module)
-                known = loops.setdefault(id(loop), (loop, []))[1]
-                texts = dict.fromkeys(scene.edits(module).code(model) for model in models)
-                known += [text for text in texts if text not in known]
-        for loop, shown in loops.values():
-            lists = [made for made in _listed_before(module, loop) if made.value and _models(scene, module, made.value)]
-            # Copies that are made beside it have to be of the same kind.
-            copies = [one for one in module.block_of(loop) if _models(scene, module, one)]
-            first = min(
-                (module.statement(one) or one for one in (*lists, *copies, loop)), key=lambda one: module.span(one)[0]
-            )
-            scene.take("FC27", first, module)
-            reshard(scene, module, first, shown, "what is written to a gathered group is lost")
-
-
-def reshard(scene: Scene, module: Module, statement: cst.CSTNode, models: list[str], why: str) -> None:
-    """Lines above a statement that shard all groups of some models again."""
-    edits = scene.edits(module)
-    edits.need("torch.distributed.fsdp", "FSDPModule")
-    taken = {name.value for name in module.within(module.function(statement) or module.tree, cst.Name)}
-    taken |= {text.partition(".")[0] for text in models}
-    name = next(n for n in ("module", "group", "submodule", "fsdp_module") if n not in taken or n == "fsdp_module")
-    over = f"{models[0]}.modules()" if len(models) == 1 else f"[{', '.join(f'*{m}.modules()' for m in models)}]"
-    edits.before(
-        statement,
-        f"for {name} in {over}:  # {why}\n    if isinstance({name}, FSDPModule):\n        {name}.reshard()",
-    )
+            if not isinstance(call.func, cst.Attribute) or not changed_by_hand(scene, module, call.func):
+                continue
+            if scene.interface:  # where models are sharded again after an evaluation
+                scene.take("FC27", call, module, KEPT)
+            else:
+                why = "what is written to a group that an evaluation has left gathered is lost"
+                problems.append(Undecided("FC27", why, call, module, blocking=False))
+    return problems

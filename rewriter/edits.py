@@ -33,6 +33,11 @@ class _Edit:
     start: int
     end: int
     text: Text
+    kept: Span = (0, 0)  # a part that stays, with the changes inside of it
+
+    def covers(self, start: int, end: int) -> bool:
+        stays = self.kept[0] <= start and end <= self.kept[1]
+        return self.start <= start and end <= self.end and not stays
 
     def inside(self, other: _Edit) -> bool:
         if self is other or not (other.start <= self.start and self.end <= other.end):
@@ -54,27 +59,27 @@ class Edits:
     _edits: list[_Edit] = field(default_factory=list)
     _rendering: list[_Edit] = field(default_factory=list)
 
-    def replace(self, span: Span, text: Text) -> None:
-        """Raises ValueError if the same place has been given another text."""
+    def replace(self, span: Span, text: Text, kept: Span = (0, 0)) -> None:
+        """`kept`: a part that the text holds again. Raises ValueError if the place has been given another text."""
         for known in self._edits:
             if (known.start, known.end) == span and span[0] != span[1]:
                 if known.text == text:
                     return
                 raise ValueError(f"two texts for one place: {self.module.text[span[0] : span[1]]!r}")
-        self._edits.append(_Edit(*span, text))
+        self._edits.append(_Edit(*span, text, kept))
 
     def has(self, span: Span) -> bool:
         return any((known.start, known.end) == span for known in self._edits)
 
     def covers(self, node: cst.CSTNode) -> bool:
         start, end = self.module.span(node)
-        return any(known.start <= start and end <= known.end for known in self._edits)
+        return any(known.covers(start, end) for known in self._edits)
 
     def goes(self, node: cst.CSTNode) -> bool:
         """Whether a name is covered by a change that doesn't say it again, as a variable."""
         start, end = self.module.span(node)
         word = re.compile(rf"(?<![\w.]){re.escape(self.module.code(node))}(?!\w|\s*=[^=])")
-        over = [known for known in self._edits if known.start <= start and end <= known.end]
+        over = [known for known in self._edits if known.covers(start, end)]
         return bool(over) and not any(word.search(self.render((known.start, known.end))) for known in over)
 
     def before(self, statement: cst.CSTNode, lines: str) -> None:

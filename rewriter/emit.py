@@ -17,10 +17,7 @@ DOTTED = re.compile(r"[A-Za-z_][\w.]*")
 
 
 class Emission:
-    """`entries`: methods that gather as forward does, and whether the model may be one that has no such method."""
-
-    def __init__(self, construction: Construction, entries: dict[str, bool]) -> None:
-        self.entries = entries
+    def __init__(self, construction: Construction) -> None:
         self.made = construction
         self.node, self.module = construction.node, construction.module
         self.edits = construction.edits
@@ -35,10 +32,6 @@ class Emission:
         model = given if named else target if target else self._name("model")
         self.made.rewriting.named.setdefault(id(self.statement), set()).add(model)
         plan = self.made.plan(model)
-        for name, maybe in () if plan.replicated else self.entries.items():
-            self.edits.need(FSDP, "register_fsdp_forward_method")
-            guard = f'if hasattr({model}, "{name}"):\n    ' if maybe else ""
-            plan.after.append(f'{guard}register_fsdp_forward_method({model}, "{name}")')
         if plan.simple:
             self._simple(shape, target, given, plan)
             return
@@ -74,7 +67,7 @@ class Emission:
     def _simple(self, shape: str, target: str, given: str, plan: Plan) -> None:
         """No line but the call itself: it stays where it stands."""
         root = self._call(plan, given, plan.options)
-        if shape == "assign" and target == given and not plan.replicated and self.statement is not None:
+        if shape == "assign" and target == given and self.statement is not None:
             self._remark()
             self._put(root)
             return
@@ -107,8 +100,6 @@ class Emission:
         raise Undecided("FA01", f"no name is free for the {wanted}", self.node, self.module)
 
     def _call(self, plan: Plan, model: str, options: dict[str, str]) -> str:
-        if plan.replicated:
-            return call("DistributedDataParallel", [model, *(f"{k}={v}" for k, v in options.items())])
         self.edits.need(FSDP, "fully_shard")
         order = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
         return call("fully_shard", [model, *(f"{name}={options[name]}" for name in order if name in options)])
@@ -135,11 +126,7 @@ class Emission:
 def make(scene: Scene, node: cst.Call, module: Module) -> list[Undecided]:
     """A call of FSDP1's class as calls of fully_shard."""
     try:
-        entries = {}
-        for name, call, where in scene.entries(node, module):
-            entries[name] = scene.maybe_without(node, module, name)
-            scene.take("FC16", call, where)
-        Emission(Construction(scene.rewriting, node, module), entries).emit()
+        Emission(Construction(scene.rewriting, node, module)).emit()
     except Undecided as problem:
         return [problem]
     return []

@@ -23,8 +23,7 @@ class _Bare(cst.CSTTransformer):
     def leave_FunctionDef(  # noqa: N802  the names are libcst's
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
-        name = cst.Name(updated_node.name.value.partition("__")[0])
-        return updated_node.with_changes(name=name, returns=None, leading_lines=[])
+        return updated_node.with_changes(returns=None, leading_lines=[])
 
 
 def _sources() -> dict[str, str]:
@@ -36,8 +35,4 @@ def _sources() -> dict[str, str]:
     }
 
 
-SOURCES = _sources()
-HELPERS = {
-    **{name: text for name, text in SOURCES.items() if "__" not in name},
-    "no_sync or DDP": SOURCES["no_sync__or_ddp"],
-}
+HELPERS = _sources()

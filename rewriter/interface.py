@@ -131,6 +131,12 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
     instances.compare(scene, module)
     for call in module.all(cst.Call):
         methods.forward(scene, module, call)
+        if methods.by_name(module, call):
+            scene.take("FC03", call, module, KEPT)
+    for made in [
+        one for node, where in scene.calls if where is module for one in methods.optimizers_before(where, node)
+    ]:
+        scene.take("FC14", made, module, KEPT)
     problems = []
     for node in module.all(cst.Attribute):
         name = node.attr.value

@@ -7,8 +7,8 @@ from typing import Any
 
 import libcst as cst
 
-from rewriter.module import Module, last_name
-from rewriter.program import Program, bound_value
+from rewriter.module import Module
+from rewriter.program import bound_value
 from rewriter.scopes import WORD
 from rewriter.symbols import CLASS, canonical, row_of
 from rewriter.values import string
@@ -51,52 +51,6 @@ def code_of(symbol: str, node: cst.CSTNode, module: Module, symbol_of: SymbolOf)
     if head.endswith("Config"):
         return "FM07"
     return "FA05" if "policy" in head.lower() else "FC06"
-
-
-def holders(program: Program) -> set[str]:
-    """Last names of all that may hold FSDP1's class, or a partial of it: variables, attributes, functions, parameters.
-
-    More than do, since each name is one wherever it stands; what isn't among them needn't be followed back.
-    """
-    found: set[str] = set()
-    reads = [(n, m) for m in program.relevant() for n, s in uses(m, program.symbol) if s == CLASS]
-    while reads:
-        names = {name for node, module in reads for name in _given_to(program, node, module)} - found
-        found |= names
-        reads = [
-            read for name in names for kind in (cst.Name, cst.Attribute, cst.Call) for read in program.named(kind, name)
-        ]
-    return found
-
-
-def _given_to(program: Program, node: cst.CSTNode, module: Module) -> set[str]:
-    """Last names of what gets a value where it is read."""
-    below = node
-    for above in module.ancestors(node):
-        if isinstance(above, cst.Call) and above.func is below:
-            return set()  # what it makes is a model
-        if isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):
-            if last_name(call) in ("isinstance", "issubclass"):
-                return set()
-            if last_name(call) not in ("partial", "dict", "list", "tuple"):
-                called = [f for f, _ in program.named(cst.FunctionDef, last_name(call))]
-                owners = [o for o, _ in program.named(cst.ClassDef, last_name(call))]
-                called += [f for o in owners for f in o.body.body if isinstance(f, cst.FunctionDef)]
-                keyword = {above.keyword.value} if above.keyword is not None else set()
-                return keyword | {p.name.value for f in called for p in (*f.params.params, *f.params.kwonly_params)}
-        if isinstance(above, (cst.Param, cst.AnnAssign, cst.NamedExpr)):
-            return {last_name(above.name if isinstance(above, cst.Param) else above.target)}
-        if isinstance(above, cst.Assign):
-            targets = [n for t in above.targets for n in module.within(t.target, cst.Name, cst.Attribute)]
-            return {last_name(target) for target in targets}
-        if isinstance(above, (cst.For, cst.CompFor)):
-            return {last_name(target) for target in module.within(above.target, cst.Name)}
-        if isinstance(above, cst.FunctionDef):
-            return {above.name.value}
-        if isinstance(above, (cst.If, cst.While, cst.ClassDef, cst.Annotation)):
-            return set()
-        below = above
-    return set()
 
 
 def alias(node: cst.CSTNode, module: Module, symbol_of: SymbolOf) -> cst.Name | None:

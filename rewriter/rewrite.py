@@ -13,16 +13,12 @@ from fsdp2.checkpoint.refusal import printable
 from rewriter import (
     account,
     beyond,
-    cleared,
     each_parameter,
     imports,
     interface,
     marks,
     methods,
     names,
-    optimizers,
-    sharded_reads,
-    spawn,
     statedicts,
 )
 from rewriter.account import Entry
@@ -147,15 +143,11 @@ def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Trac
         problems += step(scene)
     for node, module in calls:
         problems += make(scene, node, module)
-    problems += optimizers.move(scene)
     for module in program.parsed if calls else ():
         for meta in meta_calls(module):
             scene.take("FC20", meta, module, KEPT)
-    sharded_reads.move(scene)
-    each_parameter.move(scene)
-    cleared.move(scene)
+    problems += each_parameter.move(scene)
     scene.rewriting.remove_unread()
-    spawn.move(scene)
     problems += beyond.undecided(scene, problems)
     problems += beyond.changed(scene, problems)
     return Way(scene, program.parsed, _unique(problems))

@@ -1,7 +1,4 @@
-"""Functions that a rewritten program may get. `helpers.py` puts their source, without annotations, behind its imports.
-
-What follows two underscores in a name says which form of a function it is, and isn't in the program.
-"""
+"""Functions that a plain program may get: `helpers.py` puts their source, without annotations, behind its imports."""
 
 from __future__ import annotations
 
@@ -33,20 +30,6 @@ def local_shard(tensor: Any) -> Any:
 @contextlib.contextmanager
 def no_sync(model: Any) -> Iterator[None]:
     """Gradients are summed up on each rank, and not reduced, while this is open."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
-@contextlib.contextmanager
-def no_sync__or_ddp(model: Any) -> Iterator[None]:
-    """Gradients are summed up on each rank, and not reduced, while this is open."""
-    if not isinstance(model, FSDPModule):
-        with model.no_sync():
-            yield
-        return
     model.set_requires_gradient_sync(False)
     try:
         yield

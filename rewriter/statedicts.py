@@ -1,46 +1,66 @@
-"""State dicts of sharded models and their optimizers, by the functions of torch.distributed.checkpoint.state_dict."""
+"""State dicts of sharded models and their optimizers, by the functions of torch.distributed.checkpoint.state_dict.
+
+Their kind is plain where a `with` statement around them says it, or nothing does: then it is FSDP1's default, the full.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import libcst as cst
 
 from fsdp2.migrate.row import CLASS
-from rewriter import each_parameter
-from rewriter.bindings import arguments
+from rewriter.blocks import can_unwrap, unwrap
 from rewriter.edits import Undecided, call
-from rewriter.kinds import FULL, SHARDED, Kind
 from rewriter.module import Module
 from rewriter.scene import Scene
-from rewriter.settings import Settings
 from rewriter.symbols import ROWS
-from rewriter.taken import MOVED, WAITS
 from rewriter.translate import constant
+from rewriter.values import arguments
 
-LOADS = "set_optimizer_state_dict(model, optimizer, state) loads by itself: call it where the optimizer is loaded"
 PACKAGE = "torch.distributed.checkpoint.state_dict"
+TYPES = {"StateDictType.FULL_STATE_DICT": True, "StateDictType.SHARDED_STATE_DICT": False}
+Args = dict[str | int, cst.BaseExpression]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state dict: the full one, or each rank's shards; on the CPU, or the expression that decides it; on the
+    first rank only. `optim_…`: of an optimizer's state, whose default in FSDP1 is the CPU."""
+
+    full: bool = True
+    cpu: bool | str = False
+    first: bool = False
+    optim_cpu: bool | str = True
+    optim_first: bool = False
+
+    def options(self, optimizer: bool) -> list[str]:
+        """Arguments of StateDictOptions that give the same."""
+        cpu, first = (self.optim_cpu, self.optim_first) if optimizer else (self.cpu, self.first)
+        if not self.full:  # sharded tensors are loaded to where they belong anyway
+            return [f"cpu_offload={self.cpu}"] if self.cpu else []
+        # With both, FSDP2 gives the dict to the first rank and an empty one to the others.
+        return ["full_state_dict=True", *([f"cpu_offload={cpu}"] if cpu and first else [])]
 
 
 class StateDicts:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.problems: list[Undecided] = []
-        self.settings = Settings(scene)
-        self._grouped = any(_in_group(call) for call, _ in scene.calls)
+        self._kinds: dict[int, Kind] = {}  # of with statements
         self._to_load: dict[int, str] = {}  # a load_state_dict of an optimizer: what it loads with
 
     def run(self) -> list[Undecided]:
+        calls = [(module, *found) for module in self.scene.modules for found in self.scene.static_calls(module)]
+        for step in (self._setting, self._optimizers):
+            for module, node, method in calls:
+                self._guarded(partial(step, module, node, method))
         for module in self.scene.modules:
-            for node, method in self.scene.static_calls(module):
-                self._guarded(partial(self.settings.read, module, node, method))
-        for module in self.scene.modules:
-            for node, method in self.scene.static_calls(module):
-                self._guarded(partial(self._static, module, node, method))
             for node in module.all(cst.Call):
                 if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("state_dict", "load_state_dict"):
-                    self._guarded(partial(self._method, module, node))
+                    self._guarded(partial(self._models, module, node, node.func))
         return self.problems
 
     def _guarded(self, step: Callable[[], None]) -> None:
@@ -50,53 +70,96 @@ class StateDicts:
             problem.blocking = False
             self.problems.append(problem)
 
-    # --- making and loading them ---
+    # --- which kind ---
 
-    def _method(self, module: Module, node: cst.Call) -> None:
-        assert isinstance(node.func, cst.Attribute)
-        receiver, method = node.func.value, node.func.attr.value
+    def _setting(self, module: Module, node: cst.Call, method: str) -> None:
+        if method not in ("state_dict_type", "set_state_dict_type"):
+            return
+        item = module.parent(node)
+        block = module.parent(item) if isinstance(item, cst.WithItem) else None
+        if (
+            not isinstance(block, cst.With)
+            or not isinstance(item, cst.WithItem)
+            or module.within(block.body, cst.Yield)
+        ):
+            raise Undecided("FM07", "the kind is set for state dicts that are made elsewhere", node, module)
+        for made in module.within(block.body, cst.Call):
+            if self.scene.values.function(made.func, module) is not None:
+                why = f"{module.code(made.func)} may make or load a state dict of the kind that is set here"
+                raise Undecided("FM07", why, node, module)
+        if not can_unwrap(module, block):
+            raise Undecided("FM07", "the lines of its body can't be moved", node, module)
+        self._kinds[id(block)] = self._kind(module, node)
+        for arg in node.args[1:]:
+            self.scene.rewriting.drop(arg.value, module)
+        unwrap(self.scene.edits(module), block, item)
+
+    def _kind(self, module: Module, node: cst.Call) -> Kind:
+        args, spread = arguments(node)
+        chosen = args.get("state_dict_type", args.get(1))
+        leaf = self.scene.rewriting.only(chosen, module) if chosen is not None and not spread else None
+        if leaf is None or leaf.symbol not in TYPES:
+            raise Undecided("FM07", "the kind of state dict is chosen at run time", node, module)
+        cpu, first = self._config(module, args.get("state_dict_config", args.get(2)), (False, False))
+        optim = self._config(module, args.get("optim_state_dict_config", args.get(3)), (True, False))
+        return Kind(TYPES[leaf.symbol], cpu, first, *optim)
+
+    def _config(
+        self, module: Module, node: cst.BaseExpression | None, default: tuple[bool, bool]
+    ) -> tuple[bool | str, bool]:
+        if node is None:
+            return default
+        leaf = self.scene.rewriting.known(node, module, "FM07")
+        if leaf.kind != "call" or leaf.spread:
+            raise Undecided("FM07", "its configuration isn't written out", node, module)
+        offload = leaf.args.get("offload_to_cpu", leaf.args.get(0))
+        cpu, first = constant(offload, default[0]), constant(leaf.args.get("rank0_only", leaf.args.get(1)), False)
+        if offload is not None and module.code(offload) == "torch.cuda.is_available()":
+            cpu = module.code(offload)
+        if not isinstance(cpu, bool | str) or not isinstance(first, bool):
+            raise Undecided("FM07", "its configuration is decided at run time", node, module)
+        return cpu, first
+
+    def _kind_at(self, module: Module, node: cst.CSTNode) -> Kind:
+        for above in module.ancestors(node):
+            if isinstance(above, cst.With) and any("summon_full_params" in module.code(i.item) for i in above.items):
+                raise Undecided("FM09", "state dicts are made on every rank, outside of it", node, module)
+            if id(above) in self._kinds:
+                return self._kinds[id(above)]
+        return Kind()
+
+    # --- models ---
+
+    def _models(self, module: Module, node: cst.Call, called: cst.Attribute) -> None:
         if id(node) in self._to_load:
             self.scene.edits(module).replace(module.span(node), self._to_load[id(node)])
             return
-        if not (self.scene.is_model(receiver, module) or self.settings.hold(module, receiver, node)):
-            if owner := self.scene.tracked.in_subclass(receiver, module):
-                code = "FC10" if method == "state_dict" else "FC11"
-                raise Undecided(code, f"{module.code(receiver)} is a sharded model in {owner} alone", node, module)
+        if not self.scene.is_model(called.value, module):
             return
-        kind = self.settings.kind_at(module, node)
-        self.scene.take("FC10" if method == "state_dict" else "FC11", node, module, MOVED if kind else WAITS)
-        if kind is None:
-            return
-        args, spread = arguments(node)
-        if spread or (method == "state_dict" and args):
-            raise Undecided("FC10", "it has further arguments", node, module)
-        edits = self.scene.edits(module)
-        shown = edits.code(receiver)
-        if method == "state_dict":
+        kind, saves = self._kind_at(module, node), called.attr.value == "state_dict"
+        code = "FC10" if saves else "FC11"
+        self.scene.take(code, node, module)
+        edits, (args, spread) = self.scene.edits(module), arguments(node)
+        if saves:
+            if args or spread:
+                raise Undecided(code, "it has further arguments", node, module)
             options = kind.options(False)
-            if self._grouped and "cpu_offload=True" in options:
-                options.remove("cpu_offload=True")  # it would keep the dict on the first rank of all, not of each group
-            function, values = "get_model_state_dict", [shown]
-        else:
-            state = args.get(0, args.get("state_dict"))
-            if state is None or constant(args.get("assign", args.get(2)), False) is not False:
-                raise Undecided("FC11", "its arguments have no equivalent", node, module)
-            options = ["full_state_dict=True"] if kind.kind == FULL else []
-            strict = args.get("strict", args.get(1))
-            if strict is not None and constant(strict) is not True:
-                options.append(f"strict={edits.code(strict)}")
-            given = edits.code(state)
-            if kind.kind == FULL and _read_again(module, state):
-                given = f"dict({given})"  # in which the whole tensors are replaced by shards
-            function, values = "set_model_state_dict", [shown, given]
-            if self.scene.evaluates and not self.scene.fresh(node, module):
-                self._reshard(module, node, receiver)
-        text = self._made(module, node, function, values, options)
-        offloaded = any("cpu_offload" in option for option in options)
-        if method == "state_dict" and kind.kind == FULL and kind.cpu and not offloaded:
-            # On every rank, FSDP2's own option would leave the state on the first one only.
-            where = "" if kind.cpu is True else f" if {kind.cpu} else tensor"
-            text = f"{{name: tensor.cpu(){where} for name, tensor in {text}.items()}}"
+            text = self._made(module, node, "get_model_state_dict", [edits.code(called.value)], options)
+            if kind.full and kind.cpu and not any("cpu_offload" in option for option in options):
+                # On every rank, FSDP2's own option would leave the state on the first one only.
+                where = "" if kind.cpu is True else f" if {kind.cpu} else tensor"
+                text = f"{{name: tensor.cpu(){where} for name, tensor in {text}.items()}}"
+            edits.replace(module.span(node), text)
+            return
+        state, strict = args.get(0, args.get("state_dict")), constant(args.get("strict", args.get(1)), True)
+        if spread or state is None or strict not in (True, False) or len(args) > 2:
+            raise Undecided(code, "its arguments have no equivalent", node, module)
+        given = edits.code(state)
+        if kind.full and not isinstance(state, cst.Call):
+            given = f"dict({given})"  # in which the whole tensors are replaced by shards
+        options = ["full_state_dict=True"] * kind.full + ["strict=False"] * (not strict)
+        self._reshard(module, node, called.value)
+        text = self._made(module, node, "set_model_state_dict", [edits.code(called.value), given], options)
         edits.replace(module.span(node), text)
 
     def _made(self, module: Module, node: cst.CSTNode, function: str, values: list[str], options: list[str]) -> str:
@@ -109,178 +172,76 @@ class StateDicts:
         # Lines of an argument each stand below the call's line, whatever comes before it there.
         return made.replace("\n", module.source.newline + module.indent(node))
 
-    def _static(self, module: Module, node: cst.Call, method: str) -> None:
+    def _reshard(self, module: Module, node: cst.CSTNode, model: cst.BaseExpression) -> None:
+        """After a forward without gradients groups stay gathered: torch's functions would find other parameters in the
+        model than in the optimizer, and take shards for whole ones."""
+        statement, edits = module.statement(node), self.scene.edits(module)
+        if self.scene.evaluates and statement is not None:
+            edits.need("torch.distributed.fsdp", "FSDPModule")
+            taken = {name.value for name in module.within(module.function(statement) or module.tree, cst.Name)}
+            name = next(n for n in ("module", "group", "submodule", "fsdp_module") if n not in taken)
+            why = "evaluation leaves groups gathered"
+            edits.before(
+                statement,
+                f"for {name} in {edits.code(model)}.modules():  # {why}\n"
+                f"    if isinstance({name}, FSDPModule):\n        {name}.reshard()",
+            )
+
+    # --- optimizers ---
+
+    def _optimizers(self, module: Module, node: cst.Call, method: str) -> None:
+        if method not in ("optim_state_dict", "optim_state_dict_to_load"):
+            return
+        code, kind = ROWS[f"{CLASS}.{method}()"].code, self._kind_at(module, node)
         args, spread = arguments(node)
-        makers = ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
-        loaders = (
-            "optim_state_dict_to_load",
-            "scatter_full_optim_state_dict",
-            "shard_full_optim_state_dict",
-            "flatten_sharded_optim_state_dict",
-        )
-        if method not in makers + loaders:
-            return
-        kind = self.settings.kind_at(module, node)
-        if kind is None:
-            return
-        if spread:
-            raise Undecided(self._code(method), "its arguments can't be followed", node, module)
-        if method in makers:
-            self._make(module, node, method, args, kind)
-        else:
-            self._load(module, node, method, args, kind)
-
-    @staticmethod
-    def _code(method: str) -> str:
-        return ROWS[f"{CLASS}.{method}()"].code
-
-    def _make(
-        self, module: Module, node: cst.Call, method: str, args: dict[str | int, cst.BaseExpression], kind: Kind
-    ) -> None:
-        code = self._code(method)
         model, optimizer = args.get(0, args.get("model")), args.get(1, args.get("optim"))
-        if model is None or optimizer is None:
-            raise Undecided(code, "its arguments can't be followed", node, module)
-        given = args.get(2, args.get("optim_state_dict")) if method == "optim_state_dict" else None
-        if given is not None and module.code(given) not in (f"{module.code(optimizer)}.state_dict()", "None"):
-            raise Undecided(code, "it is given a state dict of its own", node, module)
-        if method == "full_optim_state_dict":
-            first = constant(args.get("rank0_only", args.get(3)), True) is True
-            kind = Kind(FULL, True, first, True, first)
-        elif method == "sharded_optim_state_dict":
-            kind = Kind(SHARDED)
-        if self._grouped and kind.kind == FULL:
-            raise Undecided(code, "the first rank of each group of ranks would need its own", node, module)
+        state = args.get(2, args.get("optim_state_dict"))
         edits = self.scene.edits(module)
-        self._reshard(module, node, model)
-        options = kind.options(True)
-        self._offloaded(module, node, kind, kind.optim_cpu, options)
-        text = self._made(module, node, "get_optimizer_state_dict", [edits.code(model), edits.code(optimizer)], options)
-        edits.replace(module.span(node), text)
-
-    @staticmethod
-    def _offloaded(module: Module, node: cst.Call, kind: Kind, cpu: bool | str, options: list[str]) -> None:
-        """On every rank, FSDP2's own option would leave the state on the first one only."""
-        if kind.kind == FULL and isinstance(cpu, str) and not any("cpu_offload" in option for option in options):
-            raise Undecided("FM07", "offload_to_cpu is decided at run time", node, module)
-
-    def _reshard(self, module: Module, node: cst.Call, model: cst.BaseExpression) -> None:
-        """After a forward pass without gradients groups stay gathered: get_optimizer_state_dict would find other
-        parameters in the model than in the optimizer, and set_model_state_dict would take shards for whole ones. The
-        model's state dict, made before, puts them back."""
-        home, start = module.function(node), module.span(node)[0]
-        around = [above for above in module.ancestors(node) if not isinstance(above, cst.With)]
-        for known in module.within(home or module.tree, cst.Call):
-            made = isinstance(known.func, cst.Attribute) and known.func.attr.value == "state_dict"
-            if not made or module.function(known) is not home or module.span(known)[0] >= start:
-                continue
-            blocks = [a for a in module.ancestors(known) if isinstance(a, (cst.If, cst.For, cst.While, cst.Try))]
-            always = all(any(block is above for above in around) for block in blocks)
-            if always and not self.scene.computes(home or module.tree, module, module.span(known)[1], start):
-                return
-        statement = module.statement(node)
-        if isinstance(statement, cst.SimpleStatementLine):
-            shown = self.scene.edits(module).code(model)
-            each_parameter.reshard(self.scene, module, statement, [shown], "evaluation leaves groups gathered")
-
-    def _load(
-        self, module: Module, node: cst.Call, method: str, args: dict[str | int, cst.BaseExpression], kind: Kind
-    ) -> None:
-        code = self._code(method)
-        if method == "optim_state_dict_to_load":
-            model, optimizer, state = (args.get(k, args.get(p)) for k, p in
-                                       (("model", 0), ("optim", 1), ("optim_state_dict", 2)))  # fmt: skip
-            if model is not None and 0 in args and not self.scene.is_model(model, module):
-                raise Undecided(
-                    code, "its first argument is the model since torch 2.1: give the arguments names", node, module
-                )
-            options = ["full_state_dict=True"] if kind.kind == FULL else []
-        else:
-            state, model = args.get(0), args.get(1, args.get("model"))
-            state = state if state is not None else next((v for k, v in args.items() if "state_dict" in str(k)), None)
-            optimizer = args.get("optim", args.get(3))
-            options = [] if method.startswith("flatten") else ["full_state_dict=True"]
-            if method.startswith("scatter"):
-                options.append("broadcast_from_rank0=True")
+        if model is None or optimizer is None or spread or not self.scene.is_model(model, module):
+            raise Undecided(code, "its arguments can't be followed", node, module)
+        if method == "optim_state_dict":
+            if state is not None:
+                raise Undecided(code, "it is given a state dict of its own", node, module)
+            self._reshard(module, node, model)
+            values = [edits.code(model), edits.code(optimizer)]
+            text = self._made(module, node, "get_optimizer_state_dict", values, kind.options(True))
+            edits.replace(module.span(node), text)
+            return
         load = self._loading(module, node)
-        if load is None:
-            raise Undecided(code, LOADS, node, module)
+        if load is None or state is None or len(args) > 3:
+            raise Undecided(
+                code, "set_optimizer_state_dict loads by itself, where the optimizer is loaded", node, module
+            )
         loaded, assign = load
-        assert isinstance(loaded.func, cst.Attribute)
-        optimizer = optimizer if optimizer is not None else loaded.func.value
-        if model is None or state is None:
-            raise Undecided(code, "its arguments can't be followed", node, module)
-        if constant(args.get("load_directly"), False) is not False:
-            raise Undecided(code, "it loads by itself", node, module)
-        self.scene.take(code, loaded, module)
-        edits = self.scene.edits(module)
-        shown = edits.code(state)
-        if method.startswith("scatter") and not isinstance(state, cst.Call):
-            shown = f"{shown} or {{}}"
-        text = self._made(
-            module, loaded, "set_optimizer_state_dict", [edits.code(model), edits.code(optimizer), shown], options
-        )
+        self._reshard(module, assign or loaded, model)
+        values = [edits.code(model), edits.code(optimizer), edits.code(state)]
+        text = self._made(module, loaded, "set_optimizer_state_dict", values, ["full_state_dict=True"] * kind.full)
         if assign is None:
             edits.replace(module.span(loaded), text)
         else:
             self._to_load[id(loaded)] = text
-            statement = module.statement(assign)
-            assert statement is not None
-            edits.remove(statement)
-
-    def _loading(self, module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:
-        """The optimizer's load_state_dict that takes the result, and the assignment between, if there is one."""
-        above = module.parent(node)
-        if isinstance(above, cst.Arg):
-            outer = module.parent(above)
-            if isinstance(outer, cst.Call) and self._is_load(outer):
-                return outer, None
-        if isinstance(above, cst.Assign) and len(above.targets) == 1 and isinstance(above.targets[0].target, cst.Name):
-            target = above.targets[0].target
-            reads = [read for read in module.references(target) if module.span(read)[0] > module.span(node)[0]]
-            reads = [read for read in reads if module.function(read) is module.function(node)]
-            if len(reads) == 1 and isinstance(arg := module.parent(reads[0]), cst.Arg):
-                outer = module.parent(arg)
-                if isinstance(outer, cst.Call) and self._is_load(outer):
-                    return outer, above
-        return None
+            edits.remove(module.statement(assign) or assign)
 
     @staticmethod
-    def _is_load(node: cst.Call) -> bool:
-        return isinstance(node.func, cst.Attribute) and node.func.attr.value == "load_state_dict"
-
-
-def _in_group(node: cst.Call) -> bool:
-    """Whether a constructor shards over some of the ranks."""
-    return any(
-        arg.keyword is not None and arg.keyword.value == "process_group" and constant(arg.value) is not None
-        for arg in node.args
-    )
+    def _loading(module: Module, node: cst.Call) -> tuple[cst.Call, cst.Assign | None] | None:
+        """The optimizer's load_state_dict that takes the result, and the assignment between, if there is one."""
+        assign = module.parent(node)
+        read: cst.CSTNode = node
+        if isinstance(assign, cst.Assign) and isinstance(target := assign.targets[0].target, cst.Name):
+            reads = [r for r in module.references(target) if module.order(r) > module.order(node)]
+            if len(reads) != 1 or module.function(reads[0]) is not module.function(node):
+                return None
+            read = reads[0]
+        arg = module.parent(read)
+        outer = module.parent(arg) if isinstance(arg, cst.Arg) else None
+        if not isinstance(outer, cst.Call) or not isinstance(outer.func, cst.Attribute):
+            return None
+        return (
+            (outer, assign if isinstance(assign, cst.Assign) else None)
+            if (outer.func.attr.value == "load_state_dict")
+            else None
+        )
 
 
 def move(scene: Scene) -> list[Undecided]:
     return StateDicts(scene).run()
-
-
-def _read_again(module: Module, state: cst.BaseExpression) -> bool:
-    """Whether a state dict may be read once more after it was loaded: it isn't made by the expression itself."""
-    if isinstance(state, cst.Attribute):
-        return True
-    root: cst.BaseExpression = state
-    while isinstance(root, (cst.Subscript, cst.Attribute)):
-        root = root.value
-    if not isinstance(root, cst.Name):
-        return False
-    shown, end = module.code(state), module.span(state)[1]
-    home = module.function(state)
-    loops = [a for a in module.ancestors(state) if isinstance(a, (cst.For, cst.While)) and module.function(a) is home]
-    made = [module.span(binding.node)[0] for binding in module.assignments(root)]
-    if any(all(at < module.span(loop)[0] for at in made) for loop in loops):
-        return True
-    return any(
-        module.span(read)[0] > end
-        for read in module.references(root)
-        if any(
-            module.code(one) == shown for one in (read, *module.ancestors(read)) if isinstance(one, cst.BaseExpression)
-        )
-    )

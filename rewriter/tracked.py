@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewriter.bindings import arguments
 from rewriter.branches import Branches
 from rewriter.module import Module, last_name
 from rewriter.names import in_annotation
 from rewriter.program import Program
 from rewriter.symbols import CLASS
-from rewriter.values import Values
+from rewriter.values import Values, arguments
 
 # Methods that give the model back.
 SAME = ("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "requires_grad_")
@@ -153,11 +152,11 @@ class Tracked(Branches):
             self._hold(call, module)
         if not arg.star and self._holder(call, module):
             self._hold(call, module)
-        place = self.values.function_in(call.func, module) or self._method(call, module)
+        owner = self.values.class_in(call.func, module)
+        place = self.values.function_in(call.func, module) or (owner and _constructor(*owner))
         if place is None:
-            for leaf in self.values.leaves(call.func, module) if isinstance(call.func, cst.Name) else ():
-                if isinstance(leaf.node, cst.ClassDef) and arg.keyword is not None:
-                    self._attribute(arg.keyword.value, leaf.node.name.value)
+            if owner is not None and arg.keyword is not None:
+                self._attribute(arg.keyword.value, owner[0].name.value)
             return
         function, where = place
         names = [*function.params.posonly_params, *function.params.params]
@@ -172,23 +171,13 @@ class Tracked(Branches):
         for parameter in known:
             self._bind(parameter, where, 0)
 
-    def _method(self, call: cst.Call, module: Module) -> tuple[cst.FunctionDef, Module] | None:
-        """The __init__ of a class of the program that is called."""
-        for leaf in self.values.leaves(call.func, module) if isinstance(call.func, cst.Name) else ():
-            if leaf.kind == "class" and isinstance(leaf.node, cst.ClassDef):
-                for line in leaf.node.body.body:
-                    if isinstance(line, cst.FunctionDef) and line.name.value == "__init__":
-                        return line, leaf.module
-        return None
-
     def _holder(self, node: cst.Call, module: Module) -> bool:
         """A model of the program's whose parts are given to it sharded. Its parameters are theirs."""
-        owners = self.values.leaves(node.func, module) if isinstance(node.func, cst.Name) else []
-        return any(
-            leaf.module.code(base.value).endswith("Module") and "self.module" not in leaf.module.code(leaf.node)
-            for leaf in owners
-            if isinstance(leaf.node, cst.ClassDef)
-            for base in leaf.node.bases
+        owner = self.values.class_in(node.func, module)
+        return (
+            owner is not None
+            and any(owner[1].code(base.value).endswith("Module") for base in owner[0].bases)
+            and "self.module" not in owner[1].code(owner[0])
         )
 
     # --- what holds it then, and where that is read ---
@@ -253,25 +242,14 @@ class Tracked(Branches):
         if setters is None:
             return False
         if not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-            if node.attr.value == "module":  # of DDP, it may be: only an object of a class that sets it
-                owners = {owner.name.value for owner, _ in self.values.classes(node.value, module)}
-                return bool(owners & setters)
             return True
         owner = module.enclosing(node, cst.ClassDef)
-        return owner is not None and bool(setters & ({owner.name.value, ""} | self._bases(owner, module)))
-
-    def in_subclass(self, node: cst.CSTNode, module: Module) -> str:
-        """The class, if an attribute of self is set to a sharded model in a class derived from this one only."""
-        if not isinstance(node, cst.Attribute) or self.is_model(node, module):
-            return ""
-        owner = module.enclosing(node, cst.ClassDef)
-        if owner is None or not (isinstance(node.value, cst.Name) and node.value.value == "self"):
-            return ""
-        for setter in sorted(self._attributes.get(node.attr.value, ())):
-            for known, where in self.program.named(cst.ClassDef, setter):
-                if owner.name.value in self._bases(known, where):
-                    return setter
-        return ""
+        if owner is None:
+            return False
+        # A class derived from this one may set it: torch's functions for state dicts take other models too.
+        below = {name for name in setters for known, where in self.program.named(cst.ClassDef, name)
+                 if owner.name.value in self._bases(known, where)}  # fmt: skip
+        return bool(below or setters & ({owner.name.value, ""} | self._bases(owner, module)))
 
     def _bases(self, owner: cst.ClassDef, module: Module, depth: int = 0) -> set[str]:
         """The names of the classes that a class is derived from, as far as the program has them."""
@@ -392,3 +370,8 @@ class Tracked(Branches):
                     self._bind(binding.node, module, 0)
         elif isinstance(node, cst.Attribute) and not self._made:
             self._set(node, module)
+
+
+def _constructor(owner: cst.ClassDef, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+    lines = [line for line in owner.body.body if isinstance(line, cst.FunctionDef)]
+    return next(((line, module) for line in lines if line.name.value == "__init__"), None)

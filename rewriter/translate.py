@@ -1,24 +1,22 @@
-"""FSDP1's values as FSDP2's, where a call of its class says them itself: strategies, precision, offload, policies."""
+"""The changes of a program while they are made, and values that stand in a call or in a variable beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import libcst as cst
 
-from rewriter.bindings import Leaf
-from rewriter.conditions import Conditions
 from rewriter.edits import Edits, Undecided
 from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.taken import MOVED, Taken
-from rewriter.values import Values, assignment, is_none, string
+from rewriter.values import Leaf, Values, assignment, is_none, string
 
 FSDP = "torch.distributed.fsdp"
 
 
-class Rewriting(Conditions):
-    """The changes of a program while they are made: edits of each file, and what the rules have taken."""
+class Rewriting:
+    """Edits of each file, and what the rules have taken."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -38,35 +36,14 @@ class Rewriting(Conditions):
     def code(self, node: cst.CSTNode, module: Module) -> str:
         return self.edits(module).code(node)
 
-    # --- values that stand in the call, or in a variable beside it ---
-
     def only(self, node: cst.BaseExpression, module: Module) -> Leaf | None:
-        """The one value that an expression can be, if it is written where the expression sees the same values."""
-        leaves = self.values.leaves(node, module)
-        if len(leaves) != 1 or leaves[0].module is not module or leaves[0].kind == "unknown":
-            return None
-        leaf = leaves[0]
-        if isinstance(leaf.node, cst.FunctionDef):
-            return leaf
-        home = module.function(leaf.node)
-        if home is not None and not any(above is home for above in module.ancestors(node)):
-            return None
-        start, end = module.order(leaf.node), module.order(node)
-        names = module.within(leaf.node, cst.Name) if start < end else ()
-        bound = [module.order(binding.node) for name in names for binding in module.assignments(name)]
-        return None if any(start < at < end for at in bound) else leaf
+        return self.values.only(node, module)
 
     def known(self, node: cst.BaseExpression, module: Module, code: str) -> Leaf:
         """Raises Undecided where `only` knows none."""
         if (leaf := self.only(node, module)) is None:
             raise Undecided(code, "it is decided elsewhere, or at run time", node, module)
         return leaf
-
-    def inlined(self, node: cst.BaseExpression, module: Module, translate: Callable[[Leaf], str], code: str) -> str:
-        """What a value becomes, to stand in the new call. `translate` raises Undecided for what it can't."""
-        text = translate(self.known(node, module, code))
-        self.drop(node, module)
-        return text
 
     def drop(self, node: cst.BaseExpression, module: Module) -> None:
         """An expression isn't read any more; a variable that only it read is removed in the end."""
@@ -88,7 +65,7 @@ class Rewriting(Conditions):
                     line = None if assign is None else module.parent(assign)
                     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
                     value = assign.value if assign is not None and alone else None
-                    if line is not None and value is not None and self.pure(value, module):
+                    if line is not None and value is not None and self._pure(value, module):
                         self.edits(module).remove(line)
 
     def _gone(self, read: cst.CSTNode, module: Module) -> bool:
@@ -96,7 +73,7 @@ class Rewriting(Conditions):
         edits = self.edits(module)
         return edits.goes(read) if edits.covers(read) else id(read) in self._dropped
 
-    def pure(self, node: cst.BaseExpression, module: Module) -> bool:
+    def _pure(self, node: cst.BaseExpression, module: Module) -> bool:
         """Whether leaving out an expression leaves out nothing but a value of FSDP1."""
         return all(
             self.program.symbol(call.func, module) is not None
@@ -112,26 +89,6 @@ class Rewriting(Conditions):
             if above is outer:
                 return
             yield above
-
-    # --- what they become ---
-
-    def offload(self, leaf: Leaf) -> str:
-        """ "" for no policy."""
-        if leaf.kind == "none":
-            return ""
-        if leaf.kind != "call" or leaf.symbol != "CPUOffload" or leaf.spread:
-            raise Undecided("FA04", "what is passed isn't a CPUOffload that is written out", leaf.node, leaf.module)
-        edits, flag = self.edits(leaf.module), leaf.args.get(0, leaf.args.get("offload_params"))
-        wanted = self.code(flag, leaf.module) if flag is not None else "False"
-        if wanted == "False":
-            return ""
-        edits.need(FSDP, "CPUOffloadPolicy")
-        edits.need("torch")
-        on = "CPUOffloadPolicy(pin_memory=torch.cuda.is_available())"
-        if wanted == "True":
-            return on
-        edits.need(FSDP, "OffloadPolicy")
-        return f"{on} if {wanted} else OffloadPolicy()"
 
 
 def constant(node: cst.BaseExpression | None, default: object = None) -> object:

@@ -1,26 +1,59 @@
-"""What an expression may be: followed back through names, arguments, dictionaries, functions and files.
+"""What an expression is, as far as the lines around it say; and which function or class of the program is called.
 
-`leaves` answers with every value that may arrive there. Nothing is run: what can't be followed is a leaf that is
-unknown, and whoever asks must then leave the code alone.
+Nothing is run: what isn't written out beside is unknown, and whoever asks must then leave the code alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import logging
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import libcst as cst
+import torch
 
-from rewriter.bindings import Bindings, Leaf, arguments
 from rewriter.module import Module
 from rewriter.program import Program
-from rewriter.symbols import ENUMS
 
-MOST = 2000  # expressions behind one, after which it may be anything
-Step = Leaf | tuple[cst.BaseExpression, Module]
+# Classes whose methods aren't looked for among the program's.
+ELSEWHERE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, dict, list, set, str,
+             Path, argparse.ArgumentParser, logging.Logger, threading.Thread)  # fmt: skip
 
 
-def is_partial(module: Module, call: cst.Call) -> bool:
-    return any(name == "functools.partial" for name, _ in module.qualified(call.func))
+@dataclass
+class Leaf:
+    """A value that is written out.
+
+    Attributes:
+        kind: "none", "symbol" (FSDP1's name in `symbol`), "call" (of FSDP1's `symbol`), "partial" (of it), "function"
+            (a def or lambda of the program), "value" (anything else).
+        args: of a call or partial: its arguments as they are written, keyword or position to expression.
+    """
+
+    kind: str
+    node: cst.CSTNode
+    module: Module
+    symbol: str = ""
+    args: dict[str | int, cst.BaseExpression] = field(default_factory=dict)
+    spread: bool = False  # *args or **kwargs among the arguments
+
+
+def arguments(call: cst.Call, skip: int = 0) -> tuple[dict[str | int, cst.BaseExpression], bool]:
+    """Arguments of a call by keyword or position, from the `skip`th positional on; and whether any is spread."""
+    found: dict[str | int, cst.BaseExpression] = {}
+    spread, position = False, 0
+    for arg in call.args:
+        if arg.star:
+            spread = True
+        elif arg.keyword is not None:
+            found[arg.keyword.value] = arg.value
+        else:
+            if position >= skip:
+                found[position - skip] = arg.value
+            position += 1
+    return found, spread
 
 
 def is_none(node: cst.CSTNode) -> bool:
@@ -43,170 +76,104 @@ def assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssig
     return assign if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
 
 
-class Values(Bindings):
+class Values:
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def leaves(self, node: cst.BaseExpression, module: Module) -> list[Leaf]:
-        """Every value that an expression may have: the ends of all ways back from it."""
-        # Meanwhile none: where an attribute's class depends on the attribute.
-        return list(self.program.answer("leaves", node, lambda: self._ends(node, module), []))
+    # --- what is written out ---
 
-    def _ends(self, node: cst.BaseExpression, module: Module) -> list[Leaf]:
-        found: dict[int, Leaf] = {}
-        seen: set[int] = set()
-        ways: list[Step] = [(node, module)]
-        while ways:
-            way = ways.pop()
-            if isinstance(way, Leaf):
-                found.setdefault(id(way.node), way)
-            elif id(way[0]) not in seen:
-                seen.add(id(way[0]))
-                ways += reversed(self._steps(*way))
-                if len(seen) > MOST:
-                    found[id(node)] = Leaf("unknown", node, module, why="too many values")
-                    break
-        return list(found.values())
-
-    def _steps(self, node: cst.BaseExpression, module: Module) -> list[Step]:
-        return self.program.answer("steps", node, lambda: list(self._of(node, module)), [])
-
-    def _of(self, node: cst.BaseExpression, module: Module) -> Iterator[Step]:
+    def only(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> Leaf | None:
+        """The one value that an expression has: written there, or assigned once to the name that it is, in the same
+        function or outside of all, of names that are the same in both places. None for anything else."""
         if is_none(node):
-            yield Leaf("none", node, module)
-            return
-        symbol = self.program.symbol(node, module)
-        if symbol is not None:
-            yield Leaf("symbol", node, module, symbol)
-            return
-        if isinstance(node, cst.IfExp):
-            yield from [(node.body, module), (node.orelse, module)]
-        elif isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
-            yield from [(node.left, module), (node.right, module)]
-        elif isinstance(node, cst.NamedExpr):
-            yield node.value, module
-        elif isinstance(node, cst.Lambda):
-            yield Leaf("function", node, module)
-        elif isinstance(node, cst.Call):
-            yield from self._of_call(node, module)
-        elif isinstance(node, cst.Subscript):
-            yield from self._of_subscript(node, module)
-        elif isinstance(node, (cst.Name, cst.Attribute)):
-            sources, why = self.sources(node, module)
-            if sources is None:
-                yield Leaf("unknown", node, module, why=why)
-            for source, where in sources or ():
-                if isinstance(source, (cst.FunctionDef, cst.ClassDef)):
-                    yield Leaf("function" if isinstance(source, cst.FunctionDef) else "class", source, where)
-                else:
-                    yield source, where
-        else:
-            yield Leaf("value", node, module)
+            return Leaf("none", node, module)
+        if (symbol := self.program.symbol(node, module)) is not None:
+            return Leaf("symbol", node, module, symbol)
+        if isinstance(node, cst.Call):
+            return self._of_call(node, module)
+        if isinstance(node, cst.Lambda):
+            return Leaf("function", node, module)
+        if not isinstance(node, cst.Name):
+            unknown = (cst.Attribute, cst.Subscript, cst.IfExp, cst.BooleanOperation, cst.NamedExpr)
+            return None if isinstance(node, unknown) else Leaf("value", node, module)
+        bindings = module.assignments(node)
+        if not bindings and node.value in ("True", "False"):
+            return Leaf("value", node, module)
+        if len(bindings) != 1 or depth > 4:
+            return None
+        if isinstance(bindings[0].node, cst.FunctionDef):
+            return Leaf("function", bindings[0].node, module)
+        made = assignment(bindings[0].node, module)
+        leaf = self.only(made.value, module, depth + 1) if made is not None and made.value is not None else None
+        if leaf is None or module.function(leaf.node) not in (None, module.function(node)):
+            return None
+        start, end = module.order(leaf.node), module.order(node)
+        bound = [module.order(b.node) for name in module.within(leaf.node, cst.Name) for b in module.assignments(name)]
+        return None if any(start < at < end for at in bound) else leaf
 
-    def _of_call(self, node: cst.Call, module: Module) -> Iterator[Step]:
-        if is_partial(module, node) and node.args and not node.args[0].star:
+    def _of_call(self, node: cst.Call, module: Module) -> Leaf | None:
+        if any(name == "functools.partial" for name, _ in module.qualified(node.func)) and node.args:
             args, spread = arguments(node, skip=1)
-            for callee in self.leaves(node.args[0].value, module):
-                if callee.kind == "symbol":
-                    yield Leaf("partial", node, module, callee.symbol, args, spread)
-                elif callee.kind == "partial":
-                    yield Leaf("partial", node, module, callee.symbol, {**callee.args, **args}, spread or callee.spread)
-                elif callee.kind == "function":
-                    yield Leaf("function", node, module)
-                else:
-                    yield Leaf("unknown", node, module, why="a partial of something that isn't FSDP1's")
-            return
+            symbol = self.program.symbol(node.args[0].value, module)
+            return Leaf("partial", node, module, symbol, args, spread) if symbol is not None else None
+        args, spread = arguments(node)
         symbol = self.program.symbol(node.func, module)
-        if symbol is not None:
-            args, spread = arguments(node)
-            yield Leaf("call", node, module, symbol, args, spread)
-            return
-        if isinstance(node.func, cst.Name) and node.func.value == "getattr" and len(node.args) >= 2:
-            base, name = self.program.symbol(node.args[0].value, module), string(node.args[1].value)
-            if base in ENUMS:
-                default = node.args[2].value if len(node.args) > 2 else None
-                yield from self._member(node, module, base, node.args[1].value, name, default)
-                if default is not None and name is None:
-                    yield default, module
-                return
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "get" and node.args:
-            held = self._entries(node.func.value, module, node.args[0].value)
-            if held is not None:
-                yield from held
-                yield from [(arg.value, module) for arg in node.args[1:2]]
-                return
-        returned = self.returns(node, module)
-        if returned is None:
-            yield Leaf("value", node, module)
-        else:
-            yield from returned
+        return Leaf("call" if symbol is not None else "value", node, module, symbol or "", args, spread)
 
-    def _of_subscript(self, node: cst.Subscript, module: Module) -> Iterator[Step]:
-        index = node.slice[0].slice
-        key = index.value if isinstance(index, cst.Index) else None
-        base = self.program.symbol(node.value, module)
-        if base in ENUMS and key is not None:
-            yield from self._member(node, module, base, key, string(key))
-            return
-        held = self._entries(node.value, module, key) if key is not None else None
-        if held is None:
-            yield Leaf("unknown", node, module, why="chosen at run time")
-        else:
-            yield from held
+    # --- functions and classes of the program ---
 
-    @staticmethod
-    def _member(
-        node: cst.BaseExpression,
-        module: Module,
-        enum: str,
-        key: cst.BaseExpression,
-        name: str | None,
-        default: cst.BaseExpression | None = None,
-    ) -> Iterator[Leaf]:
-        if name is not None:
-            yield Leaf("symbol", node, module, f"{enum}.{name}")
-        else:
-            yield Leaf("member", node, module, enum, {0: key} if default is None else {0: key, 1: default})
+    def calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
+        """Calls of a function or method, in all files that are parsed. Methods are told apart by name alone."""
+        return self.program.answer("calls", function, lambda: self._calls(function, module), [])
 
-    def _entries(
-        self, base: cst.BaseExpression, module: Module, key: cst.BaseExpression
-    ) -> list[tuple[cst.BaseExpression, Module]] | None:
-        """The values of a written-out dictionary that a key may choose; None if it is no such dictionary."""
-        wanted, found = string(key), []
-        for node, where in self.written(base, module):
-            entries = held(node)
-            if entries is None:
-                return None
-            chosen = [value for name, value in entries if wanted is None or name is None or name == wanted]
-            found += [(value, where) for value in chosen]
-        return found or None
+    def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
+        owner, named = module.enclosing(function, cst.ClassDef, cst.FunctionDef), self.program.called(last(function))
+        if isinstance(owner, cst.ClassDef):
+            made = self.program.called(last(owner)) if last(function) == "__init__" else []
+            made = [(c, where) for c, where in made if isinstance(c.func, cst.Name)]
+            return made + [(c, where) for c, where in named if isinstance(c.func, cst.Attribute)]
+        return [(call, where) for call, where in named if self.function(call.func, where) is function]
 
-    def written(self, node: cst.BaseExpression, module: Module) -> list[tuple[cst.BaseExpression, Module]]:
-        """Where an expression's value is written out: itself, or what is assigned to the name that it is."""
-        if isinstance(node, (cst.Name, cst.Attribute)):
-            sources, _ = self.sources(node, module)
-            if sources is not None:
-                return [(s, m) for s, m in sources if not isinstance(s, (cst.FunctionDef, cst.ClassDef))]
-        return [(node, module)]
+    def function(self, node: cst.CSTNode, module: Module) -> cst.FunctionDef | None:
+        """The function of the program that a called expression is."""
+        found = self.function_in(node, module)
+        return found[0] if found else None
 
+    def function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+        return self.program.answer("function", node, lambda: self._function_in(node, module))
 
-def dictionary(node: cst.BaseExpression) -> list[tuple[str | None, cst.BaseExpression]] | None:
-    """The entries of a written-out dictionary, or of a call of dict; a key that isn't a string is None."""
-    if isinstance(node, cst.Dict):
-        if any(not isinstance(element, cst.DictElement) for element in node.elements):
+    def _function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
+        if isinstance(known := self._defined(node, module), tuple) and isinstance(known[0], cst.FunctionDef):
+            return known[0], known[1]
+        if not isinstance(node, cst.Attribute):
             return None
-        return [(string(e.key), e.value) for e in node.elements if isinstance(e, cst.DictElement)]
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "dict":
-        if any(arg.star or arg.keyword is None for arg in node.args):
+        name = node.attr.value
+        if isinstance(node.value, cst.Name) and node.value.value == "self":
+            owner = module.enclosing(node, cst.ClassDef)
+            for statement in owner.body.body if owner is not None else ():
+                if isinstance(statement, cst.FunctionDef) and last(statement) == name:
+                    return statement, module
+        # Of an object of the program, if one class alone has a method of that name.
+        if any(imported for _, imported in module.qualified(node)) or any(hasattr(one, name) for one in ELSEWHERE):
             return None
-        return [(arg.keyword.value, arg.value) for arg in node.args if arg.keyword is not None]
-    return None
+        named = self.program.named(cst.FunctionDef, name)
+        around = named[0][1].enclosing(named[0][0], cst.ClassDef, cst.FunctionDef) if len(named) == 1 else None
+        return named[0] if isinstance(around, cst.ClassDef) else None
+
+    def class_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.ClassDef, Module] | None:
+        """The class of the program that a called expression is."""
+        known = self._defined(node, module)
+        return (known[0], known[1]) if known is not None and isinstance(known[0], cst.ClassDef) else None
+
+    def _defined(self, node: cst.CSTNode, module: Module) -> tuple[cst.CSTNode, Module] | None:
+        if isinstance(node, cst.Name):
+            for binding in module.assignments(node):
+                if isinstance(binding.node, (cst.FunctionDef, cst.ClassDef)):
+                    return binding.node, module
+        place = self.program.definition(node, module) if isinstance(node, (cst.Name, cst.Attribute)) else None
+        known = place[0].top_level.get(place[1]) if place is not None else None
+        return (known, place[0]) if known is not None and place is not None else None
 
 
-def held(node: cst.BaseExpression) -> list[tuple[str | None, cst.BaseExpression]] | None:
-    """The entries of a written-out dictionary, list or tuple; the key is None where it isn't a string."""
-    if isinstance(node, (cst.List, cst.Tuple)):
-        return None if any(isinstance(e, cst.StarredElement) for e in node.elements) else [
-            (None, e.value) for e in node.elements
-        ]  # fmt: skip
-    return dictionary(node)
+def last(node: cst.FunctionDef | cst.ClassDef) -> str:
+    return node.name.value

@@ -27,12 +27,12 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 
 - **Give all files of a program together.** FSDP1's class and the models that it makes are followed from one file to the
   other.
-- **A program goes one of two ways.** If all that it does with FSDP1 is plain (calls that say their options, models that
-  can be followed), it becomes `fully_shard` and plain lines. Else it keeps FSDP1's interface, on FSDP2: only its imports
-  change, to `fsdp1_interface`, a package of 15 files that is put into the program and needs torch alone. There options
-  from a configuration, kinds of state dicts that a function sets, and classes that are passed on are decided at run
-  time, as before. What FSDP2 can't honour is refused in one line, and each call logs the FSDP2 code that takes its
-  place.
+- **A program goes one of two ways.** If all that it does with FSDP1 is plain (calls that say their options, models
+  that can be followed), it becomes `fully_shard` and plain lines. Else it keeps FSDP1's interface, on FSDP2: only its
+  imports change, to `fsdp1_interface`, a package of 15 files that is put into the program and needs torch alone.
+  There options from a configuration, kinds of state dicts that a function sets, and classes that are passed on are
+  decided at run time, as before. What FSDP2 can't honour is refused in one line, and each call logs the FSDP2 code
+  that takes its place.
 - `check` prints the account that `rewrite` applies: each use once, as *moved*, *works as it is*, *to decide*, *to
   decide first* (a constructor: its program stays until then) or *waits for a decision*. Decisions stand first, then a
   line for each file's imports; `--all` lists the rest. Its exit status is 1 while anything is left to do, that of
@@ -67,6 +67,8 @@ WITHOUT = {
     "FM01": "`model.module` is FC08; of the class nobody asks it",
     "FC12": "FSDP1 waits for ever: a state dict needs all ranks",
     "FC15": "FSDP1 can't copy a sharded model on a CPU",
+    "FC16": "FSDP1 gathers in forward alone, and so does what becomes of it",
+    "FC19": "starting ranks by hand goes on working, and nothing of FSDP1 is in it",
     "FC21": "the library shards the model, and on a CPU it doesn't",
     "FC22": "fairscale has no release for a torch with FSDP2",
     "FC24": "what can't be parsed doesn't run",

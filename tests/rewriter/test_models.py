@@ -112,9 +112,8 @@ def test_static_methods_that_are_called_on_a_model(tmp_path: Path) -> None:
     text, found, asked = _rewritten(tmp_path, METHODS)
     assert {(8, "FM09"), (10, "FM05"), (11, "FM03"), (11, "FM08")} <= set(found)
     assert asked == []
-    assert "with full_params(model):" in text
-    assert "isinstance(m, FSDPModule)]), model(torch.ones(2)))" in text
-    assert "return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))" in text
+    assert "with model.summon_full_params(model):" in text
+    assert "print(len(model.fsdp_modules(model)), model(torch.ones(2)))" in text
 
 
 def test_decay_by_dimension_is_found_in_the_models_own_method(tmp_path: Path) -> None:

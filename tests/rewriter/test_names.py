@@ -68,11 +68,11 @@ MOVED = {
     ),
     "method by name": (
         f'from contextlib import nullcontext\n{MADE}with getattr(model, "no_sync", nullcontext)():\n    pass\n',
-        "with no_sync(model):",
+        'with getattr(model, "no_sync", nullcontext)():',
     ),
     "method by name, later": (
         f'{MADE}context = getattr(model, "no_sync")\n',
-        "context = functools.partial(no_sync, model)",
+        'context = getattr(model, "no_sync")',
     ),
     "dictionary": (f'{FSDP}KINDS = {{"fsdp": FSDP}}\nmodel = KINDS[kind](net)\n', '{"fsdp": FSDP}'),
     "dictionary, got": (f"{FSDP}KINDS = dict(fsdp=FSDP)\nmodel = KINDS.get(kind)(net)\n", "fsdp=FSDP"),
@@ -107,7 +107,7 @@ MOVED = {
         f"import os; {FSDP}build(FSDP)\n",
         "import os; from fsdp1_interface import FullyShardedDataParallel as FSDP\n",
     ),
-    "asked for": (f'{MADE}print(hasattr(model, "clip_grad_norm_"))\n', "print(isinstance(model, FSDPModule))"),
+    "asked for": (f'{MADE}print(hasattr(model, "clip_grad_norm_"))\n', 'print(hasattr(model, "clip_grad_norm_"))'),
 }
 
 

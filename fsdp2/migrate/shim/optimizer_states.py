@@ -103,8 +103,8 @@ def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = No
 def shard_full_optim_state_dict(
     full_optim_state_dict: State, model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
 ) -> State:
-    """Deprecated in FSDP1 too: `optim_state_dict_to_load`. Raises ValueError without `optim`."""
-    return optim_state_dict_to_load(model, _given(optim, "shard_full_optim_state_dict"), full_optim_state_dict)
+    """Deprecated in FSDP1 too: `optim_state_dict_to_load`."""
+    return optim_state_dict_to_load(model, optim or _of_input(model, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer) -> State:
@@ -119,12 +119,11 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any = None,
 ) -> State:
-    """Deprecated in FSDP1 too: `optim_state_dict_to_load` of what rank 0 has. Raises ValueError without `optim`."""
-    optim = _given(optim, "scatter_full_optim_state_dict")
+    """Deprecated in FSDP1 too: `optim_state_dict_to_load` of what rank 0 has."""
     box = [full_optim_state_dict]
     dist.broadcast_object_list(box, src=0, group=group)
     assert box[0] is not None  # rank 0 has it, as the method demands
-    return optim_state_dict_to_load(model, optim, box[0])
+    return optim_state_dict_to_load(model, optim or _of_input(model, optim_input), box[0])
 
 
 def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> State:
@@ -180,10 +179,10 @@ def _require_own(model: nn.Module, group: Any) -> None:
         )
 
 
-def _given(optim: Optimizer | None, method: str) -> Optimizer:
-    if optim is None:
-        raise ValueError(f"{method}(): give optim; optim_input doesn't show which parameters an optimizer has")
-    return optim
+def _of_input(model: nn.Module, optim_input: Any) -> Optimizer:
+    """An optimizer in the place of one that isn't given: which parameter has which number is all that is asked of it.
+    FSDP1 takes the model's parameters in their order where it isn't given `optim_input` either."""
+    return torch.optim.SGD(list(optim_input if optim_input is not None else model.parameters()), lr=0.0)
 
 
 def _say(kind: StateDictType | None, what: str, call: str) -> None:

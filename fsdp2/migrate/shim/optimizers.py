@@ -1,12 +1,14 @@
-"""Optimizers that FSDP1 has and FSDP2 can't follow: each would train on without an error, so its first step raises.
+"""Optimizers that were made before FSDP, and those that FSDP2 can't follow.
 
-One that was made before FSDP: FSDP1 kept its parameters alive, FSDP2 replaces them. And with use_orig_params=False, one
-that treats parameters of a unit differently: in FSDP1 they were one flat parameter.
+FSDP1 keeps the parameters of a model that is sharded with use_orig_params=True, FSDP2 replaces them: an optimizer that
+holds them gets the new ones. With use_orig_params=False, and where an optimizer treats parameters of a unit differently
+that were one flat parameter in FSDP1, it would train on without an error: its first step raises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,16 +34,32 @@ class Flat:
 
 
 @contextlib.contextmanager
-def watching(module: nn.Module) -> Iterator[None]:
-    """Remember the parameters of `module` that are others afterwards."""
+def watching(module: nn.Module, follow: bool) -> Iterator[None]:
+    """Optimizers that hold parameters of `module` which are others afterwards get those, or are refused."""
     before = dict(module.named_parameters())
     yield
+    after = dict(module.named_parameters())
+    moved = {old: after[name] for name, old in before.items() if name in after and after[name] is not old}
+    if follow:
+        _follow(moved)
+        return
     if not _replaced:
         register_optimizer_step_pre_hook(_refuse)
-    for name, after in module.named_parameters():
-        old = before.get(name)
-        if old is not None and old is not after:
-            _replaced[id(old)] = weakref.ref(old, partial(_forget, id(old)))
+    for old in moved:
+        _replaced[id(old)] = weakref.ref(old, partial(_forget, id(old)))
+
+
+def _follow(moved: dict[nn.Parameter, nn.Parameter]) -> None:
+    # Torch keeps no list of optimizers, and one may be used before its first step: by a scaler.
+    for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p in moved]
+        if any(optimizer.state.get(parameter) for parameter in held):
+            raise Unsupported(
+                f"{type(optimizer).__name__} has stepped before FSDP: its state is of whole parameters. Shard the "
+                "model before the first step"
+            )
+        for group in optimizer.param_groups if held else ():
+            group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
 
 
 def was_flat(unit: nn.Module, parameters: list[nn.Parameter]) -> None:

@@ -34,13 +34,13 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
                 "rank of it, and the replicas never meet. Here their gradients are averaged, and losses differ from "
                 "FSDP1's for that reason"
             )
-        with optimizers.watching(module):
-            fully_shard(prepare(module), **options)
+        fully_shard(prepare(module), **options)
         if not unit.arguments.use_orig_params:
             inner = own_modules(module, unit.ignored)
             optimizers.was_flat(module, [p for part in inner for p in part.parameters(recurse=False)])
 
-    plan = shard_units(model, arguments, sharding)
+    with optimizers.watching(model, arguments.use_orig_params):
+        plan = shard_units(model, arguments, sharding)
     unit = unit_of(model)
     assert unit is not None
     paths = {module: names[module] for module in plan}

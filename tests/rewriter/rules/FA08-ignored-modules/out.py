@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,9 +34,5 @@ def train(model, optimizer, steps=3):
 
 def main():
     model = build()
-    fully_shard(
-        model,
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-        ignored_params={p for ignored in [model[0]] for p in ignored.parameters()},
-    )
+    model = FSDP(model, ignored_modules=[model[0]], device_id=torch.device("cpu"), use_orig_params=True)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

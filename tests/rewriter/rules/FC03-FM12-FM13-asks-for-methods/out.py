@@ -1,24 +1,11 @@
 """Programs that know a sharded model by its methods."""
 
-import contextlib
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-@contextlib.contextmanager
-def no_sync(model):
-    """Gradients are summed up on each rank, and not reduced, while this is open."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -36,25 +23,25 @@ def build():
 
 
 def gather_later(model, last):
-    if last or not isinstance(model, FSDPModule):
+    if last or not hasattr(model, "no_sync"):
         return nullcontext()
-    return no_sync(model)
+    return model.no_sync()
 
 
 def clip(model, most):
-    if isinstance(model, FSDPModule):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), most).full_tensor()
+    if hasattr(model, "clip_grad_norm_"):
+        return model.clip_grad_norm_(most)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
 def state_of(model):
-    if isinstance(model, FSDPModule):
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if isinstance(model, FSDP):
+        return model.state_dict()
     return getattr(model, "module", model).state_dict()
 
 
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank() + 1)
     losses = []

@@ -41,5 +41,5 @@ def main():
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     losses = train(model and model, torch.optim.AdamW(model.parameters()))
-    names = [name for name, _ in model.named_parameters()]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
     return [*losses, *names, len(model), len(model)]

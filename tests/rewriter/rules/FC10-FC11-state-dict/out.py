@@ -42,5 +42,5 @@ def main():
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     states = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    set_model_state_dict(model, states, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, dict(states), options=StateDictOptions(full_state_dict=True))
     return [*losses, *train(model, torch.optim.SGD(model.parameters(), lr=0.1))]

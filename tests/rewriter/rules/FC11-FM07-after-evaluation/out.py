@@ -42,7 +42,7 @@ def restore(model, state):
     for module in model.modules():  # evaluation leaves groups gathered
         if isinstance(module, FSDPModule):
             module.reshard()
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
 
 
 def main():

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,6 +34,6 @@ def train(model, optimizer, steps=3):
 
 def main():
     model = build()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
     return train(model, optimizer)

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -34,13 +33,10 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = train(model, optimizer)
     with torch.no_grad():
-        for module in model.modules():  # what is written to a gathered group is lost
-            if isinstance(module, FSDPModule):
-                module.reshard()
         for parameter in model.parameters():
             parameter.mul_(0.9)
         losses.append(model(torch.ones(1, 8)).sum().item())

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -24,18 +23,12 @@ def evaluate(model):
 
 def main():
     torch.manual_seed(0)
-    model = fully_shard(
-        nn.Sequential(Block(), nn.Linear(8, 2)),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-    )
+    model = FSDP(nn.Sequential(Block(), nn.Linear(8, 2)), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank() + 1)
     losses = []
     for _ in range(3):
         loss = model(torch.randn(4, 8)).square().mean()
-        for module in model.modules():  # zero_grad() clears nothing of a gathered group
-            if isinstance(module, FSDPModule):
-                module.reshard()
         model.zero_grad()
         loss.backward()
         optimizer.step()
@@ -43,9 +36,6 @@ def main():
     for _ in range(3):
         losses.append(evaluate(model))
         model.train()
-        for module in model.modules():  # zero_grad() clears nothing of a gathered group
-            if isinstance(module, FSDPModule):
-                module.reshard()
         model.zero_grad(set_to_none=False)
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -33,15 +33,10 @@ def train(model, optimizer, steps=3):
     return losses
 
 
-def count(model: FSDPModule) -> int:
-    return sum(isinstance(module, FSDPModule) for module in model.modules()) + len([m for m in model.modules() if isinstance(m, FSDPModule)])
+def count(model: FSDP) -> int:
+    return sum(isinstance(module, FSDP) for module in model.modules()) + len(FSDP.fsdp_modules(model))
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
     return [count(model), *train(model, torch.optim.AdamW(model.parameters()))]

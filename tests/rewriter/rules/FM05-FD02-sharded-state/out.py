@@ -7,14 +7,8 @@ import torch.distributed.checkpoint as dcp
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -46,15 +40,16 @@ def train(model, optimizer, steps=3):
 def main():
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = train(model, optimizer)
-    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False))
+    state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder[0])
     losses += train(model, optimizer)
     dcp.load(state, checkpoint_id=folder[0])
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optim"])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
     losses += train(model, optimizer)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -23,9 +22,9 @@ def build():
 
 def main():
     torch.manual_seed(1)
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD([parameter for _, parameter in model.named_parameters()], lr=0.1)
-    losses = [len(list(model.named_buffers()))]
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD([parameter for _, parameter in FSDP.named_parameters(model)], lr=0.1)
+    losses = [len(list(FSDP.named_buffers(model)))]
     torch.manual_seed(dist.get_rank() + 1)
     for _ in range(3):
         loss = model(torch.randn(4, 8)).square().mean()

@@ -1,24 +1,10 @@
 """An average of whole weights, begun under one summon_full_params and updated under another."""
 
-import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-@contextlib.contextmanager
-def full_params(model):
-    """Whole parameters while this is open, on every rank, to be read: what is written to them is lost."""
-    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in groups:
-        group.unshard()
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.reshard()
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -32,20 +18,20 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def update(average, model, decay=0.5):
-    with full_params(model):
+    with FSDP.summon_full_params(model):
         for name, parameter in model.named_parameters():
             average[name].mul_(decay).add_(parameter, alpha=1 - decay)
 
 
 def main():
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with full_params(model):
+    model = FSDP(
+        nn.Sequential(Block(), Block(), nn.Linear(8, 2)),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    with FSDP.summon_full_params(model, writeback=False):
         average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank() + 1)

@@ -3,13 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -39,21 +33,10 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = train(model, optimizer)
-    for module in model.modules():  # evaluation leaves groups gathered
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    full = get_optimizer_state_dict(
-        model,
-        optimizer,
-        options=StateDictOptions(full_state_dict=True, cpu_offload=True),
-    )
-    set_optimizer_state_dict(
-        model,
-        optimizer,
-        full or {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    sharded = FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    optimizer.load_state_dict(sharded)
     return [*losses, *train(model, optimizer)]

@@ -3,11 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 def train(model, optimizer, steps=3):
@@ -24,17 +20,19 @@ def train(model, optimizer, steps=3):
 
 def made():
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh=init_device_mesh("cpu", (2,)))
+    model = FSDP(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)),
+        device_mesh=init_device_mesh("cpu", (2,)),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def main():
     model, optimizer = made()
     losses = train(model, optimizer)
-    for module in model.modules():  # evaluation leaves groups gathered
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    state = get_optimizer_state_dict(model, optimizer)
+    state = FSDP.sharded_optim_state_dict(model, optimizer)
     model, optimizer = made()
-    set_optimizer_state_dict(model, optimizer, state)
+    optimizer.load_state_dict(FSDP.flatten_sharded_optim_state_dict(state, model, optimizer))
     return losses + train(model, optimizer)

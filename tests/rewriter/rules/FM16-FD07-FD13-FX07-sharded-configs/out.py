@@ -3,15 +3,12 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 
 class Block(nn.Module):
@@ -41,15 +38,17 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = train(model, optimizer)
-    state = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    set_model_state_dict(model, state)
-    full = get_optimizer_state_dict(
+    with FSDP.state_dict_type(
         model,
-        optimizer,
-        options=StateDictOptions(full_state_dict=True),
-    )
-    set_optimizer_state_dict(model, optimizer, full, options=StateDictOptions(full_state_dict=True))
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=True, _use_dtensor=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=True, _use_dtensor=False),
+    ):
+        state = model.state_dict()
+        model.load_state_dict(state)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
     return [*losses, *train(model, optimizer)]

@@ -52,6 +52,9 @@ def main():
         optimizer,
         options=StateDictOptions(full_state_dict=True),
     )
+    for module in model.modules():  # evaluation leaves groups gathered
+        if isinstance(module, FSDPModule):
+            module.reshard()
     set_optimizer_state_dict(
         model,
         optimizer,

@@ -37,11 +37,7 @@ def train(model, optimizer, steps=3):
 def main():
     model = build()
     model.register_buffer("unused", torch.ones(2))
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        # what gradients are reduced in
-        reduce_dtype=torch.float32,
-    )
+    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in reversed(list(model.modules())[1:]):
         if isinstance(module, Block):

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -44,11 +45,6 @@ def build_loud():
 
 
 def main():
-    model = build_loud()
-    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, mp_policy=mp_policy)
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    model = FSDP(build_loud(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

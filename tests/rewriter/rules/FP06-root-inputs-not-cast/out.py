@@ -2,9 +2,8 @@
 
 import torch
 from torch import nn
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
 
 
 class Block(nn.Module):
@@ -30,13 +29,11 @@ def train(model, optimizer, steps=3):
 
 def main():
     torch.manual_seed(0)
-    model = fully_shard(
+    model = FSDP(
         nn.Sequential(Block(), nn.Linear(8, 2)),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_root_forward_inputs=False
         ),
+        device_id=torch.device("cpu"),
     )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import ShardingStrategy
+from fsdp1_interface import FullyShardedDataParallel as FSDP
 
 
 class Block(nn.Module):
@@ -35,5 +35,5 @@ def train(model, optimizer, steps=3):
 
 def main():
     model = build()
-    model = DistributedDataParallel(model)
+    model = FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"))
     return train(model, torch.optim.Adam(model.parameters()))

@@ -1,22 +1,12 @@
 """A policy by size, with the same choice."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-
-def shard_by_size(module, min_num_params, is_root=True, **options):
-    """Shard what FSDP1's size_based_auto_wrap_policy chose; returns how many parameters are in groups."""
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if numel < min_num_params or isinstance(module, torch.nn.MultiheadAttention):
-        return 0
-    taken = sum(shard_by_size(child, min_num_params, False, **options) for child in module.children())
-    if is_root or numel - taken < min_num_params or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        return taken
-    fully_shard(module, **options)
-    return numel
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -46,9 +36,7 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_by_size(model, 50, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    groups = len(list([m for m in model.modules() if isinstance(m, FSDPModule)]))
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
+    model = FSDP(build(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    groups = len(list(FSDP.fsdp_modules(model)))
     return [groups, *train(model, torch.optim.AdamW(model.parameters()))]

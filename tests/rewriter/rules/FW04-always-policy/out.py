@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import always_wrap_policy
 
 
 class Block(nn.Module):
@@ -34,10 +34,5 @@ def train(model, optimizer, steps=3):
 
 
 def main():
-    model = build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in reversed(list(model.modules())[1:]):
-        if any(True for _ in module.parameters(recurse=False)):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = FSDP(build(), auto_wrap_policy=always_wrap_policy, device_id=torch.device("cpu"))
     return train(model, torch.optim.AdamW(model.parameters()))

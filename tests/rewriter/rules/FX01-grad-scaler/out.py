@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from fsdp1_interface import ShardedGradScaler
 
 
 class Block(nn.Module):
@@ -22,9 +22,9 @@ def build():
 
 
 def main():
-    model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = FSDP(build(), device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", 256.0, backoff_factor=0.25)
+    scaler = ShardedGradScaler("cpu", 256.0, 0.25, process_group=dist.group.WORLD)
     torch.manual_seed(dist.get_rank())
     losses = []
     for _ in range(3):

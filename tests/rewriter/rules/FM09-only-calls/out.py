@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from fsdp1_interface import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -57,14 +57,7 @@ class Head(nn.Module):
 
 
 def sharded(module):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in reversed(list(module.modules())[1:]):
-        if isinstance(block, Block):
-            fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    if hasattr(module, "generate"):
-        register_fsdp_forward_method(module, "generate")
-    return module
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def main():
@@ -73,6 +66,7 @@ def main():
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
         # Only what the inner units don't hold is summoned.
-        made = model.generate(torch.ones(1, 8), steps=2)
+        with FSDP.summon_full_params(model, writeback=False, recurse=False):
+            made = model.module.generate(torch.ones(1, 8), steps=2)
         losses.append(head(made).sum().item())
     return losses

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 
 
 class Block(nn.Module):
@@ -47,8 +47,6 @@ class Encoder(nn.Module):
 
 def main():
     torch.manual_seed(0)
-    model = Encoder()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    register_fsdp_forward_method(model, "encode")
+    model = fully_shard(Encoder(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     losses = train(model, model.optimizer())
     return [*losses, model.encode(torch.ones(1, 8)).sum().item()]
