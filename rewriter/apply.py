@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,18 +26,22 @@ def rewrite(paths: Sequence[str], write_files: bool) -> int:
             result.files.append(Rewritten(config.source, config.source.encoded(text), shown))
     for note in notes:
         print(f"fsdp2: {note}", file=sys.stderr)
+    added = dict.fromkeys(f.source.path.parent for f in result.files if f.source.path.parent.name == source.INTERFACE)
     for file in result.files:
         if write_files:
             source.write(file.source.path, file.data)
-            print(f"rewrote {printable(str(file.source.path))}")
-        else:
-            print(file.diff, end="")
+        if file.source.path.parent not in added:
+            print(f"rewrote {printable(str(file.source.path))}\n" if write_files else file.diff, end="")
+    for folder in added:
+        done = "is" if write_files else "would be"
+        print(f"fsdp2: FSDP1's interface {done} put into {printable(os.path.relpath(folder))}", file=sys.stderr)
     _summary(result, write_files)
     return 1 if any(finding.status not in (MOVED, KEPT) for finding in found.findings) else 0
 
 
 def _summary(result: Result, written: bool) -> None:
-    count, left = len(result.files), len(result.undecided)
+    count = sum(file.source.path.parent.name != source.INTERFACE for file in result.files)
+    left = len(result.undecided)
     if not count and not left:
         print("fsdp2: nothing of FSDP1 to move", file=sys.stderr)
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fsdp2.checkpoint.refusal import printable
 from rewriter.configs import Config, read_config
+from rewriter.edits import Undecided
 from rewriter.finding import Finding, make, of, sort
 from rewriter.program import Program
 from rewriter.rewrite import Result, rewrite
@@ -82,7 +83,17 @@ def everything(paths: Sequence[str]) -> Everything:
             line = int(why.partition("line ")[2].partition(":")[0] or 1) if "line " in why else 1
             findings.append(make(str(source.path), (None, line, 1), "FC24", why, BLOCKS))
         unread.append(f"{printable(str(source.path))}: {why}; left as it is")
+    unread += [_kept(reasons) for reasons in result.kept]
     return Everything(result, configs, sort(findings), notes + unread)
+
+
+def _kept(reasons: list[Undecided]) -> str:
+    """The first of what isn't plain in a program, for who wants to make it plain."""
+    first = reasons[0]
+    source, span = first.module.source, first.module.span(first.node)
+    found = make(str(source.path), source.place(span[0]), first.code, "", BLOCKS, first.why)
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return f"FSDP1's interface is kept, on FSDP2, since not all is plain: {found.place} {first.code} {first.why}{more}"
 
 
 def _names_fsdp1(path: Path) -> bool:

@@ -40,6 +40,7 @@ def files() -> dict[str, str]:
     """The package's files by name. Read, and not imported: nothing of torch is needed to rewrite a program."""
     here = "fsdp2.migrate.shim"
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(SHIM.glob("*.py"))}
+    texts = {name: text.replace(f"FSDP2:  from {here}", f"FSDP2:  from {INTERFACE}") for name, text in texts.items()}
     return {name: text.replace(f"from {here}.", "from .").replace(f"from {here} ", "from . ")
             for name, text in texts.items()}  # fmt: skip
 
@@ -53,18 +54,19 @@ class Home:
     def __init__(self, program: Program, modules: Sequence[Module]) -> None:
         self._program = program
         names = {id(module): self._dotted(module) for module in modules}
-        roots = {module.path.resolve().parents[len(names[id(module)]) - 1] for module in modules}
-        packages = {(root / names[id(m)][0]) for m in modules for root in roots if len(names[id(m)]) > 1}
-        packages = {folder for folder in packages if (folder / "__init__.py").exists()}
-        if len(packages) == 1 and (len(roots) > 1 or all(len(name) > 1 for name in names.values())):
-            (self._folder,) = packages
-            self.package = f"{self._folder.name}.{INTERFACE}"
-        elif len(roots) == 1:
-            (self._folder,), self.package = roots, INTERFACE
+        roots = {id(module): _above(module.path.resolve(), len(names[id(module)])) for module in modules}
+        places = [roots[key] / name[0] for key, name in names.items() if len(name) > 1]
+        places = [folder for folder in dict.fromkeys(places) if (folder / "__init__.py").exists()]
+        for folder in (*places, *dict.fromkeys(roots.values())):
+            outside = [m for m in modules if not (folder in m.path.resolve().parents if folder in places
+                                                  else roots[id(m)] == folder)]  # fmt: skip
+            if all(self._imports_from(folder, module) for module in outside):
+                self._folder = folder
+                self.package = f"{folder.name}.{INTERFACE}" if folder in places else INTERFACE
+                break
         else:
-            why = "its files are imported from several folders, and need one copy of FSDP1's interface: " + ", ".join(
-                sorted(folder.name for folder in roots)
-            )
+            listed = ", ".join(sorted({folder.name for folder in roots.values()}))
+            why = f"its files are imported from several folders, and need one copy of FSDP1's interface: {listed}"
             raise Undecided("FC07", why, modules[0].tree.body[0], modules[0])
         if self.folder.exists() and not (self.folder / "wrapped.py").exists():
             why = f"{INTERFACE} beside it is something else: rename it, since FSDP1's interface needs that name"
@@ -79,19 +81,38 @@ class Home:
         missing = {} if self.folder.exists() else files()
         return [(Source(self.folder / name, ""), text) for name, text in missing.items()]
 
+    def _imports_from(self, folder: Path, module: Module) -> bool:
+        """Whether a file imports something below a folder, so that it can import more from there."""
+        found = [
+            self._program.file_of(dotted, module)
+            for statement in module.all(cst.Import, cst.ImportFrom)
+            for dotted in imports.packages(statement)
+            if not dotted.startswith(".")
+        ]
+        return any(path is not None and folder in path.parents for path in found)
+
     def _dotted(self, module: Module) -> list[str]:
-        """A file's name as others import it; else as the packages around it say, unless it is run as a script."""
+        """A file's name as others import it, the longest if there are several; else as the packages around it say,
+        unless it is run as a script."""
         path = module.path.resolve()
-        for other in self._program.parsed:
-            for statement in other.all(cst.Import, cst.ImportFrom):
-                for dotted in imports.packages(statement):
-                    if not dotted.startswith(".") and self._program.file_of(dotted, other) == path:
-                        return dotted.split(".")
-        parts, folder = [path.stem], path.parent
-        while "__main__" not in module.text and (folder / "__init__.py").exists():
+        names = [
+            dotted.split(".")
+            for other in self._program.parsed
+            for statement in other.all(cst.Import, cst.ImportFrom)
+            for dotted in imports.packages(statement)
+            if not dotted.startswith(".") and self._program.file_of(dotted, other) == path
+        ]
+        parts = [path.stem] if path.stem != "__init__" else []
+        folder = path.parent
+        while (names or "__main__" not in module.text) and (folder / "__init__.py").exists():
             parts.insert(0, folder.name)
             folder = folder.parent
-        return parts
+        return parts if not names or parts in names else max(names, key=len)
+
+
+def _above(path: Path, names: int) -> Path:
+    """The folder from which a file is imported by so many names; a package's __init__.py has the folder's own."""
+    return path.parents[names if path.stem == "__init__" else names - 1]
 
 
 def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Undecided]]:

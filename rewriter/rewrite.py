@@ -52,6 +52,7 @@ class Result:
     files: list[Rewritten] = field(default_factory=list)
     undecided: list[Undecided] = field(default_factory=list)
     account: list[Entry] = field(default_factory=list)
+    kept: list[list[Undecided]] = field(default_factory=list)  # of each program that keeps FSDP1's interface: why
 
 
 def rewrite(program: Program) -> Result:
@@ -70,8 +71,9 @@ def rewrite(program: Program) -> Result:
         if way.problems and not (not calls and _by_library(program)):
             other = _interface(program, calls, tracked, modules)
             known = {(id(problem.node), problem.code) for problem in other.problems}
-            if any((id(problem.node), problem.code) not in known for problem in way.problems):
-                way = other
+            reasons = [problem for problem in way.problems if (id(problem.node), problem.code) not in known]
+            if reasons:
+                way = replace(other, reasons=reasons)
         ways.append(way)
     result = Result()
     exported = _exported(program)
@@ -79,6 +81,7 @@ def rewrite(program: Program) -> Result:
         stays = any(problem.blocking for problem in way.problems)
         problems = [p for p in way.problems if not (stays and p.leftover)]
         result.undecided += problems
+        result.kept += [way.reasons] if way.home is not None else []
         result.account += _account(way, problems, stays)
         for module in way.modules:
             edits = Edits(module) if stays else way.scene.edits(module)
@@ -100,12 +103,14 @@ def rewrite(program: Program) -> Result:
 
 @dataclass
 class Way:
-    """What becomes of files that import one another. `home`: where their interface is, if they keep FSDP1's."""
+    """What becomes of files that import one another. `home`: where their interface is, if they keep FSDP1's, and
+    `reasons`: what isn't plain in them."""
 
     scene: Scene
     modules: list[Module]
     problems: list[Undecided]
     home: interface.Home | None = None
+    reasons: list[Undecided] = field(default_factory=list)
 
     def of(self, modules: list[Module]) -> Way:
         held = {id(module) for module in modules}

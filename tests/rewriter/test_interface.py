@@ -112,7 +112,7 @@ def test_another_folder_of_its_name_stays(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_share_a_copy_are_asked(tmp_path: Path) -> None:
-    files = {"one/a": CALL, "two/b": f"{IMPORT}import a\nprint(FSDP, a)\n"}
+    files = {"one/a": CALL, "two/b": f"{IMPORT}print(FSDP)\n", "main/c": "import a, b\n"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / f"{name}.py").write_text(text)
