@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp2.migrate.shim.sharding import unit_of
 from fsdp2.migrate.shim.states import first_rank, reshard_all, shard_like
+from fsdp2.migrate.shim.units import own_modules
 
 
 @contextlib.contextmanager
@@ -31,7 +33,7 @@ def full_params(
     Args:
         owners: the modules whose own parameters are meant.
         writeback: whether changes are kept, each rank's in its own shard.
-        rank0_only: other ranks keep the sharded ones.
+        rank0_only: other ranks have their own shards, as plain tensors.
 
     Raises ValueError for `writeback` with `rank0_only`: the others would have nothing to write.
     """
@@ -47,18 +49,56 @@ def full_params(
             if not isinstance(sharded, DTensor):
                 continue
             if sharded not in whole_of:
-                whole_of[sharded] = _whole(sharded, offload_to_cpu, grads)
+                whole = _whole(sharded, offload_to_cpu, grads)
+                # Where it isn't kept it is this rank's shard, plain: what a rank does alone mustn't be collective.
+                shard = nn.Parameter(sharded.to_local().detach(), sharded.requires_grad)
+                whole_of[sharded] = whole if keep else shard
             held.append((owner, name, sharded, whole_of[sharded]))
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    owners_held = {owner for owner, *_ in held}
+    gathered = [unit for unit in units if owners_held & set(_own(unit))]  # the outermost first
+    hooks = [_without_hooks(unit) for unit in gathered]
     try:
-        for owner, name, _, whole in held if keep else ():
+        for owner, name, _, whole in held:
             owner.register_parameter(name, whole)
         del whole_of
         yield
     finally:
+        for put_back in hooks:
+            put_back()
         for owner, name, sharded, whole in held:
             owner.register_parameter(name, sharded)
             if writeback:
                 _write(sharded, whole, grads)
+
+
+def _own(unit: nn.Module) -> list[nn.Module]:
+    known = unit_of(unit)
+    return own_modules(unit, known.ignored) if known is not None else [unit]
+
+
+def _without_hooks(unit: FSDPModule) -> Callable[[], None]:
+    """Let a unit compute with what its parameters are now, as FSDP1's inner modules do: FSDP2's hooks would gather its
+    shards over them. There is no public way to leave them out (`tests/migrate/test_shim_full_params.py`)."""
+    assert isinstance(unit, nn.Module)
+    known, state = unit_of(unit), unit._get_fsdp_state()
+    if known is not None and known.is_root:
+        state._lazy_init()  # else units below it would take themselves for the outermost one
+    before, first = unit._forward_pre_hooks, state._pre_forward_hook_handle.id
+    after, last = unit._forward_hooks, state._post_forward_hook_handle.id
+    gathers, frees = before.pop(first), after.pop(last)
+    if known is not None:
+        known.summoned = True
+
+    def put_back() -> None:
+        others = dict(before)
+        before.clear()
+        before.update({first: gathers, **others})  # it stands before all others
+        after[last] = frees
+        if known is not None:
+            known.summoned = False
+
+    return put_back
 
 
 @torch.no_grad()

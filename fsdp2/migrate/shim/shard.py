@@ -26,12 +26,14 @@ class Unit:
     """What is remembered of a sharded module.
 
     `is_root`: no other call wrapped it. `buffer_dtypes`: what the buffers were that mixed precision cast, by name.
+    `summoned`: its parameters are whole, and it computes with them as they are.
     """
 
     arguments: Arguments
     ignored: Ignored
     is_root: bool
     buffer_dtypes: dict[str, torch.dtype]
+    summoned: bool = False
 
     @property
     def process_group(self) -> Any:
@@ -129,7 +131,9 @@ def _cast_inputs_of_root(module: nn.Module, args: Any, kwargs: Any) -> Any:
     assert unit is not None  # the hook is registered on units,
     assert unit.arguments.mixed_precision is not None  # and with mixed precision
     dtype = unit.arguments.mixed_precision.param_dtype
-    return (_cast(args, dtype), _cast(kwargs, dtype)) if unit.is_root and dtype is not None else None
+    if dtype is None or not unit.is_root or unit.summoned:
+        return None
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

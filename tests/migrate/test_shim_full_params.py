@@ -1,0 +1,54 @@
+"""summon_full_params of the shim: a model computes with whole parameters, as FSDP1's inner modules do."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.harness import Ranks
+from tests.migrate.fsdp1_models import Net, build, needs_fsdp1_to_gather, policy, real, shim
+
+
+def outputs() -> None:
+    torch.manual_seed(0)
+    whole, inputs = Net(), torch.randn(3, 6)
+    with torch.no_grad():
+        expected = whole(inputs)
+    for fsdp in (real(), shim()):
+        cls = fsdp.FullyShardedDataParallel
+        model = build(fsdp, auto_wrap_policy=policy("transformer"), use_orig_params=True)
+        for recurse in (True, False):
+            with torch.no_grad(), cls.summon_full_params(model, writeback=False, recurse=recurse):
+                if not recurse or fsdp is not real():  # FSDP1 can't on a CPU
+                    found = model.module(inputs)
+                    assert torch.equal(found, expected), (fsdp, recurse)
+        loss = model(inputs).sum()
+        loss.backward()  # its hooks are back
+        assert all(p.grad is not None for p in model.parameters() if p.numel())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def norms() -> list[dict[str, float]]:
+    """Those of the parameters on the first rank, which alone has whole ones: what the others do isn't collective."""
+    found = []
+    for fsdp in (real(), shim()):
+        model = build(fsdp, auto_wrap_policy=policy("transformer"), use_orig_params=True)
+        with fsdp.FullyShardedDataParallel.summon_full_params(
+            model, writeback=False, rank0_only=True, offload_to_cpu=True
+        ):
+            norm = {name: float(p.norm()) for name, p in model.named_parameters() if "first" in name}
+        found.append({name.replace("_fsdp_wrapped_module.", ""): value for name, value in norm.items()})
+    return found
+
+
+@needs_fsdp1_to_gather
+def test_on_other_ranks_it_is_their_shards(ranks: Ranks) -> None:
+    (before, after), (_, other) = ranks.run(norms)
+    assert after == before
+    assert other.keys() == after.keys()
+    assert other != after
+
+
+@needs_fsdp1_to_gather
+def test_a_model_computes_while_its_parameters_are_whole(ranks: Ranks) -> None:
+    ranks.run(outputs)
