@@ -40,6 +40,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     Names in the checkpoint that begin with one of `ignore` need no target. Targets whose names match `keep` stay as
     they are where the checkpoint lacks them.
+
+    `set_up_planner` raises ValueError that lists what differs, `load_bytes` raises Refused for a value of another type.
     """
 
     def __init__(self, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
