@@ -212,7 +212,7 @@ def run_page() -> str:
         FILES,
         "A run makes its directory, `runs/<model>-<time>` unless `--run-dir` names one. **It keeps the three newest "
         "checkpoints and deletes older ones**: `--keep` and `--keep-every` change that. [What is in a "
-        "checkpoint](state-dicts.md), [how it is committed](checkpoints.md), [a run at a URL](remote.md).\n",
+        "checkpoint](state-dicts.md), [how it is committed](notes/commit.md), [a run at a URL](remote.md).\n",
         "## `metrics.jsonl`\n",
         "Each line has a `kind`. A line may be written one step late, so that a GPU isn't kept waiting. A resume cuts "
         "the file back to its checkpoint, so each step stands in it once. NaN and infinity are written as `null`.\n",
@@ -227,7 +227,7 @@ def run_page() -> str:
     parts.append(table(["status", "of `python -m fsdp2.…`"], EXIT))
     parts.append(
         "torchrun ends with 1 if a rank ended with anything but 0, and prints a summary of its own below the line of "
-        "rank 0. [Which signal does what](checkpoints.md#which-signal-to-whom-does-what).\n"
+        "rank 0. [Which signal does what](notes/signals.md).\n"
     )
     return "\n".join(parts)
 
