@@ -55,7 +55,7 @@ def flags_page() -> str:
 
 def _other_commands() -> list[str]:
     """What each other command is for, and the flags that it alone has."""
-    parts = ["## The other commands\n"]
+    parts = ["## The other commands\n", "Each after `python -m`.\n"]
     of_others: dict[str, set[str]] = {}
     for one in commands.parsers():
         assert one.description, f"{one.prog} --help doesn't say what it is for"
@@ -66,8 +66,11 @@ def _other_commands() -> list[str]:
         own = [action for action in actions if not inherited & set(action.option_strings)]
         if one.prog != commands.FIRST:
             text = _plain(" ".join(one.description.partition(SHORT)[0].split())).rstrip(".")
-            beside = f" It also takes the flags of `{taken[-1]}`." if taken else ""
-            parts += [f"### `{one.prog}`\n", f"{text[0].upper()}{text[1:]}.{beside}\n".replace("?.", "?")]
+            beside = f" It also takes the flags of `{taken[-1].removeprefix('python -m ')}`." if taken else ""
+            parts += [
+                f"### `{one.prog.removeprefix('python -m ')}`\n",
+                f"{text[0].upper()}{text[1:]}.{beside}\n".replace("?.", "?"),
+            ]
             parts += [_flag_table(own)] if own else []
         if one.prog in (commands.FIRST, commands.RAY):
             of_others[one.prog] = flags
