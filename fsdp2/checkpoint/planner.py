@@ -68,7 +68,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             if difference := misfit(saved[name], wanted[name]):
                 problems.append(f"{name}: {difference}")
         if problems:
-            raise ValueError(f"the checkpoint and this run differ in {len(problems)}: " + "; ".join(problems[:20]))
+            raise ValueError(
+                f"the checkpoint and this run differ in {len(problems)} entries: " + "; ".join(problems[:20])
+            )
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         name = read_item.dest_index.fqn
