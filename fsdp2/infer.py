@@ -110,7 +110,7 @@ def go_on(
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
     parser = Parser(
-        prog="fsdp2.infer",
+        prog="python -m fsdp2.infer",
         description="Predict the test set with the model of a run, or continue a text.",
         allow_abbrev=False,
     )

@@ -21,7 +21,9 @@ from fsdp2.units import short, size
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """The pages written. Raises ConfigError if there is nothing to show."""
-    parser = Parser(prog="fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False)
+    parser = Parser(
+        prog="python -m fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False
+    )
     parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
     parser.add_argument(
         "--out", metavar="DIR", help="where the pages go (default: the run directory; for a URL, this folder)"

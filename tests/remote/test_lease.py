@@ -78,7 +78,10 @@ def test_who_was_killed_loses_it(files: RemoteFiles, capsys: pytest.CaptureFixtu
     dead = json.loads(files.read(LEASE))
     assert dead["pid"] == holder.pid
     lease = Lease(files, seconds=1)
-    assert f"by process {holder.pid} on {dead['host']}, or that run was killed; waiting up to 1 s" in capsys.readouterr().err
+    assert (
+        f"by process {holder.pid} on {dead['host']}, or that run was killed; waiting up to 1 s"
+        in capsys.readouterr().err
+    )
     assert json.loads(files.read(LEASE))["id"] != dead["id"]
     lease.release()
 
