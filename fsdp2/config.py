@@ -43,6 +43,7 @@ from fsdp2.parallel.optimizer import OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
 
+TRAIN = "Train a sharded model with PyTorch FSDP2. On several ranks: torchrun --nproc_per_node N -m fsdp2.train."
 SCHEDULES = ("step", "cosine", "linear", "constant")
 
 
@@ -57,7 +58,7 @@ class Config:
         metavar="|".join([*models.NAMES, "hf:DIR_OR_NAME", "timm:NAME", "MODULE:FUNCTION"]),
         section="model and data",
     )
-    trust_remote_code: bool = option(False, "hf: run the Python files that come with the model", switch)
+    trust_remote_code: bool = option(False, "with --model hf:, run the Python files that come with the model", switch)
     model_size: str = option(None, "a name from the model's table; unset = the first", text)
     dataset: str = option(
         None,
@@ -68,18 +69,20 @@ class Config:
     )
     tokenizer: str | None = option(
         None,
-        "of text: and chat:, a folder or file with tokenizer.json (and chat template), or bytes; unset = the model's "
-        "own, else bytes",
+        "for text: and chat:, a folder or file with tokenizer.json (and chat template), or the word bytes; unset = the "
+        "model's own, else bytes",
         location,
     )
-    text_field: str = option("text", "of text:, the field of .jsonl and .parquet that holds the text", text)
+    text_field: str = option("text", "for text:, the field of .jsonl and .parquet that holds the text", text)
     documents: str = option(
         "apart",
-        "of text: and chat:, whether documents in a sequence attend to each other",
+        "for text: and chat:, whether documents in a sequence attend to each other",
         one_of("apart", "together"),
     )
-    data_root: str | None = option(None, "folder in torchvision's layout; unset = download once a node", location)
-    seq_len: int = option(128, "tokens in a sequence (language)", whole(1, 2**20))
+    data_root: str | None = option(
+        None, "folder that holds the data in torchvision's layout; unset = each node downloads it once", location
+    )
+    seq_len: int = option(128, "language: tokens in a sequence", whole(1, 2**20))
 
     epochs: int = option(12, "passes over the training set", whole(1), section="steps and batches")
     max_steps: int | None = option(None, "stop after this many optimizer steps, evaluate and save", whole(1))
@@ -93,9 +96,14 @@ class Config:
     loader_workers: int = option(
         0, "processes per rank that prepare batches; 0 = in the training process", whole(0, 256)
     )
-    seed: int = option(1, "of initial values, sample order and dropout", whole(0, 2**63 - 1))
+    seed: int = option(1, "seed of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
-    optimizer: str = option("adam", "sgd has momentum 0.9", one_of(*OPTIMIZERS), section="optimizer and schedule")
+    optimizer: str = option(
+        "adam",
+        "how parameters are updated; sgd has momentum 0.9",
+        one_of(*OPTIMIZERS),
+        section="optimizer and schedule",
+    )
     lr: float = option(1e-3, "learning rate", number(0, 1000, open_minimum=True))
     fused_optimizer: bool | None = option(
         None, "one kernel for the whole update; unset = on a GPU, where the optimizer has one", optional_switch
@@ -107,7 +115,7 @@ class Config:
         None, "adam, adamw: decay of the averages of gradients and of their squares; unset = 0.9,0.999", betas
     )
     weight_decay: float | None = option(
-        None, "adamw: of parameters with two dimensions or more; unset = 0.01, of all", number(0, 100)
+        None, "adamw: decay of parameters with two dimensions or more; unset = 0.01, of all parameters", number(0, 100)
     )
     schedule: str = option(
         "step",
@@ -144,14 +152,24 @@ class Config:
         (), "LoRA: name pattern of linear layers; repeatable; unset = all in blocks", patterns, many=True
     )
 
-    strategy: str = option("fsdp2", "none needs one process", one_of(*STRATEGIES), section="sharding")
+    strategy: str = option(
+        "fsdp2",
+        "how ranks share the model; none trains without sharding, on one rank",
+        one_of(*STRATEGIES),
+        section="sharding",
+    )
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
     shard_modules: tuple[str, ...] = option(
         (), "name pattern of the blocks, instead of finding them; repeatable", patterns, many=True
     )
-    shard_granularity: int | str = option(1, "what is gathered together: N blocks, layer, or root", granularity)
+    shard_granularity: int | str = option(
+        1, "what is all-gathered together: N blocks, each layer, or the whole model (root)", granularity
+    )
     reshard_after_forward: bool | int | None = option(
-        None, "true (root too), false, or N ranks; unset or auto = all but the root and the last group", reshard_policy
+        None,
+        "free parameters between forward and backward: true = of all groups, false = of none, N = keep them sharded "
+        "over N ranks; unset or auto = of all but the root and the last group",
+        reshard_policy,
     )
     explicit_prefetching: int | None = option(
         None, "all-gather N groups ahead, forward and backward; bare = 2", or_off(whole(1)), bare=2
@@ -187,7 +205,7 @@ class Config:
 
     mixed_precision: Literal["bf16", "fp16"] | None = option(
         None,
-        "compute dtype; bare = bf16; fp16 has a gradient scaler",
+        "dtype of forward and backward; bare = bf16; fp16 comes with a gradient scaler",
         or_off(one_of("bf16", "fp16")),
         bare="bf16",
         section="precision, memory, speed",
@@ -196,7 +214,7 @@ class Config:
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
     activation_checkpointing: Literal["block", "op"] | None = option(
         None,
-        "recompute activations in backward; bare = block; op keeps matmuls",
+        "recompute activations in backward; bare = block; op = keep the results of matmuls",
         or_off(one_of("block", "op")),
         bare="block",
     )
@@ -208,7 +226,9 @@ class Config:
     )
     compile: bool = option(False, "torch.compile each block", switch)
 
-    device: str = option("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), section="machine")
+    device: str = option(
+        "auto", "where to train; auto = on a GPU, if there is one", one_of("auto", "cpu", "cuda"), section="machine"
+    )
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
     threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
 
@@ -236,13 +256,18 @@ class Config:
         location,
         section="checkpoints and weights",
     )
-    resume: str = option("auto", "auto, never, a step, or the path of a checkpoint or run", resume_place)
-    checkpoint_every: int | None = option(None, "steps between checkpoints; unset = each epoch", whole(1))
+    resume: str = option(
+        "auto",
+        "auto = from the newest checkpoint of the run directory, never = from the start; or a step, or the path of a "
+        "checkpoint or run",
+        resume_place,
+    )
+    checkpoint_every: int | None = option(None, "optimizer steps between checkpoints; unset = each epoch", whole(1))
     keep: int = option(3, "number of newest checkpoints to keep; older ones are deleted", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
     async_checkpoint: Literal["wait", "skip"] | None = option(
         None,
-        "write checkpoints in the background; while one is in flight the next waits (bare) or is skipped",
+        "write checkpoints in the background; bare = while one is written the next waits; skip = it is skipped",
         or_off(one_of("wait", "skip")),
         bare="wait",
     )
@@ -268,10 +293,10 @@ class Config:
     init_partial: bool = option(False, "with --init-from, load only the weights that fit, and list the others", switch)
     save_model: bool | None = option(
         None,
-        "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = up to 4 GB",
+        "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = only up to 4 GB",
         optional_switch,
     )
-    dcp_api: bool = option(False, "DCP API instead of the DTensor API for full state dicts", switch)
+    dcp_api: bool = option(False, "make full state dicts with the DCP API instead of the DTensor API", switch)
     inspect: bool = option(
         False, "print and check how each parameter is sharded, and its dtypes", switch, section="reports"
     )
@@ -280,7 +305,7 @@ class Config:
     )
     memory_limit: int | None = option(
         None,
-        "end the run, as out of memory, when a rank's tensors take more: 500MB",
+        "end the run, as out of memory, when a rank's tensors take more than this, such as 500MB",
         or_off(byte_count),
         metavar="BYTES",
     )
@@ -355,9 +380,9 @@ class Config:
         return forward, backward
 
 
-def parser(prog: str = "fsdp2.train", *, add_help: bool = True) -> Any:
+def parser(prog: str = "fsdp2.train", *, description: str = TRAIN, add_help: bool = True) -> Any:
     """The argparse parser of a Config; with `add_help=False` it is a parent for a launcher's parser."""
-    return make_parser(Config, prog=prog, description="Train a sharded model with PyTorch FSDP2.", add_help=add_help)
+    return make_parser(Config, prog=prog, description=description, add_help=add_help)
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:

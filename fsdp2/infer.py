@@ -109,15 +109,30 @@ def go_on(
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
-    parser = Parser(prog="fsdp2.infer", description="Predict with the model of a run.", allow_abbrev=False)
+    parser = Parser(
+        prog="python -m fsdp2.infer",
+        description="Predict the test set with the model of a run, or continue a text.",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", metavar="RUN", help="folder or URL of a run")
-    parser.add_argument("--data-root", metavar="FOLDER", help="in torchvision's layout, if the data is not embedded")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured, or the text, here")
+    parser.add_argument(
+        "--data-root", metavar="FOLDER", help="folder that holds the data in torchvision's layout, if it isn't embedded"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")
-    parser.add_argument("--prompt", metavar="TEXT", help="let a language model go on with this, in place of predicting")
-    parser.add_argument("--new-tokens", default="200", metavar="N", help="with --prompt, tokens that follow it")
-    parser.add_argument("--temperature", default="0.8", metavar="T", help="with --prompt; 0 = the likeliest token")
-    parser.add_argument("--seed", default="1", metavar="N", help="with --prompt, of what is drawn")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="let a language model continue this text, instead of predicting"
+    )
+    parser.add_argument(
+        "--new-tokens", default="200", metavar="N", help="with --prompt, how many tokens to add (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        default="0.8",
+        metavar="T",
+        help="with --prompt, of sampling; 0 = always the likeliest token (default: 0.8)",
+    )
+    parser.add_argument("--seed", default="1", metavar="N", help="with --prompt, of sampling (default: 1)")
     arguments = parser.parse_args(argv)
     arguments.new_tokens = checked("--new-tokens", arguments.new_tokens, whole(1, 10**6))
     arguments.temperature = checked("--temperature", arguments.temperature, number(0, 100))

@@ -36,7 +36,7 @@ def parallelize(
     brought: Callable[[str], bool] = nothing,
     methods: Sequence[str] = (),
 ) -> FSDP2Engine:
-    """Build, shard and initialise a model as `config` says.
+    """Build, shard and initialise a model as `config` says. A collective call.
 
     Args:
         build: makes the model, its parameters on `meta`. Buffers that aren't there keep their values.
@@ -48,7 +48,11 @@ def parallelize(
             dict. `set_weights` sets the rest, such as non-persistent buffers.
         methods: the model's own beside `forward` that need its parameters; as of `gather_for`.
 
-    Raises RuntimeError if a parameter or buffer is left on `meta` or unset.
+    Returns an engine whose parameters are DTensors in the dtype in which `build` makes them, fp32 unless it says more,
+    and whose optimizer has state at step 0. Raises RuntimeError if a parameter or buffer is left on `meta` or unset,
+    and ValueError for parameters that can't be sharded in these groups.
+
+    Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
     """
     assert config.strategy == "fsdp2", f"{config.strategy} is built by parallel.baselines"
 

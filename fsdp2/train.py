@@ -55,7 +55,7 @@ from fsdp2.run.trial import try_out
 def main(
     config: Config, on_event: OnEvent | None = None, also_saved: Mapping[str, Part] | None = None
 ) -> dict[str, Any]:
-    """Train as `config` says, in a process group that exists already or in one of its own.
+    """Train as `config` says, in a process group that exists already or in one of its own. A collective call.
 
     Args:
         also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
@@ -199,7 +199,10 @@ def train_step(
 
 
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
-    """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace."""
+    """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace.
+
+    A collective call.
+    """
     # Nothing is drawn that would be replaced. What of a model is left out of weights in part is known after them.
     weights = StartWeights(config, restoring=restoring)
     arguments: dict[str, Any] = {
@@ -223,6 +226,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
 
 @record  # lets torchrun show the traceback of the rank that failed first
 def cli() -> None:
+    """The command line, as one rank; its exit status. A collective call."""
     with runtime.exit_status():
         end = main(parse())
     if end["reason"] == LAUNCHER_GONE:

@@ -26,7 +26,9 @@ COLUMN = 22
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all losses are equal, 1 if not, after both columns. Raises ConfigError for what neither could run."""
-    options, config = parse(arguments, prog="launchers.parity")
+    options, config = parse(
+        arguments, "launchers.parity", "Train under torchrun and through Ray, and compare the loss of every step."
+    )
     if options.num_workers.least != options.num_workers.most:
         raise ConfigError(f"--num-workers {options.num_workers}: torchrun is not elastic; give one number")
     if options.name is not None or options.storage_path is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp2.config import Config
+from fsdp2.config import TRAIN, Config
 from fsdp2.config import parser as train_parser
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import add_options, read_values
@@ -44,15 +44,19 @@ def _workers(value: Any) -> Workers:
 @dataclass(frozen=True)
 class RayOptions:
     num_workers: Workers = option(  # noqa: RUF009 - a NamedTuple is as immutable as the others
-        2, "ranks, each on a CPU of Ray's; MIN:MAX = as many of them as there are nodes for", _workers
+        2, "ranks; MIN:MAX = as many as the cluster has room for, from MIN to MAX", _workers, metavar="N|MIN:MAX"
     )
-    use_gpu: str = option("auto", "a GPU for each worker: auto, yes or no", one_of("auto", "yes", "no"))
-    max_failures: int = option(1, "how often workers that died are started again", whole(0))
+    use_gpu: str = option("auto", "a GPU for each worker; auto = if the cluster has one", one_of("auto", "yes", "no"))
+    max_failures: int = option(1, "how often Ray starts workers again after one has died", whole(0))
     resize_every: float = option(
-        60, "seconds between looks for nodes that have come, with MIN:MAX workers", number(0, 10**7, open_minimum=True)
+        60, "with MIN:MAX workers, seconds between looks for new nodes", number(0, 10**7, open_minimum=True)
     )
-    storage_path: str | None = option(None, "where runs are kept: a folder that all nodes see, or a URL", location)
-    name: str | None = option(None, "of the run; the same name and storage resumes", location)
+    storage_path: str | None = option(
+        None, "where run directories are made: a folder that all nodes see, or a URL", location
+    )
+    name: str | None = option(
+        None, "name of the run directory; the same name and storage path resumes its run", location
+    )
     address: str | None = option(None, "a running cluster, such as 10.0.0.1:6379; unset = one on this machine", text)
 
     def __post_init__(self) -> None:
@@ -64,15 +68,17 @@ class RayOptions:
             )
 
 
-def parse(arguments: Sequence[str] | None, prog: str) -> tuple[RayOptions, Config]:
+def parse(arguments: Sequence[str] | None, prog: str, description: str = TRAIN) -> tuple[RayOptions, Config]:
     """Both from one command line. Raises ConfigError, with the texts of `fsdp2.train`."""
-    (options,), config = parse_groups(arguments, prog, {"Ray": RayOptions})
+    (options,), config = parse_groups(arguments, prog, {"Ray": RayOptions}, description)
     return options, config
 
 
-def parse_groups(arguments: Sequence[str] | None, prog: str, groups: Mapping[str, type]) -> tuple[list[Any], Config]:
+def parse_groups(
+    arguments: Sequence[str] | None, prog: str, groups: Mapping[str, type], description: str = TRAIN
+) -> tuple[list[Any], Config]:
     """Dataclasses of options, each a titled group of flags, and the Config that all other flags make."""
-    parser = train_parser(prog)
+    parser = train_parser(prog, description=description)
     for title, options in groups.items():
         add_options(parser.add_argument_group(title), options)
     given = vars(parser.parse_args(arguments))

@@ -45,7 +45,7 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Train as a command line says; Ray's Result. Raises ConfigError before anything is started."""
-    options, config = parse(arguments, prog="launchers.ray_train")
+    options, config = parse(arguments, "launchers.ray_train", "Train a sharded model through Ray Train.")
     storage, name, config = place(options, config)
     workers = options.num_workers
     config = same_global_batch(workers, config)

@@ -42,10 +42,12 @@ SECONDS_TO_DIE = 5.0
 
 @dataclass(frozen=True)
 class TuneOptions:
-    search: tuple[str, ...] = option((), "flag=way(…), or a .py file; repeatable", patterns, many=True)
-    trials: int = option(8, "samples of the search space; of a grid, rounds", whole(1, 10**6))
-    metric: str = option("accuracy", "what is best: accuracy, test_loss or loss", one_of(*HIGHER_IS_BETTER))
-    stop_early: bool = option(True, "stop trials that fall behind (ASHA)", switch)
+    search: tuple[str, ...] = option(
+        (), 'what to vary: a flag, such as "lr=loguniform(1e-4, 1e-2)", or a .py file; repeatable', patterns, many=True
+    )
+    trials: int = option(8, "runs, each with other values; with a grid, passes over it", whole(1, 10**6))
+    metric: str = option("accuracy", "what the best trial is chosen by", one_of(*HIGHER_IS_BETTER))
+    stop_early: bool = option(True, "stop trials that fall behind, by ASHA", switch)
     grace: int = option(1, "epochs before a trial may be stopped", whole(1))
 
     def __post_init__(self) -> None:
@@ -55,7 +57,10 @@ class TuneOptions:
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Search as a command line says; Ray's ResultGrid. Raises ConfigError before anything is started."""
     (tune, options), config = parse_groups(
-        arguments, "launchers.ray_tune", {"the search": TuneOptions, "Ray, for each trial": RayOptions}
+        arguments,
+        "launchers.ray_tune",
+        {"the search": TuneOptions, "Ray, for each trial": RayOptions},
+        "Search over flags with Ray Tune. Each trial is a run of launchers.ray_train.",
     )
     space = parse_search(tune.search)
     example_config(config, space)

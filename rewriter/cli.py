@@ -10,28 +10,29 @@ from typing import Any
 from fsdp2.options.errors import ConfigError
 from rewriter.finding import FORMATS, text
 
+PATHS = "Python files, notebooks, configuration files, or folders of them"
 LIBRARIES = {"libcst": "Python", "ruamel.yaml": "YAML"}
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     check = commands.add_parser(
         "check",
-        help="every use of FSDP1 in files and folders",
-        description="Finds every use of FSDP1 in PATH…: Python files, notebooks, configuration files, or folders of "
-        "them. Prints those about which something has to be decided, then where it is imported, and counts the rest. "
+        help="find every use of FSDP1 in files and folders",
+        description="Finds every use of FSDP1. Prints the uses that need a decision, then the imports, and counts the "
+        "rest. "
         "Exit status 1 if there is any use, 0 if nothing is left to do.",
     )
-    check.add_argument("paths", nargs="+", metavar="PATH")
-    check.add_argument("--all", action="store_true", help="list what needs no decision too, as the other formats do")
-    check.add_argument("--format", choices=("text", *FORMATS), default="text", help="default: text")
+    check.add_argument("paths", nargs="+", metavar="PATH", help=PATHS)
+    check.add_argument("--all", action="store_true", help="also list what needs no decision, as the other formats do")
+    check.add_argument("--format", choices=("text", *FORMATS), default="text", help="of the list (default: text)")
     check.set_defaults(run=run_check)
     rewrite = commands.add_parser(
         "rewrite",
-        help="move files and folders to FSDP2, and mark what has to be decided",
-        description="Prints what it would change, as a unified diff. Give all files of a program together: policies "
-        "and models are followed from one to the other.",
+        help="rewrite files and folders for FSDP2, and mark what needs a decision",
+        description="Prints what it would change, as a unified diff. Give all files of a program together, because it "
+        "follows policies and models from one file to another.",
     )
-    rewrite.add_argument("paths", nargs="+", metavar="PATH")
+    rewrite.add_argument("paths", nargs="+", metavar="PATH", help=PATHS)
     rewrite.add_argument("--write", action="store_true", help="change the files instead of printing the difference")
     rewrite.set_defaults(run=run_rewrite)
 

@@ -267,7 +267,10 @@ def test_a_conversation_is_never_cut(corpus: Path) -> None:
         ),
         ("--dataset=chat:{corpus}", "bytes: has no tokenizer.json and chat template"),
         ("--dataset=chat:{corpus} --tokenizer={folder}/bare", "its tokenizer has no chat template"),
-        ("--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body", "it is of text:PATH; drop it"),
+        (
+            "--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body",
+            "only text:PATH has fields; drop it",
+        ),
         ("--dataset=chat:", "names no file; give chat:PATH"),
         ("--dataset=chat:{corpus} --model=vit", "the model takes image data"),
     ],

@@ -86,7 +86,7 @@ def test_reshard_values(text: str, value: Any) -> None:
 
 def test_help_says_of_each_flag_what_it_takes_under_a_title() -> None:
     first, *sections = re.split(r"^(?=\S.*:$)", parser().format_help(), flags=re.MULTILINE)
-    assert first.startswith("usage: fsdp2.train [--config FILE] [flags]")
+    assert first.startswith("usage: python -m fsdp2.train [--config FILE] [flags]")
     titles = [section.partition(":\n")[0] for section in sections]
     assert titles[:3] == ["options", "model and data", "steps and batches"]
     by_flag = {

@@ -14,10 +14,14 @@ import torch
 from torch import nn
 
 import fsdp2
+from fsdp2.checkpoint import full_dtensor, restore
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.state import Part
+from fsdp2.parallel import groups
+from fsdp2.parallel.mesh import make_mesh
+from tests.docstring_rules import Code, collective, has_shape, raised, says, takes_or_gives_tensors, unwrapped
 
-ROOMS = ("parallel", "checkpoint", "models", "data", "parallelize")
+ROOMS = ("parallel", "checkpoint", "models", "data", "parallelize", "train")
 # Methods of torch's and Python's classes, which say themselves what they are for.
 OF_OTHERS = ("torch.", "io", "argparse")
 # What classes implement without inheriting it.
@@ -55,6 +59,53 @@ def _is_explained(one: type, method: str) -> bool:
     return of_class or any(inspect.getdoc(getattr(place, method, None)) for place in (one, *PROTOCOLS))
 
 
+def _documented(module: ModuleType) -> Iterator[tuple[str, Code, type | None, str]]:
+    """Each public function and method that is written in a module, its class, and what both say of it."""
+    for name, one in vars(module).items():
+        if name.startswith("_") or getattr(one, "__module__", None) != module.__name__:
+            continue
+        for method, value in vars(one).items() if inspect.isclass(one) else ():
+            function = unwrapped(value)
+            if function is None or function.__code__.co_filename != module.__file__:  # a dataclass's, a protocol's
+                continue
+            if not method.startswith("_") or method == "__init__":
+                places = (*(base for base in one.__mro__ if base.__module__.startswith("fsdp2.")), *PROTOCOLS)
+                said = [
+                    inspect.getdoc(getattr(place, method, None)) or "" for place in places if hasattr(place, method)
+                ]
+                yield (
+                    f"{name}.{method}",
+                    function,
+                    one,
+                    " ".join([*said, *(base.__doc__ or "" for base in one.__mro__[:-1])]),
+                )
+        function = None if inspect.isclass(one) else unwrapped(one)
+        if function is not None:
+            yield name, function, None, function.__doc__ or ""
+
+
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_each_public_function_of_a_room_that_is_copied_has_a_docstring(module: ModuleType) -> None:
     assert list(_undocumented(module)) == []
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_a_docstring_names_collectives_errors_and_shapes(module: ModuleType) -> None:
+    missing = []
+    for name, function, owner, said in _documented(module):
+        if (called := collective(function, owner)) and "collective" not in said.lower():
+            missing.append(f"{name} leads to a collective ({called})")
+        missing += [f"{name} raises {error.__name__}" for error in raised(function, owner) if not says(said, error)]
+        if ".checkpoint." not in module.__name__ and takes_or_gives_tensors(function) and not has_shape(said):
+            missing.append(f"{name} has a tensor without a shape")
+    assert missing == []
+
+
+def test_the_rules_see_what_they_are_for() -> None:
+    assert collective(full_dtensor.full_model_state, None) == "_gathered -> full_tensor"
+    assert collective(restore.restore_newest, None) is not None
+    assert collective(groups.shard_groups, None) is None
+    assert raised(make_mesh, None) == {ValueError}
+    assert says("Raises OSError.", FileNotFoundError)
+    assert not says("Raises OSError.", ValueError)
+    assert not has_shape("The sum of the losses.")

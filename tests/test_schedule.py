@@ -123,7 +123,7 @@ def test_strategies_agree_and_a_resume_on_other_ranks_goes_on(train: Train, tmp_
     [
         ("--betas=0.9", "must be two numbers"),
         ("--betas=0.9,1.0", "must both be below 1"),
-        ("--betas=0.9,0.95 --optimizer=sgd", "it has none"),
+        ("--betas=0.9,0.95 --optimizer=sgd", "has no betas"),
         ("--weight-decay=0.1", "use --optimizer adamw"),
         ("--weight-decay=0.1 --optimizer=adamw --strategy=fsdp1", "use --strategy fsdp2 or drop --weight-decay"),
         ("--lr-floor=0.1", "use cosine or linear"),

@@ -1,4 +1,4 @@
-"""Which signal to whom does what: each row of the table in docs/checkpoints.md, done for real."""
+"""Which signal to whom does what: each row of the table in docs/notes/signals.md, done for real."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from fsdp2.run.runtime import lost_peer, store_gone
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 
-LINES = [line for line in (ROOT / "docs/checkpoints.md").read_text().splitlines() if line.startswith("| SIG")]
+LINES = [line for line in (ROOT / "docs/notes/signals.md").read_text().splitlines() if line.startswith("| SIG")]
 TABLE = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in LINES]
 
 TORCHRUN, GROUP, ONE_RANK = "torchrun", "torchrun's process group (Ctrl-C)", "one rank"

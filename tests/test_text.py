@@ -186,8 +186,8 @@ def test_a_model_that_mixes_documents_is_refused(ranks: Ranks, corpus: Path, tmp
         ("--dataset=text:{folder}/strange.bin", "isn't of a type that is read here"),
         ("--dataset=text:{corpus} --tokenizer={folder}", "has no tokenizer.json"),
         ("--dataset=text:", "names no file"),
-        ("--tokenizer=bytes", "it is of text:PATH"),
-        ("--documents=together", "it has none"),
+        ("--tokenizer=bytes", "only text:PATH and chat:PATH take one"),
+        ("--documents=together", "has no documents"),
         ("--dataset=text:{corpus} --model=vit", "the model takes image data"),
     ],
 )

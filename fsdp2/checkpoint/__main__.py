@@ -34,6 +34,9 @@ NEXT = {
 }
 
 
+PATH = "a checkpoint, a run (its newest checkpoint), a .pt file, or safetensors"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
@@ -66,29 +69,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def command(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=help, allow_abbrev=False)
 
-    listing = command("list", "a table of a run's checkpoints")
+    listing = command("list", "list a run's checkpoints, with their sizes and whether their hashes match")
     listing.add_argument("run", metavar="RUN", help="folder or URL of a run")
-    listing.add_argument("--quick", action="store_true", help="compare sizes alone, and no hashes")
-    verifying = command("verify", "check hashes, and that every tensor is there whole and can be read")
+    listing.add_argument("--quick", action="store_true", help="compare only sizes, not hashes")
+    verifying = command("verify", "compare every hash, and check that every tensor is complete and readable")
     verifying.add_argument("place", metavar="RUN|PATH", help="a run (all its committed checkpoints) or one checkpoint")
-    showing = command("show", "tensors with shape and dtype, plain values and totals; no tensor is loaded")
-    showing.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
-    differing = command("diff", "how two checkpoints or files differ; exit status 0 if they are equal, 1 if not")
-    differing.add_argument("a", metavar="A", help="a checkpoint, a run (its newest), a .pt, safetensors")
+    showing = command("show", "print each tensor's shape and dtype, plain values and totals, without loading a tensor")
+    showing.add_argument("place", metavar="PATH", help=PATH)
+    differing = command("diff", "print how two checkpoints or files differ; exit status 0 if they are equal, 1 if not")
+    differing.add_argument("a", metavar="A", help=PATH)
     differing.add_argument("b", metavar="B", help="the same")
     exporting = command("export", "write the model's weights, with plain names, in another format")
-    exporting.add_argument("place", metavar="PATH", help="a checkpoint, a run (its newest), a .pt, safetensors")
+    exporting.add_argument("place", metavar="PATH", help=PATH)
     exporting.add_argument("out", metavar="OUT", help="a new file for pt, a new folder for the others")
-    exporting.add_argument("--format", required=True, choices=tuple(NEXT))
-    exporting.add_argument("--ema", action="store_true", help="the average of the weights that a run with --ema kept")
-    exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating point tensors to this")
     exporting.add_argument(
-        "--max-shard-size", type=byte_size, metavar="SIZE", help="of one safetensors file; 4GB if not given"
+        "--format", required=True, choices=tuple(NEXT), help="of the output; hf and peft need a run of such a model"
     )
-    importing = command("import", "make a checkpoint that training resumes from, of weights in another format")
+    exporting.add_argument(
+        "--ema", action="store_true", help="take the average of the weights, which a run with --ema keeps"
+    )
+    exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating-point tensors to this dtype")
+    exporting.add_argument(
+        "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"
+    )
+    importing = command("import", "make a checkpoint, from which training resumes, of weights in another format")
     importing.add_argument("place", metavar="SOURCE", help="a .pt, safetensors, or DCP directory")
     importing.add_argument("out", metavar="OUT", help="the new checkpoint's directory")
-    importing.add_argument("--from", dest="kind", default="auto", choices=("auto", *KINDS), help="what SOURCE is")
+    importing.add_argument(
+        "--from", dest="kind", default="auto", choices=("auto", *KINDS), help="format of SOURCE (default: auto)"
+    )
     arguments = parser.parse_args(argv)
     has_shards = arguments.command == "export" and arguments.format in ("safetensors", "hf")
     if arguments.command == "export" and arguments.max_shard_size and not has_shards:

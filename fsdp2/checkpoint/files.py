@@ -48,7 +48,7 @@ class Files(Protocol):
         """Write a small file whole."""
 
     def read(self, name: str) -> bytes:
-        """Read a small file whole. Raises as `open` does."""
+        """Read a small file whole. Raises as `open` does, and NotAFile for what no memory holds."""
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if nothing has that name. Raises NotAFile for what isn't one."""

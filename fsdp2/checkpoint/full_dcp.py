@@ -44,7 +44,10 @@ def full_model_state(model: nn.Module, folder: Path | None = None) -> dict[str, 
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None = None
 ) -> dict[str, Any]:
-    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere; as above."""
+    """{"state": {name: {"exp_avg": full tensor, …}}, "param_groups": […]} on rank 0, {} elsewhere.
+
+    A collective call, with the folder of `full_model_state`. Full tensors have the shape and dtype of the parameter.
+    """
     state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_GATHER))
     if dist.get_rank() != 0:
         return {}

@@ -70,8 +70,8 @@ class Lease:
             return None
         seconds = _seconds_of(first, self._seconds)
         print(
-            f"fsdp2: {self._files} is in use, or was left without an end, by {_who(first)}; waiting up to "
-            f"{seconds:.0f} s to see which",
+            f"fsdp2: {self._files} is in use by {_who(first)}, or that run was killed; waiting up to {seconds:.0f} s "
+            "to see which",
             file=sys.stderr,
             flush=True,
         )

@@ -32,6 +32,8 @@ class Unread:
         named: the class or function, as the file names it.
         arguments: what it would have been called with; None for the class or function itself.
         state: what would have been set on the object.
+
+    Raises ValueError for a name of more than `_MAX_NAME` characters.
     """
 
     __slots__ = ("arguments", "named", "state")

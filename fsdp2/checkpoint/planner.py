@@ -40,6 +40,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     Names in the checkpoint that begin with one of `ignore` need no target. Targets whose names match `keep` stay as
     they are where the checkpoint lacks them.
+
+    `set_up_planner` raises ValueError that lists what differs, `load_bytes` raises Refused for a value of another type.
     """
 
     def __init__(self, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
@@ -66,7 +68,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             if difference := misfit(saved[name], wanted[name]):
                 problems.append(f"{name}: {difference}")
         if problems:
-            raise ValueError(f"the checkpoint and this run differ in {len(problems)}: " + "; ".join(problems[:20]))
+            raise ValueError(
+                f"the checkpoint and this run differ in {len(problems)} entries: " + "; ".join(problems[:20])
+            )
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         name = read_item.dest_index.fqn

@@ -138,7 +138,7 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
     """Load those weights that have the same name, shape and dtype here, and leave the rest. A collective call.
 
     Returns how many tensors were loaded, and a line for each tensor of either side, and each other part of the
-    checkpoint, that was left out. Raises DamagedCheckpoint.
+    checkpoint, that was left out. Raises DamagedCheckpoint, or ValueError for what can't be loaded.
     """
     _, reader = open_together(checkpoint, hashes=hashes)
     saved = reader.read_metadata().state_dict_metadata

@@ -38,7 +38,7 @@ class DamagedCheckpoint(RuntimeError):
 
 
 def fingerprint(files: Files, name: str) -> dict[str, Any]:
-    """Size in bytes and BLAKE3 hash of a file."""
+    """{"size": bytes, HASH: BLAKE3 in hexadecimal digits} of a file. Raises as `Files.open` does."""
     with files.open(name) as file:
         digest = hashlib.file_digest(cast(Any, file), cast(Any, new_hash))
         return {"size": file.tell(), HASH: digest.hexdigest()}
@@ -198,7 +198,10 @@ class Store:
         return dead
 
     def begin(self, step: int) -> None:
-        """Make a new, empty directory for the shards of a step. Raises FileExistsError if it is committed."""
+        """Make a new, empty directory for the shards of a step. Raises FileExistsError if it is committed.
+
+        Raises NotAFile if something else has its name.
+        """
         name = self.name(step)
         if self._is_committed(name):
             raise FileExistsError(f"{self.checkpoint(step)} is committed already; a checkpoint is never overwritten")
@@ -220,6 +223,7 @@ class Store:
         """Remove old committed checkpoints; the steps removed.
 
         Those stay that are among the newest `keep` or of each `keep_every`th step, and the newest that is finite.
+        Raises NotAFile if one of them is a link or holds a folder.
         """
         committed = self.committed()
         old = [step for step in committed[:-keep] if not (keep_every and step % keep_every == 0)]

@@ -83,12 +83,16 @@ def write(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]
 
 def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The comparison's own options and the training's."""
-    parser = make_parser(Config, prog="fsdp2.compare", description=(__doc__ or "").partition("  ")[0])
+    parser = make_parser(
+        Config,
+        prog="fsdp2.compare",
+        description="Train the same model with several strategies, and compare losses, time and memory.",
+    )
     own = parser.add_argument_group("the comparison")
     own.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)} (default: ddp,fsdp1,fsdp2)")
     own.add_argument("--variants", metavar="A,B", help=f"sets of flags: {', '.join(VARIANTS)} (default: default)")
-    own.add_argument("--nproc", metavar="N", help="ranks (default: 2)")
-    own.add_argument("--steps", metavar="N", help="steps of a run (default: 20)")
+    own.add_argument("--nproc", metavar="N", help="ranks on this machine (default: 2)")
+    own.add_argument("--steps", metavar="N", help="optimizer steps of a run (default: 20)")
     own.add_argument("--repeats", metavar="N", help="runs of each row (default: 3)")
     own.add_argument(
         "--budget", metavar="BYTES", help="memory that a rank may use (default: its share of the device's)"

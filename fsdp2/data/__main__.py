@@ -26,15 +26,20 @@ BAR_SECONDS = 0.5
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
-    parser = Parser(prog="python -m fsdp2.data", description="Data before a run.", allow_abbrev=False)
+    parser = Parser(prog="python -m fsdp2.data", description="Prepare data before a run.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="prepare")
-    words = "make tokens of text, for --dataset text:FOLDER"
+    words = "tokenize text once, for --dataset text:FOLDER"
     preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
     preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder, a pattern or a URL")
-    preparing.add_argument("--tokenizer", required=True, metavar="DIR", help="with tokenizer.json; or bytes")
-    preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
     preparing.add_argument(
-        "--text-field", default="text", metavar="NAME", help="of .jsonl and .parquet, with the text (default: text)"
+        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or the word bytes"
+    )
+    preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the tokens")
+    preparing.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl and .parquet that holds the text (default: text)",
     )
     preparing.add_argument("--chat", action="store_true", help="the files are conversations, for --dataset chat:FOLDER")
     arguments = parser.parse_args(argv)

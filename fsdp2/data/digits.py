@@ -28,7 +28,7 @@ def _file() -> Path:
 
 
 def load() -> Dataset:
-    """1,437 training and 360 test images of 1×28×28.
+    """1,437 training and 360 test images: items of `Images`, (1, 28, 28) fp32 and an int64 label from 0 to 9.
 
     Each pixel is repeated 3×3 and the edge padded by 2: 8 x 3 + 4 = 28. It keeps pixel edges on a regular
     grid; interpolation to 28 costs 5–15 points of accuracy with the 7×7 patches of the ViT.

@@ -1,4 +1,7 @@
-"""What a language model learns from a window of tokens, where that isn't the next token."""
+"""What a language model learns from a window of tokens, where that isn't the next token.
+
+Source of the masks: https://arxiv.org/abs/1810.04805 (BERT, which leaves a fifth of the tokens unhidden; here all are).
+"""
 
 from __future__ import annotations
 

@@ -165,7 +165,10 @@ def _attempts() -> int:
 
 
 def pause(url: str, error: Exception, attempt: int) -> None:
-    """Wait before the next attempt. Raises Unreachable after the last, and where no other would change the answer."""
+    """Wait before the next attempt, twice as long each time.
+
+    Raises Unreachable after the last, and where no other would change the answer; UnusableText for a wrong variable.
+    """
     status = getattr(error, "status", 0)
     refused = isinstance(status, int) and 400 <= status < 500 and status not in ASK_AGAIN
     final = refused or type(error).__name__ in FINAL

@@ -23,13 +23,13 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
 
 
 def global_batches(order: Tensor, global_batch: int, position: int = 0) -> Iterator[Tensor]:
-    """Slices of `global_batch` samples from sample `position` on; the last may be shorter."""
+    """Slices of `order`, (size,), from sample `position` on: (global_batch,) each, and the last may be shorter."""
     for start in range(position, len(order), global_batch):
         yield order[start : start + global_batch]
 
 
 def microbatches(batch: Tensor, rank: int, world_size: int, accumulation: int) -> list[Tensor]:
-    """The `accumulation` parts of a global batch that are this rank's, uneven where it doesn't divide.
+    """This rank's `accumulation` parts, (n,) each, of a global batch, (samples,); uneven where it doesn't divide.
 
     With `tensor_split` for both, one process that accumulates over 2 microbatches computes on the same
     halves as 2 ranks, which is what makes their losses comparable bit for bit.

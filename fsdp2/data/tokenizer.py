@@ -67,7 +67,10 @@ class Bytes:
 
 
 class FromFile:
-    """A tokenizer.json, and the token that ends a document if the file beside it names one."""
+    """A tokenizer.json, and the token that ends a document if the file beside it names one.
+
+    Raises UnusableText if the file can't be read, or `tokenizers` isn't installed.
+    """
 
     def __init__(self, file: Path) -> None:
         try:

@@ -77,7 +77,7 @@ def _mapped(file: Path, shape: torch.Size) -> Tensor:
 
 
 def load(name: str, root: Path | None) -> Dataset:
-    """Both splits of a set, downloaded into the user's cache if `root` is None."""
+    """Both splits of a set as `Images`, downloaded into the user's cache if `root` is None. Raises DownloadFailed."""
     if root is None:
         root = cache_folder()
         if missing_files(name, root):

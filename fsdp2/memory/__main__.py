@@ -21,10 +21,14 @@ from fsdp2.units import short, size
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """The pages written. Raises ConfigError if there is nothing to show."""
-    parser = Parser(prog="fsdp2.memory", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(
+        prog="python -m fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False
+    )
     parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
-    parser.add_argument("--out", metavar="DIR", help="where the pages go; unset = into the run, or here for a URL")
-    parser.add_argument("--no-pages", action="store_true", help="print the summary alone")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the pages go (default: the run directory; for a URL, this folder)"
+    )
+    parser.add_argument("--no-pages", action="store_true", help="print the summary and write no pages")
     options = parser.parse_args(arguments)
     for flag, value in (("RUN", options.run), ("--out", options.out)):
         if value is not None:

@@ -38,9 +38,10 @@ def run_options(given: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Raises ConfigError for what is refused; exits with 1 for what is left to do, or differs."""
-    parser = Parser(prog="fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
+    parser = Parser(prog="python -m fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    options = commands.add_parser("options", help="what each option of FSDP1 means in FSDP2")
+    meaning = "what each option of FSDP1 means in FSDP2"
+    options = commands.add_parser("options", help=meaning, description=meaning)
     options.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, such as NO_SHARD or no_sync")
     options.add_argument("--markdown", action="store_true", help="the whole table, as the page in docs/")
     options.set_defaults(run=run_options)

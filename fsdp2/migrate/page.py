@@ -22,15 +22,24 @@ def page() -> str:
         "# What does this option of FSDP1 mean in FSDP2?",
         "Made by `python -m fsdp2.migrate options --markdown` from `fsdp2/migrate/options.py`; "
         "`python -m fsdp2.migrate options NO_SHARD` prints the rows whose name holds that. Each public name, argument "
-        "and "
-        "member of FSDP1 in torch has a row (`tests/migrate/test_options.py::test_every_name_of_fsdp1_has_a_row`).",
+        "and member of FSDP1 in torch has a row (`tests/migrate/test_options.py::test_every_name_of_fsdp1_has_a_row`). "
+        "`FSDP` stands for `FullyShardedDataParallel`.",
         "\n".join(
             f"- **{status}**: {meaning} ({sum(row.status == status for row in TABLE)} of {len(TABLE)} rows)"
             for status, meaning in MEANING.items()
         ),
     ]
     for title, rows in SECTIONS.items():
-        lines = [(_anchored(row.code), f"`{row.name}`", _code(row.becomes), row.status, row.note) for row in rows]
+        lines = [
+            (
+                _anchored(row.code),
+                f"`{row.name.replace('FullyShardedDataParallel.', 'FSDP.')}`",
+                _code(row.becomes),
+                row.status,
+                row.note,
+            )
+            for row in rows
+        ]
         parts += [f"## {title}", markdown_table(("code", "FSDP1", "FSDP2", "", "what to check or decide"), lines)]
     return "\n\n".join(parts) + "\n"
 

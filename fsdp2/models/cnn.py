@@ -1,4 +1,7 @@
-"""The convolutional network of PyTorch's MNIST example and of its FSDP1 tutorial."""
+"""The convolutional network of PyTorch's MNIST example and of its FSDP1 tutorial.
+
+Source: https://github.com/pytorch/examples/blob/main/mnist/main.py
+"""
 
 from __future__ import annotations
 

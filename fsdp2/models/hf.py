@@ -133,7 +133,9 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
 
 
 def loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Of the logits alone. What a class adds to its own loss, such as a router's balance, is not in it."""
+    """The sum of the cross-entropies, 0-d fp32, of (…, classes) logits and (…) targets.
+
+    Of the logits alone. What a class adds to its own loss, such as a router's balance, is not in it."""
     logits = outputs.logits.float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 

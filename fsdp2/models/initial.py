@@ -30,12 +30,12 @@ BLOCK = 1 << 16
 
 
 def zeros(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
-    """Fill with zeros; nothing is drawn."""
+    """Fill a block with zeros; nothing is drawn."""
     block.zero_()
 
 
 def ones(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
-    """Fill with ones; nothing is drawn."""
+    """Fill a block with ones; nothing is drawn."""
     block.fill_(1)
 
 
@@ -45,14 +45,17 @@ def normal(std: float) -> Fill:
 
 
 def xavier_uniform(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
-    """As `nn.init.xavier_uniform_`: U(-a, a) with a = sqrt(6 / (fan in + fan out))."""
+    """As `nn.init.xavier_uniform_`: U(-a, a) with a = sqrt(6 / (fan in + fan out)), of `shape`.
+
+    Source: https://proceedings.mlr.press/v9/glorot10a.html
+    """
     field = shape[2:].numel()
     bound = math.sqrt(3.0) * math.sqrt(2.0 / float((shape[0] + shape[1]) * field))
     block.uniform_(-bound, bound, generator=generator)
 
 
 def fan_in_uniform(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
-    """U(-1/sqrt(fan in), 1/sqrt(fan in)): what nn.Linear and nn.Conv2d draw their weights from."""
+    """U(-1/sqrt(fan in), 1/sqrt(fan in)), of `shape`: what nn.Linear and nn.Conv2d draw their weights from."""
     bound = 1 / math.sqrt(shape[1:].numel())
     block.uniform_(-bound, bound, generator=generator)
 
@@ -137,7 +140,7 @@ def reset_parameters(model: nn.Module, table: Table, seed: int, *, brought: Call
 
 @torch.no_grad()
 def draw(tensor: Tensor, name: str, fill: Fill, seed: int) -> None:
-    """Set this rank's part of one tensor to its initial value."""
+    """Set this rank's part of one tensor, its shard or all of it, to its initial value."""
     rows, *others = place_of(tensor) or (slice(0, 1),)
     mine = rows_of(fill, name, tensor.shape, tensor.dtype, seed, rows)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

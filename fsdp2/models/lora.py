@@ -68,7 +68,10 @@ class Lora:
         from peft import LoraConfig, inject_adapter_in_model
 
         if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
-            raise ValueError("--lora: the averages of its batch norms change, and a checkpoint of adapters has none")
+            raise ValueError(
+                "--lora: training changes the averages of the model's batch norms, which a checkpoint of adapters "
+                "doesn't hold"
+            )
         names = self.targets_in(model, blocks)
         transposed = {_is_transposed(model.get_submodule(name)) for name in names}
         if len(transposed) > 1:

@@ -40,7 +40,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def outputs_are_logits(outputs: Tensor) -> Tensor:
-    """For a model that returns a tensor of logits."""
+    """For a model that returns a tensor of logits, (…, classes), as they are."""
     return outputs
 
 

@@ -1,4 +1,7 @@
-"""torchvision's Vision Transformer for 28×28 grey images, as in the FSDP2 tutorials of Ray Train."""
+"""torchvision's Vision Transformer for 28×28 grey images, as in the FSDP2 tutorials of Ray Train.
+
+Source: https://arxiv.org/abs/2010.11929
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ INITIAL_VALUES: Table = {
 
 
 def make(num_layers: int, num_heads: int, hidden_dim: int, mlp_dim: int) -> nn.Module:
-    """Image 28, patch 7 (4×4 = 16 patches), one input channel, 10 classes."""
+    """Images (N, 1, 28, 28) -> logits (N, 10), by patches of 7×7, of which an image has 4×4."""
     from torchvision.models import VisionTransformer  # here: it takes a second that other models need not pay
 
     model = VisionTransformer(

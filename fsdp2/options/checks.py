@@ -50,16 +50,18 @@ def _check_data(config: Options) -> None:
         )
     own, chat = config.dataset.startswith(data.OWN), config.dataset.startswith("chat:")
     if config.tokenizer is not None and not own:
-        raise ConfigError(f"--tokenizer with --dataset {config.dataset}: it is of text:PATH and chat:PATH; drop it")
+        raise ConfigError(
+            f"--tokenizer with --dataset {config.dataset}: only text:PATH and chat:PATH take one; drop it"
+        )
     if config.text_field != "text" and (chat or not own):
-        raise ConfigError(f"--text-field with --dataset {config.dataset}: it is of text:PATH; drop it")
+        raise ConfigError(f"--text-field with --dataset {config.dataset}: only text:PATH has fields; drop it")
     if chat and config.spec.task != "causal":
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "
             "this model learns in another way; use text:PATH, or a causal model"
         )
     if config.documents == "together" and not own:
-        raise ConfigError(f"--documents with --dataset {config.dataset}: it has none; drop it")
+        raise ConfigError(f"--documents with --dataset {config.dataset}: its data has no documents; drop it")
     if config.data_root is not None and config.dataset not in data.ON_DISK:
         raise ConfigError(
             f"--data-root with --dataset {config.dataset}: that data is not read from a folder; drop --data-root "
@@ -77,7 +79,9 @@ def _check_batches(config: Options) -> None:
 
 def _check_optimizer(config: Options) -> None:
     if config.betas is not None and config.optimizer not in ("adam", "adamw"):
-        raise ConfigError(f"--betas with --optimizer {config.optimizer}: it has none; use adamw, or drop --betas")
+        raise ConfigError(
+            f"--betas with --optimizer {config.optimizer}: that optimizer has no betas; use adamw, or drop it"
+        )
     if config.weight_decay is not None and config.optimizer != "adamw":
         raise ConfigError(
             f"--weight-decay with --optimizer {config.optimizer}: there it would be part of the gradients, which Adam "
@@ -85,7 +89,7 @@ def _check_optimizer(config: Options) -> None:
         )
     if config.lr_floor and config.schedule not in ("cosine", "linear"):
         raise ConfigError(
-            f"--lr-floor with --schedule {config.schedule}: it has no floor; use cosine or linear, or drop it"
+            f"--lr-floor with --schedule {config.schedule}: the schedule has no floor; use cosine or linear, or drop it"
         )
     if config.warmup_steps and config.warmup_steps >= (config.max_steps or math.inf):
         raise ConfigError(
@@ -94,7 +98,7 @@ def _check_optimizer(config: Options) -> None:
         )
     if config.fused_optimizer and config.optimizer not in FUSED:
         raise ConfigError(
-            f"--fused-optimizer with --optimizer {config.optimizer}: torch has none for sharded parameters; use "
+            f"--fused-optimizer with --optimizer {config.optimizer}: torch has no fused form of it for shards; use "
             f"--optimizer {' or '.join(FUSED)}, or drop --fused-optimizer"
         )
 
@@ -138,11 +142,13 @@ def _check_lora(config: Options) -> None:
                 raise ConfigError(f"{flag} without --lora: there are no adapters; add --lora RANK")
         return
     if config.weights is None:
-        raise ConfigError("--lora without weights: adapters go beside weights that stay; add --init-from")
+        raise ConfigError(
+            "--lora without weights: adapters are trained beside weights that stay as they are; add --init-from"
+        )
     if config.strategy not in ("fsdp2", "ddp", "none"):
         raise ConfigError(
-            f"--lora with --strategy {config.strategy}: the weights that stay would be one flat tensor with those "
-            "that are trained; use fsdp2, ddp or none"
+            f"--lora with --strategy {config.strategy}: that strategy flattens frozen and trained weights into "
+            "one tensor; use fsdp2, ddp or none"
         )
     for flag, given, why in (
         ("--freeze", config.freeze, "all weights but the adapters are frozen already"),
@@ -163,8 +169,8 @@ def _check_lora(config: Options) -> None:
 def _check_weights(config: Options) -> None:
     if config.ema is not None and config.strategy not in ("fsdp2", "ddp", "none"):
         raise ConfigError(
-            f"--ema with --strategy {config.strategy}: it keeps weights of several tensors as one between steps; use "
-            "fsdp2, ddp or none"
+            f"--ema with --strategy {config.strategy}: that strategy flattens several weights into one tensor; "
+            "use fsdp2, ddp or none"
         )
     if config.ema is not None and config.resume_partial:
         raise ConfigError(

@@ -19,6 +19,9 @@ from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
+# What the short words of the help mean.
+SHORT = "In this list, bare = the flag without a value, and unset = without the flag."
+
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, so that all refusals look and exit alike."""
@@ -45,8 +48,8 @@ def make_parser(
     """A parser with one flag for each field. It returns only what was given, for `read_values`."""
     parser = Parser(
         prog=prog,
-        usage="%(prog)s [--config FILE] [flags]",
-        description=description,
+        usage="python -m %(prog)s [--config FILE] [flags]",
+        description=f"{description or ''} {SHORT}".strip(),
         add_help=add_help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -66,7 +69,9 @@ def add_options(parser: argparse._ActionsContainer, options: type) -> None:
         meta, flag = field.metadata, flag_of(field.name)
         if meta["section"] is not None:
             place = parser.add_argument_group(meta["section"])
-        default = "" if field.default in (None, (), False) else f" (default: {field.default})"
+        no_default = field.default in (None, ()) or field.default is False
+        shown_default = "on" if field.default is True else field.default
+        default = "" if no_default else f" (default: {shown_default})"
         settings: dict[str, Any] = {"help": f"{meta['help']}{default}".replace("%", "%%")}
         if meta["parse"] in (switch, optional_switch):
             settings["action"] = argparse.BooleanOptionalAction

@@ -1,4 +1,7 @@
-"""An exponential moving average of the weights, sharded as they are."""
+"""An exponential moving average of the weights, sharded as they are.
+
+Source: Polyak and Juditsky, https://doi.org/10.1137/0330046; `torch.optim.swa_utils` has it for plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Ema:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Begin with a copy of the weights, by the names under which a checkpoint has them."""
+        """Begin with a copy of the weights, by the names under which a checkpoint has them; decay is from 0 to 1."""
         self.weights = {name: tensor for name, tensor in weights.items() if tensor.requires_grad}
         self.averages = {name: tensor.detach().clone() for name, tensor in self.weights.items()}
         self.decay = decay

@@ -40,7 +40,7 @@ def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
 
 @contextmanager
 def gathered_or_told() -> Iterator[None]:
-    """Say what it means when torch finds a shard where a whole weight was expected."""
+    """Raise torch's RuntimeError about a shard where a whole weight was expected with its cause and the fix."""
     try:
         yield
     except RuntimeError as error:
@@ -77,7 +77,8 @@ def shard(
         mesh: 1-D to shard over all of its ranks, or 2-D (replicate, shard) for HSDP.
         reshard_after_forward: an int reshards to so many ranks, which must divide the shard dimension.
 
-    Without a collective; each rank must call it with the same model and groups.
+    Without a collective; each rank must call it with the same model and groups. A reduce-scatter averages gradients
+    over all ranks. Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
     """
     policies = {"mp_policy": precision or MixedPrecisionPolicy(), "offload_policy": offload or OffloadPolicy()}
     settings = {"mesh": mesh, **policies}
@@ -151,7 +152,10 @@ def gather_for(model: nn.Module, methods: Sequence[str]) -> None:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of sharded gradients as one vector: 0-d, the same on every rank. A collective call."""
+    """The 2-norm of sharded gradients as one vector: 0-d, in their dtype, the same on every rank. A collective call.
+
+    Source: `torch.nn.utils.get_total_norm`, of which this is the form for shards.
+    """
     # Of the local shards, so that one number travels: get_total_norm on DTensors gives the same, but takes longer
     # since each operation on them is dispatched by layout. The sum is over the dimensions of a mesh that shard: in
     # HSDP all replicas have the same. One all-reduce, unless parts of the model are sharded differently.
@@ -170,7 +174,10 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: float) -> Tensor:
-    """Scale the gradients of sharded parameters down to a norm; the norm before it, 0-d. A collective call."""
+    """Scale the gradients of sharded parameters down to a norm. A collective call.
+
+    Returns the 2-norm before that, 0-d, over all ranks. Source: `torch.nn.utils.clip_grad_norm_`.
+    """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     total = total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
     torch.nn.utils.clip_grads_with_norm_(with_gradient, norm, total, foreach=True)

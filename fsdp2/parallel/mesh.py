@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def make_mesh(device_type: str, world_size: int, replicas: int = 1) -> DeviceMesh:
-    """A mesh for `fully_shard`.
+    """A mesh for `fully_shard`. A collective call: torch makes a process group for each dimension.
 
     Args:
         replicas: 1 gives the 1-D mesh `("shard",)` of plain FSDP: parameters are split over all ranks. More

@@ -29,6 +29,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer for the parameters that require a gradient, its state materialised at step 0 if asked.
 
+    Of sharded parameters the state is sharded likewise, in their dtype. Without a collective.
+
     A weight decay that was asked for counts for parameters of two dimensions or more: pulled to zero, norms and biases
     would lose what they are for.
     """

@@ -22,6 +22,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:
     """The policy of `fully_shard`.
 
+    Args:
+        compute: `bf16` or `fp16`, the dtype of gathered parameters and of activations; None = that of the shards.
+        reduce: a name in `DTYPES`, the dtype in which gradients are reduce-scattered.
+
     `reduce_dtype` is always set: torch 2.15 changed what None means, and a reduction in fp16 overflows
     where each rank's gradients alone would not.
     """

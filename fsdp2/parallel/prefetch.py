@@ -15,12 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """When group i is about to run forward, also all-gather groups i+1 … i+ahead."""
+    """When group i is about to run forward, also all-gather groups i+1 … i+ahead.
+
+    Args:
+        groups: in forward order.
+        ahead: groups, each of which is in memory unsharded that much earlier.
+    """
     for i, group in enumerate(groups):
         group.set_modules_to_forward_prefetch(list(groups[i + 1 : i + 1 + ahead]))
 
 
 def prefetch_backward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """When group i is about to run backward, also all-gather groups i-1 … i-ahead, nearest first."""
+    """When group i is about to run backward, also all-gather groups i-1 … i-ahead, nearest first.
+
+    The arguments are those of `prefetch_forward`.
+    """
     for i, group in enumerate(groups):
         group.set_modules_to_backward_prefetch(list(reversed(groups[max(0, i - ahead) : i])))

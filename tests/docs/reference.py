@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fsdp2 import models
 from fsdp2.config import parser
-from tests.docs import figures
+from fsdp2.options.parser import SHORT
+from tests.docs import commands, figures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -23,12 +24,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def flags_page() -> str:
-    """Every flag of fsdp2.train by section, and every named size of every model."""
+    """Every flag of fsdp2.train by section, those of the other commands, and every named size of every model."""
     parts = [
-        "# Flags and sizes\n",
-        "The flags are the same under torchrun, through Ray, in a file for `--config`, and as the fields of "
-        "`fsdp2.config.Config`, with `_` for `-`. A wrong flag, value or combination ends the run before it starts, "
-        "in a line that names the flag and the fix. `python -m fsdp2.train --help` prints the same list.\n",
+        "# Commands, flags and sizes\n",
+        "The flags of `fsdp2.train` are the same under torchrun, through Ray, in a file for `--config`, and as the "
+        "fields of `fsdp2.config.Config`, with `_` for `-`. A wrong flag, value or combination ends a command before "
+        "it starts anything, in a line that names the flag and the fix. `--help` after any command prints its list. "
+        "[The other commands](#the-other-commands) and [the sizes of models](#sizes-model-size) stand below.\n",
         MADE,
     ]
     for group in parser()._action_groups:
@@ -36,10 +38,9 @@ def flags_page() -> str:
         if not actions:
             continue
         title = (group.title or "").removesuffix(":")
-        parts.append(f"## {title[0].upper()}{title[1:]}\n" if title != "options" else "## Files\n")
-        parts.append(
-            table(["flag", "what it does"], [[_flag(action), _plain(action.help or "")] for action in actions])
-        )
+        parts.append(f"## {title[0].upper()}{title[1:]}\n" if title != "options" else "## General\n")
+        parts.append(_flag_table(actions))
+    parts += _other_commands()
     parts.append("## Sizes: `--model-size`\n")
     parts.append("The first of each table is the default. Parameters are counted; tied weights once.\n")
     for name in models.NAMES:
@@ -52,13 +53,45 @@ def flags_page() -> str:
     return "\n".join(parts)
 
 
+def _other_commands() -> list[str]:
+    """What each other command is for, and the flags that it alone has."""
+    parts = ["## The other commands\n", "Each after `python -m`.\n"]
+    of_others: dict[str, set[str]] = {}
+    for one in commands.parsers():
+        assert one.description, f"{one.prog} --help doesn't say what it is for"
+        actions = [action for action in one._actions if action.dest != "help"]
+        flags = {flag for action in actions for flag in action.option_strings}
+        taken = [name for name, known in of_others.items() if known <= flags]
+        inherited = set().union(*(of_others[name] for name in taken))
+        own = [action for action in actions if not inherited & set(action.option_strings)]
+        if one.prog != commands.FIRST:
+            text = _plain(" ".join(one.description.partition(SHORT)[0].split())).rstrip(".")
+            beside = f" It also takes the flags of `{taken[-1].removeprefix('python -m ')}`." if taken else ""
+            parts += [
+                f"### `{one.prog.removeprefix('python -m ')}`\n",
+                f"{text[0].upper()}{text[1:]}.{beside}\n".replace("?.", "?"),
+            ]
+            parts += [_flag_table(own)] if own else []
+        if one.prog in (commands.FIRST, commands.RAY):
+            of_others[one.prog] = flags
+    return parts
+
+
+def _flag_table(actions: list[argparse.Action]) -> str:
+    mute = [_flag(action) for action in actions if not action.help]
+    assert not mute, f"flags without a word of help: {mute}"
+    return table(["flag", "what it does"], [[_flag(action), _plain(action.help or "")] for action in actions])
+
+
 def _flag(action: argparse.Action) -> str:
-    name = action.option_strings[0]
+    name = (action.option_strings or [str(action.metavar or action.dest)])[0]
+    if not action.option_strings:
+        return ", ".join(f"`{one}`" for one in name.split("|")) + (" …" if action.nargs == "+" else "")
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"`{name}`, `{action.option_strings[1]}`"
     if action.nargs == 0:
         return f"`{name}`"
-    value = str(action.metavar or "VALUE")
+    value = str(action.metavar or ("|".join(map(str, action.choices)) if action.choices else "VALUE"))
     if "|" in value:  # which a table would take for the end of a cell
         bare = " alone, or with" if action.nargs == "?" else ""
         return f"`{name}`{bare} " + ", ".join(f"`{one}`" for one in value.split("|"))
@@ -67,7 +100,7 @@ def _flag(action: argparse.Action) -> str:
 
 def _plain(text: str) -> str:
     text = text.replace("%%", "%")
-    return re.sub(r"(?<![\w`])(--[a-z][a-z0-9-]+)", r"`\1`", text)
+    return re.sub(r"(?<![\w`])(--[a-z][a-z0-9-]+(?: (?:[A-Z]{2,}\b|cpu\b|\w+:\w*))?)", r"`\1`", text)
 
 
 def _numbers(numbers: object) -> str:
@@ -182,7 +215,7 @@ def run_page() -> str:
         FILES,
         "A run makes its directory, `runs/<model>-<time>` unless `--run-dir` names one. **It keeps the three newest "
         "checkpoints and deletes older ones**: `--keep` and `--keep-every` change that. [What is in a "
-        "checkpoint](state-dicts.md), [how it is committed](checkpoints.md), [a run at a URL](remote.md).\n",
+        "checkpoint](state-dicts.md), [how it is committed](notes/commit.md), [a run at a URL](remote.md).\n",
         "## `metrics.jsonl`\n",
         "Each line has a `kind`. A line may be written one step late, so that a GPU isn't kept waiting. A resume cuts "
         "the file back to its checkpoint, so each step stands in it once. NaN and infinity are written as `null`.\n",
@@ -197,7 +230,7 @@ def run_page() -> str:
     parts.append(table(["status", "of `python -m fsdp2.…`"], EXIT))
     parts.append(
         "torchrun ends with 1 if a rank ended with anything but 0, and prints a summary of its own below the line of "
-        "rank 0. [Which signal does what](checkpoints.md#which-signal-to-whom-does-what).\n"
+        "rank 0. [Which signal does what](notes/signals.md).\n"
     )
     return "\n".join(parts)
 

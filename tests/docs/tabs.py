@@ -1,4 +1,4 @@
-"""A tab for Ray beside each command of torchrun, when the site is built. Pages hold torchrun's alone.
+"""What the site adds to the pages: a tab for Ray beside each command of torchrun, and short code that isn't broken.
 
 A command is shown in tabs where the other launcher does the same: `torchrun --nproc_per_node N -m fsdp2.train FLAGS`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from markdown import Extension, Markdown
+from markdown.postprocessors import Postprocessor
 from markdown.preprocessors import Preprocessor
 
 BLOCK = re.compile(r"^```bash\n((?:torchrun --nproc_per_node \d+ -m fsdp2\.train.*\n(?: .*\n)*)+)^```$", re.MULTILINE)
@@ -38,9 +39,17 @@ class _Tabs(Preprocessor):
         return tabs("\n".join(lines)).split("\n")
 
 
+class _Unbroken(Postprocessor):
+    """A browser breaks a line after any hyphen: --|keep."""
+
+    def run(self, text: str) -> str:
+        return re.sub(r"<code>([^<\n]{1,24})</code>", r'<code class="unbroken">\1</code>', text)
+
+
 class LauncherTabs(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_Tabs(md), "launcher-tabs", 45)  # before the fences become HTML
+        md.postprocessors.register(_Unbroken(md), "unbroken", 0)  # when all of it is HTML
 
 
 def makeExtension(**options: object) -> LauncherTabs:

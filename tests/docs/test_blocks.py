@@ -63,9 +63,6 @@ NOT_RUN = {
 
 # What a page's commands find when they begin: commands, and places on the reader's machine.
 BEFORE = {
-    "docs/checkpoints.md": [
-        "torchrun --nproc_per_node 2 -m fsdp2.train --run-dir runs/a --checkpoint-every 2 --max-steps 6",
-    ],
     "docs/remote.md": ["torchrun --nproc_per_node 2 -m fsdp2.train --run-dir s3://bucket/run --memory-snapshot"],
 }
 

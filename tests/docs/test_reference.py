@@ -90,7 +90,6 @@ FIGURE = re.compile(r"(?<![\w.,-])\d[\d.,]*(?:–[\d.]+)? (?:ms|µs|kB|MB|GB|s|%
 GIVEN = {
     "README.md": {"6.5 GB"},  # the size of a .venv, as docs/index.md has it
     "index.md": {"6.5 GB"},
-    "checkpoints.md": {"30 s"},
     "fix.md": {"30 s"},
     "nodes.md": {"120 s", "30 s"},  # SLURM's settings
     "remote.md": {"8 s", "10 s", "30 s", "100 MB"},

@@ -118,7 +118,7 @@ def _machine() -> str:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
 
 
 def _versions() -> str:

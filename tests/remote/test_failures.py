@@ -130,7 +130,7 @@ def test_under_torchrun_after_a_run_that_was_killed(proxy: Proxy, bucket: Bucket
     line = torchrun(2, "-m", "fsdp2.train", *small(bucket.url(), "--max-steps=3"))
     status, out, err = finish(start(line, tmp_path, **environment(proxy.endpoint)))
     assert status == 0, err
-    waiting = f"fsdp2: {bucket.url()} is in use, or was left without an end, by process 7 on elsewhere; waiting up to 1"
+    waiting = f"fsdp2: {bucket.url()} is in use by process 7 on elsewhere, or that run was killed; waiting up to 1"
     assert waiting in err
     assert f"run directory: {bucket.url()}" in out
     assert steps_in(bucket.get("run/metrics.jsonl")) == [1, 2, 3]

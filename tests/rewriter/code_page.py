@@ -92,8 +92,10 @@ def _pair(rule: Path) -> str:
     before, after = ((rule / name).read_text() for name in ("in.py", "out.py"))
     codes = re.findall(r"F[A-Z]\d\d", rule.name)
     linked = ", ".join(f"[{code}](migration-options.md#{code.lower()}) {_name(code)}" for code in codes)
-    title = (ast.get_docstring(ast.parse(before)) or rule.name).rstrip(".")
-    return f"## {title}\n\n{linked}\n\n```diff\n{changes(before, after)}```\n"
+    text = " ".join((ast.get_docstring(ast.parse(before)) or rule.name).rstrip(".").split())
+    title, *more = re.split(r"[:;,.] ", text, maxsplit=1)
+    more = [f"{text}.\n\n"] if more else []
+    return f"## {title}\n\n{''.join(more)}{linked}\n\n```diff\n{changes(before, after)}```\n"
 
 
 def _name(code: str) -> str:

@@ -61,6 +61,8 @@ def write_peft(
 def merged(source: Source, base: Source, adapters: Adapters) -> Source:
     """All weights of the base, and in each that has adapters (out, in) + scale x B A, in its own dtype.
 
+    A is (rank, in) and B (out, rank). Source: https://arxiv.org/abs/2106.09685
+
     Raises Refused if the adapters aren't of these weights.
     """
     ours, theirs = weights(source), weights(base)

@@ -87,7 +87,10 @@ class DcpTensors:
         return self.read_part(name, tuple(slice(0, size) for size in self.tensors[name].shape))
 
     def read_part(self, name: str, ranges: tuple[slice, ...]) -> Tensor:
-        """A range of each dimension of a tensor, on the CPU; of the files, the chunks that it lies in are read."""
+        """A range of each dimension of a tensor, on the CPU; of the files, the chunks that it lies in are read.
+
+        Raises DamagedCheckpoint, or Refused if the memory isn't free.
+        """
         entry = cast(TensorStorageMetadata, self._entries[name])
         self._require_whole(name, entry)
         starts, sizes = (torch.Size(one) for one in ([r.start for r in ranges], [r.stop - r.start for r in ranges]))
@@ -97,7 +100,10 @@ class DcpTensors:
         return target
 
     def problems(self, look: Callable[[str, Tensor], None] = lambda name, chunk: None) -> list[str]:
-        """What can't be read, after trying all of it, one chunk at a time, which `look` gets; [] if nothing."""
+        """What can't be read, after trying all of it, one chunk at a time, which `look` gets; [] if nothing.
+
+        Raises Refused if the memory for a chunk isn't free.
+        """
         found = []
         for name, entry in self._entries.items():
             try:

@@ -108,7 +108,10 @@ def new_path(out: str, hint: str = "nothing is overwritten; choose another path"
 
 @contextmanager
 def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt."""
+    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt.
+
+    Raises OSError in the place of an error that a disk has caused.
+    """
     try:
         yield
     except BaseException as error:

@@ -98,7 +98,7 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
         "safetensors": "no .safetensors",
         "pt": "no file, but a folder",
     }[kind]
-    raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give what does")
+    raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give a folder that does")
 
 
 def bin_files(place: str, folder: Files) -> list[str]:

@@ -48,7 +48,10 @@ def _when(seconds: Any) -> str:
 
 
 def list_checkpoints(run: str, *, quick: bool) -> int:
-    """A table of a run's checkpoints, the dead and the superseded ones too. Returns the exit status."""
+    """A table of a run's checkpoints, the dead and the superseded ones too. Returns the exit status.
+
+    Raises Refused if there is none.
+    """
     place = files_at(run).at("checkpoints")
     names = [name for name in place.list("") if CHECKPOINT_NAME.fullmatch(name)]
     if not names:

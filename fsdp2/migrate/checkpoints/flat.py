@@ -125,7 +125,7 @@ def _entries(unit: Unit, flat: Entry, ranks: int) -> dict[str, Entry]:
     for start, end in spans:
         between[start:end] = False
     if len(gaps := flat.read()[between]) and not bool((gaps == gaps[0]).all()):
-        raise Refused(f"{flat.where}: between the parameters is not padding; {NOT_PROVEN}")
+        raise Refused(f"{flat.where}: what lies between the parameters is not padding; {NOT_PROVEN}")
     whole = _Kept(flat.read)
     return {
         name: Entry(

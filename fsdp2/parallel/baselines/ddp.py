@@ -21,7 +21,7 @@ from fsdp2.parallel.precision import gradient_scaler
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, bucket_mb: float | None) -> DistributedDataParallel:
-    """Give a model DDP's hooks.
+    """Give a model DDP's hooks. A collective call: DDP compares the parameters' shapes over all ranks.
 
     Args:
         bucket_mb: MiB of gradients that are all-reduced together, as soon as backward has them all: small buckets

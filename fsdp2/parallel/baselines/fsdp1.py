@@ -73,7 +73,10 @@ def wrap(
     backward_prefetch: str,
     cpu_offload: bool,
 ) -> FullyShardedDataParallel:
-    """Wrap what the policy names and then the root, of a model on meta; each unit gets its initial values first."""
+    """Wrap what the policy names and then the root, of a model on meta; each unit gets its initial values first.
+
+    Each rank must call it with the same model; a hybrid strategy makes process groups, which is a collective.
+    """
     names = {module: name for name, module in model.named_modules()}
 
     def initialise(module: nn.Module) -> None:
@@ -110,7 +113,10 @@ def mixed_precision(compute: str | None, reduce: str) -> MixedPrecision | None:
 
 
 def load(model: FullyShardedDataParallel, load_weights: SetWeights) -> None:
-    """Let `load_weights` fill a model. Its state dict is a copy, so that is filled, and then loaded."""
+    """Let `load_weights` fill a model. Its state dict is a copy, so that is filled, and then loaded.
+
+    A collective call.
+    """
     copy = model_of(model.state_dict())
     load_weights(copy)
     model.load_state_dict(copy.state_dict())

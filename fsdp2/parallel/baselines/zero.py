@@ -41,7 +41,7 @@ SHARDED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "paramet
 
 
 def started(device: torch.device) -> Any:
-    """The module `deepspeed`, ready to shard."""
+    """The module `deepspeed`, ready to shard. A collective call where there is no process group yet."""
     choose_accelerator(device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # asked for where the launcher isn't torchrun
     if device.type == "cpu":
@@ -72,7 +72,7 @@ def shard_each(model: nn.Module, start: Start, dtype: torch.dtype, config: dict[
 
 
 def build(options: Options, start: Start) -> ZeROEngine:
-    """As `parallelize`, of a stage of ZeRO. Inference reads its checkpoints into FSDP2's model."""
+    """As `parallelize`, of a stage of ZeRO. A collective call. Inference reads its checkpoints into FSDP2's model."""
     config = options.deepspeed_settings(start.device.type)
     deepspeed = started(start.device)
     sharding = config["zero_optimization"]

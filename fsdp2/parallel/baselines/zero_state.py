@@ -29,7 +29,7 @@ class Shadow:
         model: the same model, sharded by `fully_shard` and allocated.
         name: of the optimizer.
 
-    All methods are called by all ranks after the same step: DeepSpeed gathers each parameter whole, one at a time.
+    All methods are collective calls, after the same step: DeepSpeed gathers each parameter whole, one at a time.
     """
 
     def __init__(self, engine: Any, flat: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
@@ -121,7 +121,7 @@ def share(full: Tensor, like: Tensor) -> Tensor:
 
 
 def set_fp32(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Write a whole tensor into DeepSpeed's shards of a parameter, or of its optimizer state `key`."""
+    """Write a whole tensor, fp32, into DeepSpeed's shards of a parameter, or of its optimizer state `key`."""
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
@@ -137,7 +137,7 @@ def set_fp32(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> 
 
 @contextmanager
 def whole(parameter: nn.Parameter, *, write: bool) -> Iterator[None]:
-    """A parameter of stage 3 as a whole tensor while entered; written back if `write`."""
+    """A parameter of stage 3 as a whole tensor while entered; written back from rank 0 if `write`. A collective."""
     import deepspeed
 
     sharded = hasattr(parameter, "ds_id")
