@@ -19,7 +19,7 @@ from rewriter.module import Module
 from rewriter.program import Program
 from rewriter.symbols import ROWS
 from rewriter.translate import FSDP, Rewriting, constant
-from rewriter.values import arguments
+from rewriter.values import arguments, assignment
 
 ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
@@ -225,23 +225,26 @@ class Construction:
         if (node := self._given("device_id")) is None:
             return
         text, leaf = self._text(node), self.rewriting.only(node, self.module)
-        shown = self.module.code(leaf.node) if leaf is not None else text
+        bound = self.module.assignments(node) if isinstance(node, cst.Name) else []
+        values = [made.value for b in bound if (made := assignment(b.node, self.module)) and made.value is not None]
+        shown = " ".join(self.module.code(one) for one in (leaf.node if leaf is not None else node, *values))
         sources = [source.text for source in self.rewriting.program.sources.values()]
         placed = any("set_device(" in one for one in sources)
-        if "cpu" in shown or not (placed or re.search(r"cuda|\d", shown)):
-            self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
-            if re.fullmatch(r"(torch\.)?(device\()?[\"']cpu[\"']\)?", shown):
-                kind = '"cpu"'
-            elif placed or "cpu" in shown:
+        sure = "cpu" not in shown and re.search(r"cuda|^\d+$", shown)
+        if sure or ("cpu" not in shown and any(f"set_device({text})" in one for one in sources)):
+            if not placed and "current_device()" not in shown:
                 self.edits.need("torch")
-                kind = f"torch.device({text}).type"
-            else:
-                raise self._undecided("FA10", "which device it is turns out at run time", node)
-            if "mesh" not in plan.options:
-                plan.options["mesh"] = f"init_device_mesh({kind}, ({self._dist()}.get_world_size(),))"
-        elif not placed and "current_device()" not in shown:
+                plan.before.append(f"torch.cuda.set_device({text})")
+            return
+        self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
+        if re.fullmatch(r"(torch\.)?(device\()?[\"']cpu[\"']\)?", shown.split(" ")[0]):
+            kind = '"cpu"'
+        elif placed or leaf is not None:
             self.edits.need("torch")
-            plan.before.append(f"torch.cuda.set_device({text})")
+            kind = f"torch.device({text}).type"
+        else:
+            raise self._undecided("FA10", "which device it is turns out at run time", node)
+        plan.options.setdefault("mesh", f"init_device_mesh({kind}, ({self._dist()}.get_world_size(),))")
 
     def _synchronised(self, plan: Plan, model: str) -> None:
         """FSDP1's sync_module_states: all ranks begin with rank 0's values."""

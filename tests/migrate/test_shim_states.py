@@ -167,9 +167,15 @@ def old_methods() -> list[bool]:
     sharded = copy.deepcopy(cls.sharded_optim_state_dict(model, optimizer))
     expected = train(model, optimizer, 2, skip=3)
     found = []
+
+    def of_rank_0(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        with cls.state_dict_type(model, *KINDS["full on rank 0"]):
+            return cls.optim_state_dict_to_load(model, optimizer, full or None)
+
     loads = {
+        "rank 0": of_rank_0,
         "flatten": lambda model, optimizer: cls.flatten_sharded_optim_state_dict(sharded, model, optimizer),
-        "scatter": lambda model, optimizer: cls.scatter_full_optim_state_dict(full or None, model, optim=optimizer),
+        "scatter": lambda model, optimizer: cls.scatter_full_optim_state_dict(full or None, model),
     }
     for load in loads.values():
         model, optimizer = trained(shim())
@@ -181,7 +187,7 @@ def old_methods() -> list[bool]:
 
 
 def test_the_deprecated_methods(ranks: Ranks) -> None:
-    assert ranks.run(old_methods) == [[True] * 4] * 2
+    assert ranks.run(old_methods) == [[True] * 5] * 2
 
 
 def optimizer_of_another_model() -> list[str]:

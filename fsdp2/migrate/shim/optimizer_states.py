@@ -42,12 +42,13 @@ def optim_state_dict(
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,
-    optim_state_dict: State,
+    optim_state_dict: State | None,
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: Any = None,
 ) -> State:
-    """What `optim.load_state_dict` takes, of a state dict by names, whole or sharded. Tensors are copies.
+    """What `optim.load_state_dict` takes, of a state dict by names, whole or sharded. Tensors are copies. Under a
+    FullOptimStateDictConfig with `rank0_only` it is what rank 0 has, whatever the others are given. Collective.
 
     Raises:
         ValueError: it has no state for a parameter, or state for one that the model doesn't have.
@@ -58,6 +59,10 @@ def optim_state_dict_to_load(
     _require_own(model, group)
     _say(None, "optim_state_dict_to_load()", "set_optimizer_state_dict(model, optim, state")
     reshard_all(model)
+    if getattr(settings_of(model).optim_state_dict_config, "rank0_only", False):
+        optim_state_dict = _of_first_rank(optim_state_dict, group)
+    if optim_state_dict is None:
+        raise ValueError("optim_state_dict_to_load(): no state given; with rank0_only=True rank 0 alone needs one")
     names = _names(model)
     groups, state = [], {}
     number = 0
@@ -120,10 +125,8 @@ def scatter_full_optim_state_dict(
     group: Any = None,
 ) -> State:
     """Deprecated in FSDP1 too: `optim_state_dict_to_load` of what rank 0 has."""
-    box = [full_optim_state_dict]
-    dist.broadcast_object_list(box, src=0, group=group)
-    assert box[0] is not None  # rank 0 has it, as the method demands
-    return optim_state_dict_to_load(model, optim or _of_input(model, optim_input), box[0])
+    state = _of_first_rank(full_optim_state_dict, group)
+    return optim_state_dict_to_load(model, optim or _of_input(model, optim_input), state)
 
 
 def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> State:
@@ -177,6 +180,14 @@ def _require_own(model: nn.Module, group: Any) -> None:
             f"group of the ranks {given}: the model is sharded over {own}, which alone can gather its state; leave "
             "group out"
         )
+
+
+def _of_first_rank(state: State | None, group: Any) -> State:
+    box = [state]
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[0] is None:
+        raise ValueError("optimizer state: rank 0 has none to give to the others")
+    return box[0]
 
 
 def _of_input(model: nn.Module, optim_input: Any) -> Optimizer:
