@@ -153,7 +153,7 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
     first = node.args[0].value if node.args and not node.args[0].star else None
     if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
         called = first.func if isinstance(first, cst.Call) else None
-        ours = isinstance(called, cst.Attribute) and scene.may_be_model(called.value, module)
+        ours = isinstance(called, cst.Attribute) and scene.is_model(called.value, module)
         return left("FC13") if ours and not _other_branch(module, node, called) else []
     if "copy.deepcopy" in names and first is not None and scene.is_model(first, module):
         return left("FC15")

@@ -24,15 +24,15 @@ IN_CODE = rows(
         "FullyShardedDataParallel as a value",
         "fully_shard",
         DECIDE,
-        "Passed on to something that calls it with FSDP1's arguments or asks for instances of it. Where `rewrite` sees "
-        "the call, ShardedLikeFSDP1 takes its place.",
+        "Passed on to something that calls it with FSDP1's arguments or asks for instances of it: such a program keeps "
+        "FSDP1's interface, on FSDP2.",
     ),
     (
         "subclass of FullyShardedDataParallel",
         "nothing",
         REFUSED,
-        "fully_shard makes no wrapper that could be derived from. Move what it overrides into functions, or into the "
-        "model.",
+        "fully_shard makes no wrapper that could be derived from: such a program keeps FSDP1's interface, which can be. "
+        "Without it, move what it overrides into functions, or into the model.",
     ),
     (
         "private name of FSDP1",
@@ -44,8 +44,8 @@ IN_CODE = rows(
         "arguments that can't be followed",
         "fully_shard's own arguments",
         DECIDE,
-        "`rewrite` leaves them as they are: the call becomes shard_like_fsdp1, which reads them at run time. Once you "
-        "know what they are, write them into a call of fully_shard.",
+        "Such a program keeps FSDP1's interface, which reads them at run time. Once you know what they are, write them "
+        "into a call of fully_shard.",
     ),
     (
         "model.module, model._fsdp_wrapped_module",
@@ -90,7 +90,8 @@ IN_CODE = rows(
         "the optimizer after fully_shard",
         DECIDE,
         "It holds the parameters as they were before: fully_shard puts DTensors in their place, and the optimizer "
-        "would go on stepping tensors that nothing uses.",
+        "would go on stepping tensors that nothing uses. FSDP1's interface on FSDP2 gives it the new ones where "
+        "use_orig_params=True.",
     ),
     (
         "copy.deepcopy of a sharded model",
@@ -103,7 +104,8 @@ IN_CODE = rows(
         "other entry point of a sharded model",
         'register_fsdp_forward_method(model, "name")',
         EXACT,
-        "Gathering happens around forward. Another method that uses parameters has to be registered.",
+        "Gathering happens around forward, as in FSDP1. Another method that uses parameters of its own unit has to be "
+        "registered.",
     ),
     (
         "numel() of a sharded model's parameters",
@@ -123,8 +125,8 @@ IN_CODE = rows(
         "mp.spawn with ranks set by hand",
         "torchrun",
         EXACT,
-        "Works on. Under torchrun the ranks come from the environment, and a port that is set in the program would be "
-        "another one than torchrun's.",
+        "Works on, and is left as it is. Under torchrun the ranks come from the environment, and a port that is set in "
+        "the program would be another one than torchrun's.",
     ),
     (
         "model on the meta device",
