@@ -6,7 +6,6 @@ workers as the trials of a search over flags have them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -45,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
     for name, why in NO_MEANING.items():
         if getattr(options, name) != getattr(RayOptions, name):
             raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: {why}")
-    options = dataclasses.replace(options, max_failures=0)
     check(config, workers.most)
     ray_tune.prepare()
     with ray_train.cluster(options, log_to_driver=False), tempfile.TemporaryDirectory() as storage:

@@ -156,7 +156,15 @@ def fit(
         run.files.unlink(SNAPSHOT)
     job = {**around, "config": dataclasses.asdict(config), "filesystem": ray_storage(place)[1]}
     result = on_workers(
-        train_worker, job, options, gpu, place, name, cpus_per_worker=cpus_per_worker, callbacks=callbacks
+        train_worker,
+        job,
+        options,
+        gpu,
+        place,
+        name,
+        max_failures=options.max_failures,
+        cpus_per_worker=cpus_per_worker,
+        callbacks=callbacks,
     )
     if stopped := (result.return_value or {}).get("stopped"):
         raise runtime.RunStopped(stopped)
@@ -171,6 +179,7 @@ def on_workers(
     place: str,
     name: str,
     *,
+    max_failures: int = 0,
     cpus_per_worker: float = 1.0,
     callbacks: Sequence[Any] = (),
 ) -> Any:
@@ -197,7 +206,7 @@ def on_workers(
             name=name,
             storage_path=storage,
             storage_filesystem=filesystem,
-            failure_config=FailureConfig(max_failures=options.max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=list(callbacks),
         ),

@@ -26,6 +26,7 @@ from fsdp2.options.values import checked, location, number, whole
 from fsdp2.plan.calibration import calibrate, read
 from fsdp2.plan.device import Gpu
 from fsdp2.plan.device import gpu as find_gpu
+from fsdp2.plan.plans import Plan
 from fsdp2.plan.search import Setting
 from fsdp2.run import runtime
 from fsdp2.run.preflight import check_data, check_versions, check_world
@@ -85,7 +86,7 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
     planner = Planner(config, ranks, _rates(options, device, say), budget, device == "cuda", options["plans"], say)
     count: int = options["trials"]
-    default, *others = planner.best(count if planner.speed is None else max(1 + count // 2, min(3, count)))
+    default, *others = planner.first(count if planner.speed is None else max(1 + count // 2, min(3, count)))
     tried = [_candidate(config, one) for one in (default, *others)]
 
     def more() -> list[Candidate]:
@@ -98,7 +99,8 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
         tried.extend(found)
         return found
 
-    together = _fit_together([default, *planner.ranking()[: count - 1]], ranks, budget, device)
+    # Settings of later rounds may be as large as the largest that is planned.
+    together = _fit_together(planner.largest(count), ranks, budget, device)
     say(f"up to {count} settings on {ranks} ranks, {'in turn' if together else 'one after the other'}")
     with tempfile.TemporaryDirectory(dir=out) as folder:  # there, since all ranks have to see it
         best = halve(
@@ -162,11 +164,11 @@ def _candidate(config: Config, one: Setting) -> Candidate:
     )
 
 
-def _fit_together(planned: Sequence[Setting], ranks: int, budget: int, device: str) -> bool:
+def _fit_together(planned: Sequence[Plan], ranks: int, budget: int, device: str) -> bool:
     """Whether all settings' models and optimizers and the largest of their steps fit into half of the memory."""
     share = min(budget, memory_of_rank(ranks, device))
-    held = sum(2 * one.plan.memory.model_bytes + one.plan.memory.optimizer_bytes for one in planned)
-    return held + max(one.plan.bytes for one in planned) <= share / 2
+    held = sum(2 * one.memory.model_bytes + one.memory.optimizer_bytes for one in planned)
+    return held + max(one.bytes for one in planned) <= share / 2
 
 
 def add_own(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(OWN)) -> None:

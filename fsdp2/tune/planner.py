@@ -49,12 +49,16 @@ class Planner:
             self._plans[key] = plan(changed, self.ranks, self.gpu, self.budget, keep=True)
         return self._plans[key]
 
-    def _search(self) -> list[Setting]:
-        return search(self.config, self._ways, self._plan, most=self._most)
+    def _search(self, most: int) -> list[Setting]:
+        return search(self.config, self._ways, self._plan, most=most)
 
-    def best(self, count: int) -> list[Setting]:
-        """The default, and so many others less one that fit. Raises ConfigError if nothing does."""
-        found = self._search()
+    def first(self, count: int) -> list[Setting]:
+        """The default, and so many others less one that fit. Raises ConfigError if nothing does.
+
+        Where trials will teach the planner more, single changes teach most, and others aren't planned yet.
+        """
+        single = 1 + sum(len(ways) - 1 for ways in self._ways.values())
+        found = self._search(self._most if self.speed is None else min(self._most, single))
         fitting = [one for one in found if one.changes and one.plan.fits]
         if not fitting:
             raise ConfigError("--budget: no setting is planned to fit; python -m fsdp2.plan says what each takes")
@@ -62,7 +66,12 @@ class Planner:
 
     def ranking(self) -> list[Setting]:
         """Other settings than the default that fit, the fastest by plan first."""
-        return [one for one in self._search() if one.changes and one.plan.fits]
+        return [one for one in self._search(self._most) if one.changes and one.plan.fits]
+
+    def largest(self, count: int) -> list[Plan]:
+        """So many plans of those that fit, the largest models and optimizers first."""
+        fitting = [one for one in self._plans.values() if one.fits]
+        return sorted(fitting, key=lambda one: -one.memory.model_bytes - one.memory.optimizer_bytes)[:count]
 
     def learn(self, tried: Sequence[Candidate]) -> None:
         """Fit the rates to what was measured. Too few trials teach nothing."""

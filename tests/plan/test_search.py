@@ -9,7 +9,17 @@ from typing import Any
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan.plans import Plan, plan
-from fsdp2.plan.search import Setting, choices, frontier, lighter, search, varied
+from fsdp2.plan.search import (
+    HEAVIER,
+    Setting,
+    choices,
+    frontier,
+    is_heavier,
+    lighter,
+    neighbours,
+    search,
+    varied,
+)
 
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -49,8 +59,47 @@ def test_the_search_finds_what_brute_force_finds() -> None:
         assert narrow[0].cost == best[0].cost, budget
         assert len(asked) == len(set(asked)) <= len(plans)
         wide = search(config, WAYS, replan, width=1000)
-        assert [one.cost for one in wide] == [one.cost for one in best]
+        fitting = [one.cost for one in best if one.plan.fits]
+        assert [one.cost for one in wide if one.plan.fits] == fitting
         assert wide[0].plan.fits == (budget is None or budget >= sizes[0])
+
+
+def test_what_is_heavier_takes_no_less_memory_and_is_not_planned_where_less_does_not_fit() -> None:
+    config = parse([*LLAMA, "--model-size=10m", "--seq-len=16"])
+    ways: dict[str, list[dict[str, Any]]] = {
+        "replicas": [{"replicas": 1}, {"replicas": 2}],
+        **{name: [{name: value} for value in line] for name, line in HEAVIER.items()},
+    }
+    ways["shard_granularity"] = [{"shard_granularity": value} for value in (1, 2, "root")]
+    ways["explicit_prefetching"] = [{"explicit_prefetching": value} for value in (None, 2)]
+    every = {}
+    for combination in product(*ways.values()):
+        changed = dataclasses.replace(config, **{k: v for way in combination for k, v in way.items()})
+        every[repr(changed)] = plan(changed, 4, None, None)
+    pairs = [(a, b) for a in every.values() for b in every.values() if a is not b and is_heavier(a.config, b.config)]
+    assert len(pairs) > len(every)
+    for heavier, lighter_one in pairs:
+        assert heavier.tensors >= lighter_one.tensors, (heavier.config, lighter_one.config)
+    budget = every[repr(config)].bytes
+    asked: list[str] = []
+
+    def replan(changed: Config, flags: str) -> Plan:
+        asked.append(flags)
+        return dataclasses.replace(every[repr(changed)], budget=budget - 1)
+
+    found = search(config, ways, replan)
+    assert [one.changes for one in found if one.plan.fits] == [{"reshard_after_forward": True}]
+    assert len(asked) < len(every) / 3
+
+
+def test_as_many_replicas_as_ranks_have_nothing_to_prefetch_or_keep() -> None:
+    config = parse(LLAMA)
+    ways = choices(config, 4, gpu=True)
+    there = [*neighbours(config, {"replicas": 4}, ways)]
+    assert {"replicas": 4, "reshard_after_forward": False} not in there
+    assert {"replicas": 4, "explicit_prefetching": 1} not in there
+    assert {"replicas": 2, "explicit_prefetching": 1} in neighbours(config, {"replicas": 2}, ways)
+    assert "explicit_prefetching" not in choices(config, 4, gpu=False)
 
 
 def test_a_search_passes_over_what_cant_be() -> None:
