@@ -88,20 +88,21 @@ def halve(
         steps: timed steps of a candidate in a round.
         together: those of a round take their steps in turn, so each step has the default's beside it.
         budget: bytes that a rank's tensors may take.
-        time_left: False ends the rounds after the one that runs; the last is measured all the same.
+        time_left: False ends the rounds after the one that runs, but each setting is measured once; the last is
+            measured all the same.
         more: further settings for the second round, asked for when the first has been measured.
 
     Returns the challenger, or the default if nothing else is left.
     """
-    alive, number = [default, *others], 0
-    while len(alive) > 2 and (number == 0 or time_left()):
+    alive, number, fresh = [default, *others], 0, list(others)
+    while len(alive) > 2 and (fresh or time_left()):
         number += 1
         say(f"round {number}: {len(alive)} settings")
         _round(default, alive, measure, steps)
         judge(default, alive, budget)
         alive = better_half(default, alive)
-        if number == 1 and time_left():
-            alive += more()
+        fresh = list(more()) if number == 1 and time_left() else []
+        alive += fresh
     rivals = [one for one in alive if one is not default and one.failed is None]
     if not rivals:
         return default

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def test_what_no_trial_tells_stays_where_the_table_has_it() -> None:
     slow = [dataclasses.replace(one, milliseconds=3 * one.milliseconds) for one in alone]
     found = calibrate(CPU, slow).gpu.speed
     assert found is not None
-    assert found.exchange == CPU.speed.exchange  # nothing was exchanged
-    assert found.operator > 1.2 * CPU.speed.operator
+    assert found.exchange == pytest.approx(CPU.speed.exchange, rel=1e-3)  # no parameter was exchanged
+    assert found.efficiency["link"] == pytest.approx(CPU.speed.efficiency["link"], rel=1e-3)
+    assert found.efficiency["matrix"] < 0.7 * CPU.speed.efficiency["matrix"]
 
 
 def test_the_range_of_a_plan_is_as_wide_as_its_trials_were_off() -> None:
@@ -94,7 +96,9 @@ def test_a_plan_reads_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     flags = [*SMALL, "--ranks=2", "--gpu=cpu"]
     (plain,), (fitted,) = main(flags), main([*flags, f"--calibration={_file(tmp_path)}"])
     told = capsys.readouterr().err
-    assert "rates of cpu fitted on 3 trials: planned times were off by 50% (median), and are by 0%" in told
+    assert re.search(
+        r"rates of cpu fitted on 3 trials: planned times were off by 50% \(median\), and are by [0-2]%", told
+    )
     assert plain.time is not None
     assert fitted.time is not None
     assert fitted.time.milliseconds == pytest.approx(2 * plain.time.milliseconds, rel=0.05)
@@ -125,9 +129,9 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any
 
 def test_a_calibration_needs_rates_and_a_json_file(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="--calibration .*: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu"
+        ConfigError, match=r"--calibration .*: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu"
     ):
         main([*SMALL, f"--calibration={_file(tmp_path)}"])
     (tmp_path / "mine.toml").write_text("x = 1")
-    with pytest.raises(ConfigError, match="is no .json file; give the trials.json that fsdp2.tune has written"):
+    with pytest.raises(ConfigError, match=r"is no \.json file; give the trials.json that fsdp2.tune has written"):
         main([*SMALL, "--gpu=cpu", f"--calibration={tmp_path / 'mine.toml'}"])

@@ -107,6 +107,12 @@ def test_a_buffer_of_a_reduce_scatter_is_waited_for() -> None:
     assert (done.seconds, done.exposed) == pytest.approx((29, 3 + 3 + 8), abs=NEAR)
 
 
+def test_what_is_computed_next_waits_for_that_buffer() -> None:
+    done = _run(("backward", [*_reduced("b2", 8, 5), *_reduced("b1", 8, 5), *_reduced("b0", 1, 20)]))
+    # The first ends at 13, and b1's gradients, computed at 10, go into their buffer then: b0 is computed from 13 to 33.
+    assert done.seconds == pytest.approx(34, abs=NEAR)
+
+
 def test_exchanges_of_the_same_ranks_run_one_after_another() -> None:
     backward = [*_reduced("b1", 6, 5), (COPY_IN, 0, "b1"), ("all-gather", 2, "b1"), (COPY_OUT, 0, "b0")]
     # The all-gather is issued after the reduce-scatter, which ends at 11.

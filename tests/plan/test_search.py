@@ -65,31 +65,35 @@ def test_the_search_finds_what_brute_force_finds() -> None:
 
 
 def test_what_is_heavier_takes_no_less_memory_and_is_not_planned_where_less_does_not_fit() -> None:
-    config = parse([*LLAMA, "--model-size=10m", "--seq-len=16"])
-    ways: dict[str, list[dict[str, Any]]] = {
-        "replicas": [{"replicas": 1}, {"replicas": 2}],
-        **{name: [{name: value} for value in line] for name, line in HEAVIER.items()},
-    }
-    ways["shard_granularity"] = [{"shard_granularity": value} for value in (1, 2, "root")]
-    ways["explicit_prefetching"] = [{"explicit_prefetching": value} for value in (None, 2)]
+    config = parse(["--model=llama", "--model-size=debug", "--batch-size=2", "--seq-len=16"])
+    ways = choices(config, 4, gpu=True)
+    ways = {name: ways[name] for name in ("replicas", *HEAVIER)}
+    ways["replicas"], ways["shard_granularity"] = ways["replicas"][:2], ways["shard_granularity"][::3]
+    ways["explicit_prefetching"] = ways["explicit_prefetching"][:2]
     every = {}
     for combination in product(*ways.values()):
-        changed = dataclasses.replace(config, **{k: v for way in combination for k, v in way.items()})
-        every[repr(changed)] = plan(changed, 4, None, None)
+        changes = {k: v for way in combination for k, v in way.items()}
+        if not (changes["shard_granularity"] == "root" and changes["explicit_prefetching"]):  # which is refused
+            changed = dataclasses.replace(config, **changes)
+            every[repr(changed)] = plan(changed, 4, None, None)
     pairs = [(a, b) for a in every.values() for b in every.values() if a is not b and is_heavier(a.config, b.config)]
     assert len(pairs) > len(every)
     for heavier, lighter_one in pairs:
-        assert heavier.tensors >= lighter_one.tensors, (heavier.config, lighter_one.config)
-    budget = every[repr(config)].bytes
+        # Padding of dimension 0 may cost a lighter one a few bytes.
+        assert heavier.tensors >= 0.9999 * lighter_one.tensors, (heavier.config, lighter_one.config)
+    budget = sorted(one.bytes for one in every.values())[len(every) // 4]
     asked: list[str] = []
 
     def replan(changed: Config, flags: str) -> Plan:
         asked.append(flags)
-        return dataclasses.replace(every[repr(changed)], budget=budget - 1)
+        return dataclasses.replace(every[repr(changed)], budget=budget)
 
-    found = search(config, ways, replan)
-    assert [one.changes for one in found if one.plan.fits] == [{"reshard_after_forward": True}]
-    assert len(asked) < len(every) / 3
+    found = search(config, ways, replan, width=1000)
+    kept = {repr(one.plan.config) for one in found if one.plan.fits}
+    assert {
+        repr(one.config) for one in every.values() if one.bytes <= budget and one.config.shard_granularity == 1
+    } <= kept
+    assert len(asked) < len(every)
 
 
 def test_as_many_replicas_as_ranks_have_nothing_to_prefetch_or_keep() -> None:

@@ -131,6 +131,15 @@ def test_settings_of_the_second_round_are_measured_with_the_better_half() -> Non
     assert calls == [6, 5, 3, 2]
 
 
+def test_settings_that_joined_are_measured_though_planning_them_took_the_time_that_was_left() -> None:
+    tried, late = candidates(6), Candidate("late", CONFIG)
+    left = iter([True, False, False, False])
+    speeds = {one.name: 100.0 for one in tried} | {"late": 60.0}
+    best = halve(tried[0], tried[1:], machine(speeds), steps=2, more=lambda: [late], time_left=lambda: next(left))
+    assert best is late
+    assert verdict([*tried, late], best)[0].startswith("Use late")
+
+
 def test_times_are_told_as_if_all_had_been_measured_at_once() -> None:
     default, late, alone = candidates(3)
     default.step_ms, late.step_ms, late.ratios, alone.step_ms = [10.0, 30.0, 20.0], [900.0], [0.5], [7.0]
