@@ -242,6 +242,10 @@ parity: $(VENV)/.installed  ## both launchers with the same flags, and every los
 ray-tune: $(VENV)/.installed  ## search over flags with Ray Tune: 4 learning rates, 3 epochs each
 	$(BIN)/python -m launchers.ray_tune --num-workers $(NPROC) --search "lr=loguniform(1e-4, 1e-2)" --trials 4 --epochs 3 $(ARGS)
 
+.PHONY: ray-fastest
+ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10 min)
+	$(BIN)/python -m launchers.ray_fastest --num-workers $(NPROC) $(ARGS)
+
 ##@ Develop
 
 test: $(VENV)/.tools  ## the tests, with the newest torch (22 min)

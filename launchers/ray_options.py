@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,15 +79,25 @@ def parse_groups(
     arguments: Sequence[str] | None, prog: str, groups: Mapping[str, type], description: str = TRAIN
 ) -> tuple[list[Any], Config]:
     """Dataclasses of options, each a titled group of flags, and the Config that all other flags make."""
-    parser = train_parser(prog, description=description)
+    return read_groups(train_parser(prog, description=description), arguments, groups)[:2]
+
+
+def read_groups(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    groups: Mapping[str, type],
+    take: Callable[[dict[str, Any]], Any] = lambda given: None,
+) -> tuple[list[Any], Config, Any]:
+    """As parse_groups, with a parser that has further flags, which `take` takes out of the namespace and returns."""
     for title, options in groups.items():
         add_options(parser.add_argument_group(title), options)
     given = vars(parser.parse_args(arguments))
+    taken = take(given)
     made = [
         options(**{f.name: given.pop(f.name) for f in dataclasses.fields(options) if f.name in given})
         for options in groups.values()
     ]
-    return made, Config(**read_values(Config, given))
+    return made, Config(**read_values(Config, given)), taken
 
 
 def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple[str, str, Config]:

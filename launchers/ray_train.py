@@ -147,21 +147,54 @@ def fit(
     callbacks: Sequence[Any] = (),
 ) -> Any:
     """Run the training `name`, below the folder or URL `place`, on a connected cluster; Ray's Result."""
-    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     from launchers.ray_worker import train_worker
 
     gpu = wants_gpu(options, config, resources())
-    least, most = options.num_workers
     run = RunDir(str(config.run_dir))
     # Our store alone knows what is committed. Ray's list would refuse what retention has removed since.
     if run.files.size(SNAPSHOT) is not None:
         run.files.unlink(SNAPSHOT)
+    job = {**around, "config": dataclasses.asdict(config), "filesystem": ray_storage(place)[1]}
+    result = on_workers(
+        train_worker,
+        job,
+        options,
+        gpu,
+        place,
+        name,
+        max_failures=options.max_failures,
+        cpus_per_worker=cpus_per_worker,
+        callbacks=callbacks,
+    )
+    if stopped := (result.return_value or {}).get("stopped"):
+        raise runtime.RunStopped(stopped)
+    return result
+
+
+def on_workers(
+    function: Callable[[dict[str, Any]], Any],
+    job: dict[str, Any],
+    options: RayOptions,
+    gpu: bool,
+    place: str,
+    name: str,
+    *,
+    max_failures: int = 0,
+    cpus_per_worker: float = 1.0,
+    callbacks: Sequence[Any] = (),
+) -> Any:
+    """Call a function with a job on each worker, in one process group; Ray's Result.
+
+    Raises ConfigError if a worker did, and TrainingFailed with the first cause of any other end.
+    """
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    least, most = options.num_workers
     storage, filesystem = ray_storage(place)
     trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={**around, "config": dataclasses.asdict(config), "filesystem": filesystem},
+        function,
+        train_loop_config=job,
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),
@@ -173,13 +206,13 @@ def fit(
             name=name,
             storage_path=storage,
             storage_filesystem=filesystem,
-            failure_config=FailureConfig(max_failures=options.max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=list(callbacks),
         ),
     )
     try:
-        result = trainer.fit()
+        return trainer.fit()
     except TrainingFailedError as error:
         refused = refusal_in(error)
         if refused is not None:
@@ -188,9 +221,6 @@ def fit(
     except SystemExit:
         # Ray's own handler of Ctrl-C has ended the workers, and would end this program as if all were well.
         raise KeyboardInterrupt from None
-    if stopped := (result.return_value or {}).get("stopped"):
-        raise runtime.RunStopped(stopped)
-    return result
 
 
 class TrainingFailed(RuntimeError):

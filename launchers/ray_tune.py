@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     check_world(config, World(0, options.num_workers.most, 0, options.num_workers.most))
     what = {**to_flags(tune), **to_flags(config)}
     refuse_another_search(f"{storage}/{name}", what)
-    ray_train.prepare()
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its boxes come even when nothing is to be printed
+    prepare()
     with ray_train.cluster(options, log_to_driver=False):
         ray_train.wants_gpu(options, config, ray_train.resources())
         remember(f"{storage}/{name}", what)
@@ -80,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> Any:
             results = search(tune, options, config, space, storage, name)
     print("\n".join(table(results, tune, options, config, storage, name)))
     return results
+
+
+def prepare() -> None:
+    """To be called before Ray is imported. Raises ConfigError if it isn't installed."""
+    ray_train.prepare()
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its boxes come even when nothing is to be printed
 
 
 @contextmanager
@@ -139,7 +144,7 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
     from ray import tune as ray_tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
-    around, count = {**ray_train.surroundings(), "in_trial": True}, options.num_workers.most
+    around = {**ray_train.surroundings(), "in_trial": True}
 
     def trial(sampled: dict[str, Any]) -> None:
         one = f"run-{ray_tune.get_context().get_trial_id()}"
@@ -154,34 +159,66 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
             callbacks=[reports_to_tune(tune.metric)],
         )
 
+    at_once = max(1, int(ray_train.resources().get("CPU", 0)) // options.num_workers.most)
+    what = f"search: {tune.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}"
+    return run_trials(
+        trial,
+        options,
+        storage,
+        name,
+        at_once=at_once,
+        what=what,
+        callbacks=[progress(tune.metric)],
+        param_space={field: ray_way(choice) for field, choice in space.items()},
+        num_samples=tune.trials,
+        metric=tune.metric,
+        mode="max" if HIGHER_IS_BETTER[tune.metric] else "min",
+        # One epoch more than there are: who gets to the end is not stopped while it writes its full model.
+        scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(tune.grace, config.epochs))
+        if tune.stop_early
+        else None,
+    )
+
+
+def run_trials(
+    trial: Callable[[dict[str, Any]], Any],
+    options: RayOptions,
+    storage: str,
+    name: str,
+    *,
+    at_once: int,
+    what: str = "",
+    callbacks: Sequence[Any] = (),
+    param_space: dict[str, Any],
+    **settings: Any,
+) -> Any:
+    """Run trials, each with workers of its own, or go on with those that are there; Ray's ResultGrid.
+
+    Args:
+        trial: starts its workers with CPUS_PER_WORKER each.
+        what: told where nothing is there yet.
+        settings: of Ray's TuneConfig.
+    """
+    from ray import tune as ray_tune
+
     path, filesystem = ray_train.ray_storage(storage)
-    trainable = ray_tune.with_resources(trial, {"cpu": CPUS_PER_TRIAL_AND_WORKER * count})
-    whole_path = f"{path}/{name}"
-    if ray_tune.Tuner.can_restore(whole_path, storage_filesystem=filesystem):
+    cpus = CPUS_PER_TRIAL_AND_WORKER * options.num_workers.most
+    trainable = ray_tune.with_resources(trial, {"cpu": cpus})
+    if ray_tune.Tuner.can_restore(f"{path}/{name}", storage_filesystem=filesystem):
         print(f"going on with the search in {storage}/{name}", flush=True)
         return ray_tune.Tuner.restore(
-            whole_path, trainable=trainable, resume_errored=True, storage_filesystem=filesystem
+            f"{path}/{name}", trainable=trainable, resume_errored=True, storage_filesystem=filesystem
         ).fit()
-    at_once = max(1, int(ray_train.resources().get("CPU", 0)) // count)
-    print(
-        f"search: {tune.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}", flush=True
-    )
+    if what:
+        print(what, flush=True)
     return ray_tune.Tuner(
         trainable,
-        param_space={field: ray_way(choice) for field, choice in space.items()},
+        param_space=param_space,
         tune_config=ray_tune.TuneConfig(
-            num_samples=tune.trials,
-            metric=tune.metric,
-            mode="max" if HIGHER_IS_BETTER[tune.metric] else "min",
-            # One epoch more than there are: who gets to the end is not stopped while it writes its full model.
-            scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(tune.grace, config.epochs))
-            if tune.stop_early
-            else None,
-            max_concurrent_trials=at_once,
-            trial_dirname_creator=lambda trial: f"tune-{trial.trial_id}",
+            max_concurrent_trials=at_once, trial_dirname_creator=lambda trial: f"tune-{trial.trial_id}", **settings
         ),
         run_config=ray_tune.RunConfig(
-            name=name, storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=[progress(tune.metric)]
+            name=name, storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=list(callbacks)
         ),
     ).fit()
 

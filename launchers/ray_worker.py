@@ -13,6 +13,7 @@ from fsdp2.config import Config
 from fsdp2.run import runtime
 from fsdp2.run.rundir import RunDir
 from fsdp2.train import main
+from fsdp2.tune import trial
 from launchers.ray_console import quiet
 
 
@@ -26,10 +27,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     Returns the data of the `end` event; of a run that stops by intention, why, as `stopped`. Raised, that would make
     Ray start it again from the same checkpoint, to the same end.
     """
-    quiet()
-    os.environ.update(job["environment"])
-    if os.path.isdir(job["folder"]):
-        os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
+    _as_started(job)
     config = Config(**job["config"])
     run = RunDir(str(config.run_dir))
     reporter = Reporter(run, job["filesystem"], background=config.async_checkpoint is not None)
@@ -40,6 +38,23 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
         return main(config, reporter)
     except runtime.RunStopped as error:
         return {"stopped": str(error)}
+
+
+def trial_worker(job: dict[str, Any]) -> None:
+    """Take a part in trials of settings. Called by Ray on each worker, with a process group made.
+
+    Args:
+        job: `trials`, a job of `fsdp2.tune.trial`; `folder` and `environment` as of `train_worker`.
+    """
+    _as_started(job)
+    trial.main(job["trials"])
+
+
+def _as_started(job: dict[str, Any]) -> None:
+    quiet()
+    os.environ.update(job["environment"])
+    if os.path.isdir(job["folder"]):
+        os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
 
 
 class Reporter:

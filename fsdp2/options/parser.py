@@ -111,6 +111,11 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
         values |= _kept_model(values.get("model"), place)
+    return flags_of_table(options, values, where)
+
+
+def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values by their field of a dataclass, of those by their flag. Raises ConfigError, which `where` begins."""
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:

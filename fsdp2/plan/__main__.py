@@ -21,7 +21,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import make_parser, read_values, to_flags
 from fsdp2.options.values import checked, location, whole
-from fsdp2.plan import advice, page, report, report_search, report_time
+from fsdp2.plan import advice, calibration, page, report, report_search, report_time
 from fsdp2.plan.device import Gpu
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
@@ -43,6 +43,11 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
         "--gpu", metavar="NAME|FILE.toml", help="what the ranks run on: a name of the table, or a table of your own"
     )
     own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
+    own.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="the trials.json of fsdp2.tune: rates of --gpu are fitted to it",
+    )
     own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
     own.add_argument("--search", action="store_true", help="rank settings by their time within the budget")
     own.add_argument("--out", metavar="DIR", help="where a search leaves its results (default: plans/<time>)")
@@ -56,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     given = vars(parser().parse_args(arguments))
     ranks = _ranks(given.pop("ranks", "8"))
     place, budget, as_json = given.pop("gpu", None), given.pop("budget", None), given.pop("json", False)
+    trials = given.pop("calibration", None)
     gpu = None if place is None else find_gpu(place)
+    if trials is not None and (gpu is None or gpu.speed is None):
+        raise ConfigError(f"--calibration {shown(trials)}: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu")
     limit = gpu.memory if gpu is not None else None
     tokens = given.pop("tokens", None)
     if tokens is not None:
@@ -85,6 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
 
     # torch warns of things that a process without a device does.
     warnings.simplefilter("ignore")
+
+    if trials is not None:
+        assert gpu is not None
+        found_rates = calibration.calibrate(gpu, calibration.read(checked("--calibration", trials, location), gpu, say))
+        say(found_rates.told)
+        gpu = found_rates.gpu
 
     if searching:
         assert gpu is not None
@@ -136,7 +150,7 @@ def _search(
         say(f"planning {flags}")
         return plan(changed, ranks, gpu, limit)
 
-    found = search(config, choices(config, ranks, gpu=True), replan)
+    found = search(config, choices(config, ranks, gpu=not gpu.on_cpu), replan)
     try:
         following = report_search.write(found, out)
     except OSError as error:

@@ -15,7 +15,8 @@ from fsdp2.plan.speed import Speed, read_speed
 from fsdp2.units import byte_count
 
 TABLE = Path(__file__).with_name("gpus.toml")
-KEYS = ("memory", "source", *SPEED_KEYS)
+KEYS = ("memory", "source", "kind", *SPEED_KEYS)
+KINDS = ("gpu", "cpu")
 
 # Assumed: torch documents that blocks of other sizes can't always be reused, and no figure for it.
 FRAGMENTATION = 0.05
@@ -28,12 +29,16 @@ NCCL_COMMUNICATOR = 16 * 2 * 4 * 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device to plan for: its name, bytes of memory, where its numbers are from, and its speed if that is known."""
+    """A device to plan for: its name, bytes of memory, where its numbers are from, and its speed if that is known.
+
+    `on_cpu`: it is no GPU, but the cores of one rank.
+    """
 
     name: str
     memory: int
     source: str
     speed: Speed | None = None
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,11 @@ def gpu_of(name: str, values: Any, place: str) -> Gpu:
         memory = byte_count(values["memory"])
     except ValueError as error:
         raise ConfigError(f"{where}: memory {error}") from None
-    return Gpu(name, memory, str(values.get("source", place)), read_speed(where, values))
+    kind = values.get("kind", "gpu")
+    if kind not in KINDS:
+        raise ConfigError(f"{where}: kind {shown(str(kind))}: {unknown(shown(str(kind)), KINDS)}")
+    on_cpu = kind == "cpu"
+    return Gpu(name, memory, str(values.get("source", place)), read_speed(where, values, on_cpu=on_cpu), on_cpu)
 
 
 def terms(config: Config, ranks: int, peak: Peak) -> list[Term]:

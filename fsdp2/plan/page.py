@@ -40,7 +40,7 @@ def page(plans: Sequence[Plan], gpu: Gpu | None, config: Config, say: Callable[[
     """
     ranks = plans[0].ranks
     say(f"drawing a step of {ranks:,} ranks")
-    runs = run(config, ranks, 0, gloo=gpu is None)
+    runs = run(config, ranks, 0, gloo=gpu is None or gpu.on_cpu)
     memory = memory_figure(in_order(runs.longer.timeline))
     memory.update_xaxes(ticksuffix="", row=2, col=1, title="allocations and releases, one after the other")
     figures, titles = [memory], ["Memory"]

@@ -13,6 +13,7 @@ accumulation included. A clock for the CPU, which issues one after the other, an
    reduce-scatter before is done, and waits for all of them at the end of backward. An all-reduce between replicas
    follows the reduce-scatter on a stream of its own.
 5. Exchanges of the same ranks run one after another, in the order in which they were issued.
+6. Ranks on CPUs have one clock: the CPU computes, and gloo's exchanges are waited for where they are issued.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py and _fsdp_state.py of torch 2.15;
 the last rule is NCCL's, of operations on one communicator.
@@ -24,10 +25,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsdp2.plan.speed import Speed
 from fsdp2.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
 
-ISSUE = 8e-6  # seconds of the CPU for an operator, assumed
-ISSUE_EXCHANGE = 50e-6  # and for a collective with what FSDP2 does around it, assumed
 FORWARD, BACKWARD = "forward", "backward"
 
 Price = Callable[[Work], float]  # seconds of an operator or a collective
@@ -91,7 +91,7 @@ class Replay:
 
 
 def events(
-    done: Sequence[Work], phases: Sequence[str], block_of: Callable[[str], int | None], price: Price
+    done: Sequence[Work], phases: Sequence[str], block_of: Callable[[str], int | None], price: Price, speed: Speed
 ) -> list[Event]:
     """Operators with their times, those of the computation in a row as one event, cut where a block begins."""
     found: list[Event] = []
@@ -108,7 +108,10 @@ def events(
             phases[phase] == BACKWARD and last is not None and last.role == "reduce-scatter"
         ):
             role = COMPUTE  # of the norm or of losses, which the computation waits for
-        issue = ISSUE if role == COMPUTE else ISSUE_EXCHANGE
+        issue = speed.operator if role == COMPUTE else speed.exchange
+        if speed.on_cpu:
+            seconds, issue = seconds + issue, 0.0
+            role = COMPUTE if role == COPY_IN else role
         if role == COMPUTE and last is not None and (last.role, last.phase, last.block) == (COMPUTE, phase, block):
             last.lead = max(last.lead + seconds, last.issue + issue + seconds)
             last.issue += issue
@@ -140,11 +143,14 @@ def deepened(found: Sequence[Event], phases: Sequence[str], first: int, size: in
     return result
 
 
-def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Event], str]) -> Replay:
+def replay(
+    found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Event], str], *, on_cpu: bool = False
+) -> Replay:
     """Run the clocks over the events of a step.
 
     Args:
         name_of: what to call the group whose exchange an event is: a copy-out in forward, or a reduce-scatter.
+        on_cpu: each exchange is waited for where it is issued.
     """
     done = Replay()
     cpu = compute = copy_in = gather = reduce = all_reduce = 0.0
@@ -216,9 +222,11 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
         elif event.role == COPY_IN:
             copy_in = max(copy_in, cpu) + event.seconds
         elif event.role == "all-gather":
-            gather = max(gather, copy_in, cpu, links[event.ranks]) + event.seconds
+            gather = max(gather, copy_in, cpu, links[event.ranks], compute if on_cpu else 0.0) + event.seconds
             links[event.ranks] = gather
             gathers.append((gather, event))
+            if on_cpu:
+                wait(gather, "all-gather", name_of(event))
         elif event.role == COPY_OUT and gathers:
             end, brought = gathers.pop(0)
             if phases[phase] != BACKWARD or brought.bytes not in names:
@@ -243,11 +251,15 @@ def replay(found: Sequence[Event], phases: Sequence[str], name_of: Callable[[Eve
             reduced = counted(name_of(event), "reduce-scatter", event)
             reducing.append((reduce, reduced.name))
             ran("reduce-scatter", reduced.name, reduce, event.seconds)
+            if on_cpu:
+                wait_for_reduced()
         elif event.role == "all-reduce":
-            all_reduce = max(all_reduce, reduce, cpu, links[event.ranks]) + event.seconds
+            all_reduce = max(all_reduce, reduce, cpu, links[event.ranks], compute if on_cpu else 0.0) + event.seconds
             links[event.ranks] = all_reduce
             counted("all groups", "all-reduce", event)
             ran("all-reduce", name_of(event), all_reduce, event.seconds)
+            if on_cpu:
+                wait(all_reduce, "all-reduce", "all groups")
         else:  # another collective, which the computation waits for
             compute = max(compute, cpu) + event.seconds
     if phase >= 0 and phases[phase] == BACKWARD:

@@ -13,6 +13,12 @@ from fsdp2.options.parser import words_of
 from fsdp2.parallel.optimizer import FUSED
 from fsdp2.plan.plans import Plan
 
+# What takes more memory and never less the further it stands in its line, and computes nothing again.
+HEAVIER: dict[str, tuple[Any, ...]] = {
+    "shard_granularity": (1, 2, 4, "root"),
+    "reshard_after_forward": (True, None, False),
+    "explicit_prefetching": (None, 1, 2),
+}
 WIDTH = 4  # settings from which the search goes on
 MOST_PLANS = 60
 
@@ -88,8 +94,8 @@ def choices(config: Config, ranks: int, *, gpu: bool) -> dict[str, list[Changes]
         vary("replicas", *(count for count in range(1, ranks + 1) if ranks % count == 0))
         vary("shard_granularity", 1, 2, 4, "root")
         vary("reshard_after_forward", None, True, False)
-        vary("explicit_prefetching", None, 1, 2)
-        if gpu:
+        if gpu:  # on CPUs exchanges are waited for where they are issued
+            vary("explicit_prefetching", None, 1, 2)
             vary("cpu_offload", False, True)
     if config.optimizer in FUSED and not gpu:
         vary("fused_optimizer", None, True)
@@ -112,16 +118,33 @@ def neighbours(config: Config, changes: Changes, ways: Mapping[str, Sequence[Cha
         for option in options:
             there = {**changes, **option}
             there = {name: value for name, value in there.items() if value != getattr(config, name)}
-            if there != changes and not _senseless(config, there):
+            if there != changes and not _senseless(config, there, ways):
                 yield there
 
 
-def _senseless(config: Config, changes: Changes) -> bool:
-    """Whether another setting does the same: one group has nothing to prefetch, and one rank nothing to gather."""
+def _senseless(config: Config, changes: Changes, ways: Mapping[str, Sequence[Changes]]) -> bool:
+    """Whether another setting does the same: one group has nothing to prefetch, and whole replicas nothing to gather.
+
+    As many replicas as there are ranks are the most that may be chosen.
+    """
     own = {**vars(config), **changes}
-    alone = own["shard_granularity"] == "root"
+    ranks = max((one["replicas"] for one in ways.get("replicas", ())), default=0)
+    alone = own["shard_granularity"] == "root" or own["replicas"] == ranks
     touched = {"explicit_prefetching", "reshard_after_forward"} & changes.keys()
     return alone and any(changes[name] is not None for name in touched)
+
+
+def is_heavier(one: Config, other: Config) -> bool:
+    """Whether the first takes no less memory than the second, as far as that follows from their flags alone."""
+    for field in dataclasses.fields(Config):
+        own, its = getattr(one, field.name), getattr(other, field.name)
+        line = HEAVIER.get(field.name, ())
+        if field.name == "replicas":
+            if own % its:
+                return False
+        elif own != its and not (own in line and its in line and line.index(own) > line.index(its)):
+            return False
+    return True
 
 
 def search(
@@ -134,8 +157,9 @@ def search(
 ) -> list[Setting]:
     """Settings that were planned, the best first.
 
-    From the best ones so far every setting with one more change is planned, until that improves nothing. With `width`
-    and `most` as large as the space, all of it is planned.
+    From the best ones so far every setting with one more change is planned, until that improves nothing. What is
+    heavier than a setting that doesn't fit is passed over, and a change that gains nothing isn't built upon. With
+    `width` and `most` as large as the space, all others are planned.
 
     Args:
         replan: plans a Config, whose changes it is told; ConfigError passes a setting over.
@@ -146,23 +170,41 @@ def search(
     Raises ConfigError if the Config itself can't be planned.
     """
     found = [Setting({}, replan(config, "default"))]
+    too_heavy = [config for one in found if not one.plan.fits]
     seen = {name_of({})}
     expanded: set[str] = set()
-    while fresh := [one for one in sorted(found, key=_cost)[:width] if one.name not in expanded]:
-        for one in fresh:
-            expanded.add(one.name)
-            for changes in neighbours(config, one.changes, ways):
-                name = name_of(dict(sorted(changes.items())))
-                if name in seen:
+    while one := next(
+        (s for s in sorted(found, key=_cost)[:width] if s.name not in expanded and worth(s, found)), None
+    ):
+        expanded.add(one.name)
+        for changes in neighbours(config, one.changes, ways):
+            name = name_of(dict(sorted(changes.items())))
+            if name in seen:
+                continue
+            if len(seen) >= most:
+                return sorted(found, key=_cost)
+            try:
+                there = dataclasses.replace(config, **changes)
+                if any(is_heavier(there, other) for other in too_heavy):
                     continue
-                if len(seen) >= most:
-                    return sorted(found, key=_cost)
                 seen.add(name)
-                try:
-                    found.append(Setting(changes, replan(dataclasses.replace(config, **changes), name_of(changes))))
-                except ConfigError:
-                    continue
+                found.append(Setting(changes, replan(there, name_of(changes))))
+            except ConfigError:
+                continue
+            if not found[-1].plan.fits:
+                too_heavy.append(there)
     return sorted(found, key=_cost)
+
+
+def worth(one: Setting, found: Sequence[Setting]) -> bool:
+    """Whether to go on from a setting: not where a part of its changes alone is as fast, to a thousandth."""
+    own = one.plan.time
+    parts = (other for other in found if other.changes.items() < one.changes.items())
+    return not any(
+        part.plan.fits and one.plan.fits and part.plan.time.milliseconds <= 1.001 * own.milliseconds
+        for part in parts
+        if own is not None and part.plan.time is not None
+    )
 
 
 def _cost(one: Setting) -> tuple[Any, ...]:

@@ -21,9 +21,11 @@ NUMBERS = {
     "network_us": "latency between machines",
     "spread": "by how much what runs reach differs from the efficiencies",
 }
+# What a CPU takes to issue one, and what that is assumed to be where a table doesn't say it.
+ISSUING = {"operator_us": 8.0, "exchange_us": 50.0}
 DTYPES = ("bf16", "fp16", "fp32")
 EFFICIENCIES = ("matrix", "attention", "memory", "link", "network")
-KEYS = (*NUMBERS, "tflops", "efficiency")
+KEYS = (*NUMBERS, "tflops", "efficiency", *ISSUING)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Speed:
         link_latency, network_latency: seconds.
         efficiency: which part of a rate is reached, by what bounds an operator.
         spread: the relative error that is expected of a rate.
+        operator, exchange: seconds of the CPU for an operator, and for a collective with what FSDP2 does around it.
+        on_cpu: the ranks compute on the CPU that issues, which waits for each exchange: nothing overlaps.
     """
 
     flops: Mapping[str, float]
@@ -48,11 +52,16 @@ class Speed:
     network_latency: float
     efficiency: Mapping[str, float]
     spread: float
+    operator: float = ISSUING["operator_us"] * 1e-6
+    exchange: float = ISSUING["exchange_us"] * 1e-6
+    on_cpu: bool = False
 
     def scaled(self, factor: float) -> Speed:
-        """All rates multiplied; latencies divided."""
+        """All rates multiplied; latencies divided, and what a CPU takes to issue if it is the one that computes."""
         return dataclasses.replace(
             self,
+            operator=self.operator / (factor if self.on_cpu else 1),
+            exchange=self.exchange / (factor if self.on_cpu else 1),
             efficiency={name: value * factor for name, value in self.efficiency.items()},
             host=self.host * factor,
             link_latency=self.link_latency / factor,
@@ -60,17 +69,17 @@ class Speed:
         )
 
 
-def read_speed(where: str, values: Mapping[str, Any]) -> Speed | None:
+def read_speed(where: str, values: Mapping[str, Any], *, on_cpu: bool = False) -> Speed | None:
     """Of a GPU's table; None if it says nothing of speed. Raises ConfigError, in one line, for half of it."""
     given = [key for key in KEYS if key in values]
     if not given:
         return None
-    missing = [key for key in KEYS if key not in values]
+    missing = [key for key in KEYS if key not in values and key not in ISSUING]
     if missing:
         raise ConfigError(
             f"{where}: {given[0]} without {', '.join(missing)}; give all of them to plan time, or none of them"
         )
-    number = {key: _number(where, key, values[key]) for key in NUMBERS}
+    number = {key: _number(where, key, {**ISSUING, **values}[key]) for key in (*NUMBERS, *ISSUING)}
     if number["spread"] >= 1:
         raise ConfigError(f"{where}: spread {number['spread']:g}: must be below 1, such as 0.15")
     flops = _table(where, "tflops", values["tflops"], DTYPES)
@@ -93,6 +102,9 @@ def read_speed(where: str, values: Mapping[str, Any]) -> Speed | None:
         number["network_us"] * 1e-6,
         efficiency,
         number["spread"],
+        number["operator_us"] * 1e-6,
+        number["exchange_us"] * 1e-6,
+        on_cpu,
     )
 
 

@@ -45,7 +45,7 @@ class StepTime:
 
 def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
     """The time of one optimizer step of the rank that was executed."""
-    usual, fast, slow = (_step(config, ranks, runs, speed.scaled(f)) for f in (1.0, 1 + speed.spread, 1 - speed.spread))
+    usual, fast, slow = (whole_step(config, runs, speed.scaled(f)) for f in (1.0, 1 + speed.spread, 1 - speed.spread))
     samples = config.global_batch(ranks)
     dtype = {"bf16": "bf16", "fp16": "fp16"}.get(config.mixed_precision or "", "fp32")
     flops = 3 * _forward_flops(config, ranks, runs)
@@ -63,7 +63,7 @@ def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
     )
 
 
-def _step(config: Config, ranks: int, runs: Runs, speed: Speed) -> Replay:
+def whole_step(config: Config, runs: Runs, speed: Speed) -> Replay:
     """Forward and backward replayed with all blocks and microbatches, and the optimizer after them."""
     whole = replayed(runs, speed, config, 0)
     more = config.grad_accumulation - 3
@@ -117,7 +117,7 @@ def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
             copies += [dataclasses.replace(event, phase=numbers[event.phase]) for event in part]
         found = [*found[:where], *copies, *found[where:]]
     names = set(done.blocks)
-    return replay(found, phases, lambda event: _name(event, names))
+    return replay(found, phases, lambda event: _name(event, names), on_cpu=speed.on_cpu)
 
 
 def _name(event: Event, blocks: set[str]) -> str:
@@ -137,7 +137,7 @@ def _rest(done: Execution, speed: Speed, config: Config) -> float:
         speed = dataclasses.replace(speed, memory=speed.host)
     found = _priced(done, speed, config, ("optimizer", "between"))
     phases = [phase.name for phase in done.timeline.phases]
-    return replay(found, phases, lambda event: "").seconds
+    return replay(found, phases, lambda event: "", on_cpu=speed.on_cpu).seconds
 
 
 def _priced(done: Execution, speed: Speed, config: Config, names: Sequence[str]) -> list[Event]:
@@ -145,7 +145,7 @@ def _priced(done: Execution, speed: Speed, config: Config, names: Sequence[str])
     phases = done.timeline.phases
     block_of = _numbers(done.blocks)
     there = [w for w in done.work if phases[w.phase].step == STEPS and phases[w.phase].name in names]
-    return events(there, [phase.name for phase in phases], block_of, lambda work: price(work, speed, config))
+    return events(there, [phase.name for phase in phases], block_of, lambda work: price(work, speed, config), speed)
 
 
 def price(work: Work, speed: Speed, config: Config) -> float:

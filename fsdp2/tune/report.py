@@ -15,6 +15,7 @@ from fsdp2.tune.rounds import Candidate, deviation, interval, is_faster
 from fsdp2.units import size
 
 SETTINGS = "tuned.json"
+OF_A_RUN = ("run-dir", "resume", "resume-partial")
 HEADINGS = ("setting", "step, ms", "of the default's", "samples/s", "peak memory", "planned", "losses")
 
 
@@ -82,7 +83,7 @@ def flags(config: Config) -> dict[str, Any]:
 def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], out: Path) -> None:
     """The settings file, the table as Markdown and as JSON, and the picture, into a folder.
 
-    `planned` and `measured` of each setting stand side by side in the JSON: what a calibration of the planner reads.
+    `flags` and `measured` of each setting are what `fsdp2.plan --calibration` reads.
     """
     chosen = best if is_faster(best, tried[0]) else tried[0]
     (out / SETTINGS).write_text(json.dumps({"flags": flags(chosen.config)}, indent=1) + "\n")
@@ -95,10 +96,8 @@ def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], ou
             "changes": one.changes,
             "failed": one.failed,
             "planned": {"tensors": one.planned_bytes, "step_ms": one.planned_ms},
-            "measured": {
-                "tensors": one.peak_bytes or None,
-                "step_ms": statistics.median(one.step_ms) if one.step_ms else None,
-            },
+            "flags": {name: value for name, value in to_flags(one.config).items() if name not in OF_A_RUN},
+            "measured": {"tensors": one.peak_bytes or None, "step_ms": one.milliseconds(tried[0])},
             "step_ms": one.step_ms,
             "ratios": one.ratios,
             "last_round": one.last,

@@ -56,6 +56,12 @@ class Candidate:
         """Less is faster. Without a default that runs there is no ratio, and the time decides."""
         return tuple(statistics.median(values) if values else math.inf for values in (self.ratios, self.step_ms))  # type: ignore[return-value]
 
+    def milliseconds(self, default: Candidate) -> float | None:
+        """Of a step, as if all settings had been measured at one time: the default's, by how much this one differs."""
+        if self.ratios and default.step_ms:
+            return statistics.median(default.step_ms) * statistics.median(self.ratios)
+        return statistics.median(self.step_ms) if self.step_ms else None
+
 
 Record = dict[str, Any]  # of one candidate: losses, step_ms, samples, peak_bytes
 # Measures candidates, with so many timed steps each; None for one that failed, which then says why.
@@ -71,6 +77,7 @@ def halve(
     together: bool = True,
     budget: int | None = None,
     time_left: Callable[[], bool] = lambda: True,
+    more: Callable[[], Sequence[Candidate]] = tuple,
     say: Callable[[str], None] = print,
 ) -> Candidate:
     """Measure in rounds, the better half going on, until one is left; then that one and the default once more.
@@ -81,17 +88,21 @@ def halve(
         steps: timed steps of a candidate in a round.
         together: those of a round take their steps in turn, so each step has the default's beside it.
         budget: bytes that a rank's tensors may take.
-        time_left: False ends the rounds after the one that runs; the last is measured all the same.
+        time_left: False ends the rounds after the one that runs, but each setting is measured once; the last is
+            measured all the same.
+        more: further settings for the second round, asked for when the first has been measured.
 
     Returns the challenger, or the default if nothing else is left.
     """
-    alive, number = [default, *others], 0
-    while len(alive) > 2 and (number == 0 or time_left()):
+    alive, number, fresh = [default, *others], 0, list(others)
+    while len(alive) > 2 and (fresh or time_left()):
         number += 1
         say(f"round {number}: {len(alive)} settings")
         _round(default, alive, measure, steps)
         judge(default, alive, budget)
         alive = better_half(default, alive)
+        fresh = list(more()) if number == 1 and time_left() else []
+        alive += fresh
     rivals = [one for one in alive if one is not default and one.failed is None]
     if not rivals:
         return default

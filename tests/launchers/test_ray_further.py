@@ -14,7 +14,9 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.rundir import RunDir
-from launchers import ray_train, ray_tune
+from fsdp2.tune.launch import KILLED
+from fsdp2.tune.rounds import LAST_STEPS
+from launchers import ray_fastest, ray_train, ray_tune
 from tests.harness import SMALL, full_files, losses, of_kind, same
 from tests.launchers.test_ray_train import goes_on_after_a_kill
 from tests.launchers.through_ray import kill_at, losses_in, through_ray
@@ -133,3 +135,41 @@ def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert losses_in(runs[2e-3]) == before
     with pytest.raises(ConfigError, match=r"--search .* has .*; use that to go on with it, or another --name"):
         ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-5)"])
+
+
+def test_the_fastest_flags_are_found_through_ray(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One launch of the two settings: that they train the same is seen by their losses, bit for bit."""
+    flags = ["--model=llama", "--model-size=debug", "--seq-len=32", "--batch-size=4", "--threads=1", "--device=cpu"]
+    flags += ["--trials=2", "--plans=2", "--steps=1", "--dataset=random-tokens", f"--out={tmp_path / 'out'}"]
+    default, other = ray_fastest.main(flags)
+    printed = capfd.readouterr().out
+    assert (default.failed, other.failed) == (None, None)
+    assert default.losses == other.losses
+    assert len(other.last) == LAST_STEPS
+    assert default.peak_bytes < other.peak_bytes  # of replicas
+    assert "train with it: python -m fsdp2.train --config" in printed
+    (first, _) = json.loads((tmp_path / "out" / "trials.json").read_text())["trials"]
+    assert first["losses"] == default.losses
+    assert [one.name for one in (tmp_path / "out").iterdir() if one.is_dir()] == []
+    assert all_cpus_are_free()
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--num-workers=1:2", "--num-workers 1:2: compares on one number of workers; give 2"),
+        ("--name=mine", "--name mine: the trials leave no runs; give --out"),
+        ("--max-failures=3", "--max-failures 3: a trial that dies is a result"),
+        ("--nproc=2", "--nproc=2: no such flag"),
+        ("--strategy=ddp", "--strategy ddp: the settings that are tried are FSDP2's"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused_before_ray_starts(flags: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ray_fastest.main([*SMALL, flags])
+    assert part in str(caught.value)
+
+
+def test_a_worker_that_was_killed_is_told_apart() -> None:
+    assert ray_fastest.reason_of("rank 1:\nThe actor died unexpectedly before finishing this task.\n…") == KILLED
+    assert ray_fastest.reason_of("rank 0:\nTraceback:\n x\nValueError: no\n") == "ValueError: no"

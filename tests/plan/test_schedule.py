@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,22 @@ SHARDS, REPLICAS = (8, 1), (4, 8)
 NEAR = 0.01  # the CPU takes less than this to issue a case
 
 
-def _run(*phases: tuple[str, Sequence[tuple[str, float, str]]]) -> Replay:
+SPEED = Speed(
+    flops={"bf16": 1e15, "fp16": 1e15, "fp32": 1e14},
+    memory=1e12,
+    gpus_per_node=8,
+    link=400e9,
+    network=50e9,
+    host=50e9,
+    link_latency=1e-6,
+    network_latency=10e-6,
+    efficiency={"matrix": 0.5, "attention": 0.25, "memory": 1.0, "link": 1.0, "network": 0.5},
+    spread=0.1,
+)
+ON_CPU = dataclasses.replace(SPEED, operator=0.5, exchange=0.25, on_cpu=True)
+
+
+def _run(*phases: tuple[str, Sequence[tuple[str, float, str]]], speed: Speed = SPEED) -> Replay:
     """Replay phases of (role, seconds, module)."""
     done = [
         Work(role, "", int(seconds * 1000), 0, 8, "", module, number, REPLICAS if role == "all-reduce" else SHARDS)
@@ -23,8 +39,10 @@ def _run(*phases: tuple[str, Sequence[tuple[str, float, str]]]) -> Replay:
         for role, seconds, module in works
     ]
     names = [name for name, _ in phases]
-    found = events(done, names, lambda module: int(module[1]) if module else None, lambda work: work.flops / 1000)
-    return replay(found, names, lambda event: "block")
+    found = events(
+        done, names, lambda module: int(module[1]) if module else None, lambda work: work.flops / 1000, speed
+    )
+    return replay(found, names, lambda event: "block", on_cpu=speed.on_cpu)
 
 
 def _gathered(block: str, seconds: float, compute: float) -> list[tuple[str, float, str]]:
@@ -89,6 +107,12 @@ def test_a_buffer_of_a_reduce_scatter_is_waited_for() -> None:
     assert (done.seconds, done.exposed) == pytest.approx((29, 3 + 3 + 8), abs=NEAR)
 
 
+def test_what_is_computed_next_waits_for_that_buffer() -> None:
+    done = _run(("backward", [*_reduced("b2", 8, 5), *_reduced("b1", 8, 5), *_reduced("b0", 1, 20)]))
+    # The first ends at 13, and b1's gradients, computed at 10, go into their buffer then: b0 is computed from 13 to 33.
+    assert done.seconds == pytest.approx(34, abs=NEAR)
+
+
 def test_exchanges_of_the_same_ranks_run_one_after_another() -> None:
     backward = [*_reduced("b1", 6, 5), (COPY_IN, 0, "b1"), ("all-gather", 2, "b1"), (COPY_OUT, 0, "b0")]
     # The all-gather is issued after the reduce-scatter, which ends at 11.
@@ -110,18 +134,18 @@ def test_a_slow_cpu_is_told_apart_from_exchanges() -> None:
     assert done.exposed == 0
 
 
-SPEED = Speed(
-    flops={"bf16": 1e15, "fp16": 1e15, "fp32": 1e14},
-    memory=1e12,
-    gpus_per_node=8,
-    link=400e9,
-    network=50e9,
-    host=50e9,
-    link_latency=1e-6,
-    network_latency=10e-6,
-    efficiency={"matrix": 0.5, "attention": 0.25, "memory": 1.0, "link": 1.0, "network": 0.5},
-    spread=0.1,
-)
+def test_on_cpus_nothing_overlaps() -> None:
+    """Each operator takes 0.5 to issue, each part of an exchange 0.25, and each exchange is waited for."""
+    forward = [*_gathered("b0", 2, 5), *_gathered("b1", 2, 5)]
+    backward = [*_reduced("b1", 3, 5), ("all-reduce", 1, "b1"), *_reduced("b0", 3, 5), ("all-reduce", 1, "b0")]
+    done = _run(("forward", forward), ("backward", backward), speed=ON_CPU)
+    # Forward: 2 × (0.25 + 2.25 + 0.25 + 5.5). Backward: 2 × (5.5 + 0.25 + 3.25 + 1.25).
+    assert done.seconds == pytest.approx(2 * 8.25 + 2 * 10.25)
+    assert done.exposed == pytest.approx(2 * 2.25 + 2 * (3.25 + 1.25))
+    assert done.idle == 0
+    assert {(g.exchange, g.count): g.exposed for g in done.groups.values()} == pytest.approx(
+        {("all-gather", 2): 4500, ("reduce-scatter", 2): 6500, ("all-reduce", 2): 2500}
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,17 @@ from typing import Any
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan.plans import Plan, plan
-from fsdp2.plan.search import Setting, choices, frontier, lighter, search, varied
+from fsdp2.plan.search import (
+    HEAVIER,
+    Setting,
+    choices,
+    frontier,
+    is_heavier,
+    lighter,
+    neighbours,
+    search,
+    varied,
+)
 
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
 WAYS: dict[str, list[dict[str, Any]]] = {
@@ -49,8 +59,51 @@ def test_the_search_finds_what_brute_force_finds() -> None:
         assert narrow[0].cost == best[0].cost, budget
         assert len(asked) == len(set(asked)) <= len(plans)
         wide = search(config, WAYS, replan, width=1000)
-        assert [one.cost for one in wide] == [one.cost for one in best]
+        fitting = [one.cost for one in best if one.plan.fits]
+        assert [one.cost for one in wide if one.plan.fits] == fitting
         assert wide[0].plan.fits == (budget is None or budget >= sizes[0])
+
+
+def test_what_is_heavier_takes_no_less_memory_and_is_not_planned_where_less_does_not_fit() -> None:
+    config = parse(["--model=llama", "--model-size=debug", "--batch-size=2", "--seq-len=16"])
+    ways = choices(config, 4, gpu=True)
+    ways = {name: ways[name] for name in ("replicas", *HEAVIER)}
+    ways["replicas"], ways["shard_granularity"] = ways["replicas"][:2], ways["shard_granularity"][::3]
+    ways["explicit_prefetching"] = ways["explicit_prefetching"][:2]
+    every = {}
+    for combination in product(*ways.values()):
+        changes = {k: v for way in combination for k, v in way.items()}
+        if not (changes["shard_granularity"] == "root" and changes["explicit_prefetching"]):  # which is refused
+            changed = dataclasses.replace(config, **changes)
+            every[repr(changed)] = plan(changed, 4, None, None)
+    pairs = [(a, b) for a in every.values() for b in every.values() if a is not b and is_heavier(a.config, b.config)]
+    assert len(pairs) > len(every)
+    for heavier, lighter_one in pairs:
+        # Padding of dimension 0 may cost a lighter one a few bytes.
+        assert heavier.tensors >= 0.9999 * lighter_one.tensors, (heavier.config, lighter_one.config)
+    budget = sorted(one.bytes for one in every.values())[len(every) // 4]
+    asked: list[str] = []
+
+    def replan(changed: Config, flags: str) -> Plan:
+        asked.append(flags)
+        return dataclasses.replace(every[repr(changed)], budget=budget)
+
+    found = search(config, ways, replan, width=1000)
+    kept = {repr(one.plan.config) for one in found if one.plan.fits}
+    assert {
+        repr(one.config) for one in every.values() if one.bytes <= budget and one.config.shard_granularity == 1
+    } <= kept
+    assert len(asked) < len(every)
+
+
+def test_as_many_replicas_as_ranks_have_nothing_to_prefetch_or_keep() -> None:
+    config = parse(LLAMA)
+    ways = choices(config, 4, gpu=True)
+    there = [*neighbours(config, {"replicas": 4}, ways)]
+    assert {"replicas": 4, "reshard_after_forward": False} not in there
+    assert {"replicas": 4, "explicit_prefetching": 1} not in there
+    assert {"replicas": 2, "explicit_prefetching": 1} in neighbours(config, {"replicas": 2}, ways)
+    assert "explicit_prefetching" not in choices(config, 4, gpu=False)
 
 
 def test_a_search_passes_over_what_cant_be() -> None:

@@ -115,6 +115,37 @@ def test_no_round_begins_when_the_time_is_up() -> None:
     assert calls == [10, 2]
 
 
+def test_settings_of_the_second_round_are_measured_with_the_better_half() -> None:
+    tried, calls = candidates(6), list[int]()
+    late = [Candidate("late 1", CONFIG), Candidate("late 2", CONFIG)]
+    speeds = {one.name: 100.0 - number for number, one in enumerate(tried)} | {"late 1": 60.0, "late 2": 90.0}
+    asked: list[list[bool]] = []
+
+    def more() -> list[Candidate]:
+        asked.append([bool(one.ratios) for one in tried])
+        return late
+
+    best = halve(tried[0], tried[1:], machine(speeds, calls=calls), steps=2, more=more)
+    assert best is late[0]
+    assert asked == [[True] * 6]  # once, when the first round has been measured
+    assert calls == [6, 5, 3, 2]
+
+
+def test_settings_that_joined_are_measured_though_planning_them_took_the_time_that_was_left() -> None:
+    tried, late = candidates(6), Candidate("late", CONFIG)
+    left = iter([True, False, False, False])
+    speeds = {one.name: 100.0 for one in tried} | {"late": 60.0}
+    best = halve(tried[0], tried[1:], machine(speeds), steps=2, more=lambda: [late], time_left=lambda: next(left))
+    assert best is late
+    assert verdict([*tried, late], best)[0].startswith("Use late")
+
+
+def test_times_are_told_as_if_all_had_been_measured_at_once() -> None:
+    default, late, alone = candidates(3)
+    default.step_ms, late.step_ms, late.ratios, alone.step_ms = [10.0, 30.0, 20.0], [900.0], [0.5], [7.0]
+    assert [one.milliseconds(default) for one in (default, late, alone, Candidate("", CONFIG))] == [20, 10, 7, None]
+
+
 def test_the_interval_of_a_median_is_between_ordered_values() -> None:
     assert interval([1.0] * 5) is None
     assert interval([3, 1, 2, 6, 5, 4]) == (1, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,20 +55,39 @@ def test_settings_that_are_tried_in_turn_train_the_same(ranks: Any) -> None:
     assert default["peak_bytes"] <= no_reshard["peak_bytes"]
 
 
-def launches(script: Sequence[Callable[[Path], str | None]]) -> Callable[..., str | None]:
+def launches(script: Sequence[Callable[[Path], str | None]]) -> launch.Launch:
     """In place of torchrun: each call writes what a launch would have left, and returns what it printed."""
     calls = iter(script)
 
-    def fake(candidates: Any, ranks: int, steps: int, together: bool, folder: Path, out: Path) -> str | None:
-        return next(calls)(out)
+    def fake(job: Path) -> str | None:
+        return next(calls)(Path(json.loads(job.read_text())["out"]))
 
     return fake
 
 
-def _leave(*records: dict[str, Any], printed: str | None = None) -> Callable[[Path], str | None]:
+@pytest.mark.parametrize(
+    ("status", "printed", "why"),
+    [
+        (0, "", None),
+        (1, "exitcode  : -9 (pid: 7)", launch.KILLED),
+        (1, "x\nfsdp2: error: --x: no\n", "--x: no"),
+    ],
+)
+def test_torchrun_says_why_a_launch_has_failed(
+    monkeypatch: pytest.MonkeyPatch, status: int, printed: str, why: str | None
+) -> None:
+    def run(command: list[str], **settings: Any) -> Any:
+        assert command[-2:] == ["fsdp2.tune.trial", "job.json"]
+        return subprocess.CompletedProcess(command, status, "", printed)
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    assert launch.torchrun(2)(Path("job.json")) == why
+
+
+def _leave(*records: dict[str, Any], why: str | None = None) -> Callable[[Path], str | None]:
     def leave(out: Path) -> str | None:
         out.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return printed
+        return why
 
     return leave
 
@@ -76,28 +96,21 @@ MEASURED = {"losses": [1.0], "step_ms": [1.0], "samples": 1, "peak_bytes": 1}
 
 
 @pytest.mark.parametrize(
-    ("printed", "records", "why"),
+    ("ended", "records", "why"),
     [
-        ("exitcode  : -9 (pid: 7)", [], launch.KILLED),
-        ("x\nfsdp2: error: --x: no\n", [], "--x: no"),
-        ("torch.OutOfMemoryError\n", [{"trial": 1, "failed": "out of memory: 3", "ended": True}], "out of memory: 3"),
+        ("--x: no", [], "--x: no"),
+        ("torch.OutOfMemoryError", [{"trial": 1, "failed": "out of memory: 3", "ended": True}], "out of memory: 3"),
     ],
 )
 def test_a_trial_that_ends_its_launch_is_out_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, records: list[dict[str, Any]], why: str
+    tmp_path: Path, ended: str, records: list[dict[str, Any]], why: str
 ) -> None:
-    monkeypatch.setattr(
-        launch,
-        "_launch",
-        launches(
-            [
-                _leave({"begun": 0}, {"begun": 1}, *records, printed=printed),
-                _leave({"begun": 0}, {"begun": 1}, {"trial": 0, **MEASURED}, {"trial": 1, **MEASURED}),
-            ]
-        ),
-    )
+    script = [
+        _leave({"begun": 0}, {"begun": 1}, *records, why=ended),
+        _leave({"begun": 0}, {"begun": 1}, {"trial": 0, **MEASURED}, {"trial": 1, **MEASURED}),
+    ]
     three = [Candidate(name, Config()) for name in ("default", "large", "small")]
-    found = launch.on_ranks(2, tmp_path, together=True, say=lambda text: None)(three, 1)
+    found = launch.on_ranks(launches(script), tmp_path, together=True, say=lambda text: None)(three, 1)
     assert [record is not None for record in found] == [True, False, True]
     assert [one.failed for one in three] == [None, why, None]
 

@@ -1,0 +1,92 @@
+"""Which flags are fastest on Ray's workers?  python -m launchers.ray_fastest --model vit --num-workers 2
+
+The search of `fsdp2.tune`, with its flags. Each of its launches is a trial of `launchers.ray_tune`'s machinery, with
+workers as the trials of a search over flags have them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp2.config import parser as train_parser
+from fsdp2.options.errors import ConfigError, flag_of
+from fsdp2.tune.__main__ import OWN, add_own, check, take_own, tune
+from fsdp2.tune.launch import KILLED, Launch
+from fsdp2.tune.rounds import Candidate
+from launchers import ray_train, ray_tune
+from launchers.ray_options import RayOptions, Workers, read_groups
+
+# As Ray words that a process of its own was killed.
+LOST = ("worker process has died", "The actor died", "ActorDiedError")
+# Flags of a run through Ray that these trials have no use for.
+NO_MEANING = {
+    "storage_path": "the trials leave no runs; give --out, a folder that all nodes see",
+    "name": "the trials leave no runs; give --out, a folder that all nodes see",
+    "max_failures": "a trial that dies is a result, and isn't started again; drop it",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
+    """The settings that were tried, as `fsdp2.tune` returns them. Raises ConfigError before anything is started."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = train_parser("launchers.ray_fastest")
+    add_own(parser, [name for name in OWN if name != "nproc"])
+    (options,), config, own = read_groups(parser, words, {"Ray, for each launch": RayOptions}, take_own)
+    workers: Workers = options.num_workers
+    if workers.least != workers.most:
+        raise ConfigError(f"--num-workers {workers}: compares on one number of workers; give {workers.most}")
+    for name, why in NO_MEANING.items():
+        if getattr(options, name) != getattr(RayOptions, name):
+            raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: {why}")
+    check(config, workers.most)
+    ray_tune.prepare()
+    with ray_train.cluster(options, log_to_driver=False), tempfile.TemporaryDirectory() as storage:
+        gpu = ray_train.wants_gpu(options, config, ray_train.resources())
+        command = f"python -m launchers.ray_fastest {shlex.join(words)}"
+        with ray_tune.interruptible():
+            return tune(own, config, workers.most, through_ray(options, gpu, storage), command)
+
+
+def through_ray(options: RayOptions, gpu: bool, storage: str) -> Launch:
+    """Launches as trials of Ray, one at a time: what runs beside a measurement slows it."""
+    around, count = ray_train.surroundings(), iter(range(10**6))
+
+    def launch(job: Path) -> str | None:
+        name = f"launch-{next(count)}"
+
+        def trial(_: dict[str, Any]) -> dict[str, Any]:
+            from launchers.ray_worker import trial_worker
+
+            work = {**around, "trials": json.loads(job.read_text())}
+            cpus, place = ray_tune.CPUS_PER_WORKER, f"{name}-workers"
+            try:
+                ray_train.on_workers(trial_worker, work, options, gpu, storage, place, cpus_per_worker=cpus)
+            except (ConfigError, ray_train.TrainingFailed) as error:
+                return {"failed": reason_of(str(error))}
+            return {"failed": None}
+
+        (result,) = ray_tune.run_trials(trial, options, storage, name, at_once=1, param_space={})
+        if result.error is not None:
+            return reason_of(str(result.error))
+        failed: str | None = result.metrics["failed"]
+        return failed
+
+    return launch
+
+
+def reason_of(text: str) -> str:
+    """Why a launch has failed, in one line."""
+    if any(words in text for words in LOST):
+        return KILLED
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"
+
+
+if __name__ == "__main__":
+    ray_train.run_as_program(main)
