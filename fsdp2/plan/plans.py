@@ -68,6 +68,6 @@ def plan(config: Config, ranks: int, gpu: Gpu | None, budget: int | None, *, las
     there = {rank: run(config, ranks, rank, gloo=gpu is None) for rank in ordered}
     first, *others = (memory_of(config, rank, runs, offload_apart=gpu is not None) for rank, runs in there.items())
     fullest = max((first, *others), key=lambda memory: memory.peak.bytes)
-    extra = [beside_on_cpu(fullest)] if gpu is None else terms(config, ranks, fullest.peak)
+    extra = [beside_on_cpu(fullest)] if gpu is None else terms(config, ranks, fullest)
     time = None if gpu is None or gpu.speed is None else step_time(config, ranks, there[0], gpu.speed)
     return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, time)
