@@ -255,7 +255,7 @@ def taken(file: Path) -> int:
     total = most = 0
     for when, change, _ in line.changes():
         total += change
-        if total > most and line.phase_at(when).name not in ("checkpoint", "between"):
+        if total > most and line.phase_at(when).name not in ("checkpoint", "full model", "between"):
             most = total
     return most
 

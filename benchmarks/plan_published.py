@@ -114,7 +114,7 @@ def row(
             changed.enter_context(every_second())
         runs = run(config, ranks, 0, gloo=False)
     memory = memory_of(config, 0, runs, offload_apart=True)
-    used = memory.peak.bytes + sum(term.bytes for term in terms(config, ranks, memory.peak))
+    used = memory.peak.bytes + sum(term.bytes for term in terms(config, ranks, memory))
     found = Row(point, config, gpu, runs, step_time(config, ranks, runs, gpu.speed), used)
     if not keep:
         found.runs = Runs(found.runs.longer, None, 0)

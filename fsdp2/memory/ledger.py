@@ -56,7 +56,7 @@ class Allocation:
 class Phase:
     """A part of a step, and when it began, in seconds."""
 
-    name: str  # data, forward, backward, optimizer, checkpoint, evaluation
+    name: str  # data, forward, backward, optimizer, evaluation, checkpoint, full model
     step: int
     began: float
 

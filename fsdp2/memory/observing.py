@@ -17,6 +17,7 @@ from fsdp2.memory.phases import Phases
 from fsdp2.memory.profile import Profile
 from fsdp2.memory.recorder import Recorder
 from fsdp2.parallel.engine import Engine
+from fsdp2.report import planned
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
@@ -71,6 +72,8 @@ def observed(
         except torch.OutOfMemoryError as error:
             alive = recorder.ledger.alive() if recorder else known_state(engine, device)
             error.add_note(out_of_memory.report(alive, config, device.type, world.world_size, blocks))
+            if planned_advice := planned.advice(run.place, world.world_size):
+                error.add_note(planned_advice)
             error.add_note(out_of_memory.planning(config, device, world.world_size, run.place))
             raise
     if config.profile:

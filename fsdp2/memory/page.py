@@ -17,6 +17,7 @@ PHASES = {
     "backward": "#ee6677",
     "optimizer": "#ccbb44",
     "checkpoint": "#228833",
+    "full model": "#44aa99",
     "evaluation": "#aa3377",
 }
 MOST_SHADES = 300  # beyond, the strip below the curves shows the phases, and the shades would only slow the page

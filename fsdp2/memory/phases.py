@@ -17,6 +17,7 @@ OF_ENGINE = {
     "clip": ("optimizer", "optimizer"),
     "step": ("optimizer", "between"),
 }
+OF_CHECKPOINTS = {"save": "checkpoint", "write_full_model": "full model"}
 Listener = Callable[[str, int], Any]  # (phase, number of the step that it belongs to)
 
 
@@ -25,7 +26,7 @@ class Phases(AbstractContextManager["Phases"]):
 
     Args:
         step: the number of optimizer steps done.
-        checkpoints: an object whose `save` writes checkpoints.
+        checkpoints: an object whose `save` writes checkpoints, and whose `write_full_model` writes the whole model.
     """
 
     def __init__(self, engine: Engine, checkpoints: Any, step: Callable[[], int]) -> None:
@@ -36,7 +37,8 @@ class Phases(AbstractContextManager["Phases"]):
     def __enter__(self) -> Phases:
         for method, (during, after) in OF_ENGINE.items():
             self._tell(self.engine, method, during, after)
-        self._tell(self.checkpoints, "save", "checkpoint", "between")
+        for method, during in OF_CHECKPOINTS.items():
+            self._tell(self.checkpoints, method, during, "between")
         return self
 
     def __exit__(

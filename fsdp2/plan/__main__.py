@@ -112,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     if gpu is not None:
         lines += report_time.lines(plans, gpu, tokens)
     found = None
-    short = next((one for one in reversed(plans) if not one.fits), None)
+    # A run that is out of memory in spite of its plan finds there what would save how much.
+    kept = plans[-1] if config.run_dir is not None else None
+    short = next((one for one in reversed(plans) if not one.fits), kept)
     if short is not None:
 
         def replan(changed: Config, flags: str) -> Plan:
@@ -120,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
             return plan(changed, short.ranks, gpu, limit)
 
         found = advice.advise(short, replan)
-        lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
+        if not short.fits:
+            lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
     print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
     if html is not None:
         _draw(Path(html), plans, gpu, limit, say)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown, unknown
-from fsdp2.plan.memory import Memory, Peak
+from fsdp2.plan.memory import Memory
 from fsdp2.plan.speed import KEYS as SPEED_KEYS
 from fsdp2.plan.speed import Speed, read_speed
 from fsdp2.units import byte_count
@@ -18,8 +18,6 @@ TABLE = Path(__file__).with_name("gpus.toml")
 KEYS = ("memory", "source", "kind", *SPEED_KEYS)
 KINDS = ("gpu", "cpu")
 
-# Assumed: torch documents that blocks of other sizes can't always be reused, and no figure for it.
-FRAGMENTATION = 0.05
 # Assumed: no data sheet says what a context and torch's kernels take; reports range from 0.3 to 1 GB.
 CONTEXT = 700_000_000
 # NCCL_BUFFSIZE is 4 MiB (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). How many channels a
@@ -85,13 +83,16 @@ def gpu_of(name: str, values: Any, place: str) -> Gpu:
     return Gpu(name, memory, str(values.get("source", place)), read_speed(where, values, on_cpu=on_cpu), on_cpu)
 
 
-def terms(config: Config, ranks: int, peak: Peak) -> list[Term]:
-    """What a device holds beside the tensors of a peak."""
+def terms(config: Config, ranks: int, memory: Memory) -> list[Term]:
+    """What a device holds beside the tensors of the peak."""
     # The default group, and one for each dimension of the mesh.
     communicators = 0 if ranks == 1 else 1 + (config.replicas > 1) + (config.strategy == "fsdp2")
     return [
-        Term("allocator's rounding", peak.rounding, "each tensor to 512 bytes: kMinBlockSize of CUDACachingAllocator"),
-        Term("fragmentation", int(FRAGMENTATION * peak.bytes), f"assumed: {FRAGMENTATION:.0%} of the tensors"),
+        Term(
+            "allocator",
+            memory.reserved - memory.peak.bytes,
+            "rounding, holes, and a pool for each stream: the step's allocations through CUDACachingAllocator's rules",
+        ),
         Term("CUDA context, kernels", CONTEXT, "assumed: 0.3 to 1 GB are reported"),
         Term(
             "nccl's buffers",

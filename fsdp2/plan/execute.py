@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.plan import batches, fake
 from fsdp2.plan.depth import shorten
 from fsdp2.plan.fake_ledger import FakeLedger
+from fsdp2.plan.saving import Saving, starting_from
 from fsdp2.plan.work import Work
 from fsdp2.run.parts import add_parts
 from fsdp2.run.runtime import World
@@ -47,6 +49,7 @@ class Execution:
         head: the name of the layer that makes the logits, of a model that tells.
         model_bytes, optimizer_bytes: of this rank's parameters and buffers, and of its optimizer's state.
         average_bytes: of `--ema`.
+        starting: what loading other weights has allocated, before there was an optimizer; None if none are loaded.
         work: every operator, in the order in which they were issued.
     """
 
@@ -58,6 +61,7 @@ class Execution:
     optimizer_bytes: int
     average_bytes: int
     work: list[Work]
+    starting: Timeline | None
 
 
 def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *, gloo: bool = True) -> Execution:
@@ -91,17 +95,26 @@ def _execute(
     config: Config, world: World, device: torch.device, ledger: FakeLedger, modes: ExitStack, blocks: int | None
 ) -> Execution:
     spec = config.spec
-    values = fake.Values(lambda: ledger.in_model)
-    engine = make_engine(config, spec, world, device, modes, values, blocks)
+    values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
+    load = starting_from(config, starting, STEPS) if config.weights is not None else None
+    engine = make_engine(config, spec, world, device, modes, values, blocks, load)
     if config.model.startswith("hf:"):
         modes.enter_context(fake.seen_by_transformers(values))
     recorder = Recorder(engine, device, {"rank": world.rank}, None, None)
     recorder.ledger = ledger
-    with Phases(engine, SimpleNamespace(save=lambda: None), lambda: ledger.steps_done) as phases, recorder:
+    with (
+        Phases(engine, SimpleNamespace(save=None, write_full_model=None), lambda: ledger.steps_done) as phases,
+        recorder,
+    ):
         phases.listeners.append(recorder.phase)
+        saving = Saving(config, engine, world, ledger)
+        for count in (0, STEPS + 1):
+            saving.restore(count)  # the first is left out: DTensor makes tensors to learn shapes, which it then knows
         order = batches.order(config)
         ledger.mark("data", [order])
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            if step and config.async_checkpoint is not None:
+                saving.save(step)  # its copies are there in all later steps
             parts = batches.microbatches(config, spec, world, ledger)
             # As the loop does, which reports a step while the next one runs.
             reported = train_step(engine, parts, spec, config, world, [False, False])
@@ -110,6 +123,8 @@ def _execute(
         ledger.phase("evaluation", STEPS)
         with engine.evaluating():
             scored(engine.forward, spec, batches.evaluation_batches(config, spec, world, ledger), device)
+        saving.save(STEPS + 1)
+        saving.write_full_model(STEPS + 1)
         del reported
     held = engine.held()
     average = engine.ema.averages.values() if engine.ema is not None else ()
@@ -123,6 +138,7 @@ def _execute(
         optimizer_bytes=_bytes(held["optimizer"]),
         average_bytes=_bytes(average),
         work=ledger.watching.done,
+        starting=starting[0] if starting else None,
     )
 
 
@@ -134,6 +150,7 @@ def make_engine(
     modes: ExitStack,
     values: fake.Values,
     blocks: int | None,
+    load_weights: Callable[[nn.Module], None] | None = None,
 ) -> Engine:
     """As `fsdp2.train` makes it, but that nobody sets initial values."""
 
@@ -148,7 +165,7 @@ def make_engine(
         "build": build,
         "blocks_of": blocks_of(config),
         "set_weights": lambda model: None,
-        "load_weights": None,
+        "load_weights": load_weights,
         "brought": lambda name: True,
         "device": device,
         "world_size": world.world_size,

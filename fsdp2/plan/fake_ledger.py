@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class FakeLedger(Ledger):
 
     steps_done = 0
     _backward = LOSS
+    _name: str | None = None
 
     @property
     def in_model(self) -> bool:
@@ -51,22 +53,44 @@ class FakeLedger(Ledger):
             self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)
         return result
 
+    @contextmanager
+    def named(self, operation: str) -> Iterator[None]:
+        """Let what is allocated meanwhile have this operation: a planner knows what it makes in place of what."""
+        self._name = operation
+        try:
+            yield
+        finally:
+            self._name = None
+
     def phase(self, name: str, step: int) -> None:
         self._backward = LOSS
         super().phase(name, step)
 
+    def _note(self, tensor: Tensor, operation: str) -> Allocation | None:
+        return None if tensor.is_meta else super()._note(tensor, operation)  # so a fake tensor on meta has none either
+
     def _enter(self, storage: Any, operation: str, kind: str | None = None) -> Allocation | None:
-        new = super()._enter(storage, operation, kind)
+        new = super()._enter(storage, self._name or operation, kind)
         if new is not None:
             new.module = self.module
         return new
 
     def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
         super()._collective(name, operation, values)
+        self._on_its_stream(name, values)
         if name == "reduce-scatter" and self.gloo:
             tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             copy = torch.empty_like(max(tensors, key=lambda tensor: tensor.nbytes))
             self.mark("communication", [copy])
+
+    def _on_its_stream(self, name: str, values: Sequence[Any]) -> None:
+        """Name what an exchange's result lies in after it: FSDP2 allocates that on the exchange's stream."""
+        tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        choose = {"all-gather": max, "reduce-scatter": min}.get(name)
+        if choose is not None:
+            allocation = self._note(choose(tensors, key=lambda tensor: tensor.nbytes), name)
+            if allocation is not None:
+                allocation.operation = name
 
     def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         super()._out_of(module, inputs, outputs)

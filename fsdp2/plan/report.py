@@ -60,13 +60,17 @@ def _column(plan: Plan) -> dict[str, int]:
 
 def _verdict(plan: Plan) -> list[str]:
     memory, config = plan.memory, plan.config
-    found = [f"the peak is in {where(memory.peak)}; evaluation takes {size(memory.evaluation.bytes)} of tensors"]
+    parts = ", ".join(f"{name} {size(peak.bytes)}" for name, peak in memory.parts.items())
+    found = [f"the peak is in {where(memory.peak)}; most tensors in each part: {parts}"]
     if plan.last is not memory:
         found[0] += f"; the last rank takes {size(plan.last.peak.bytes)}"
-    host = f"{size(memory.on_host)} a rank for what is offloaded, and " if memory.on_host else ""
-    shards = memory.model_bytes + memory.optimizer_bytes + memory.average_bytes
     disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}"
-    found.append(f"host memory: {host}{size(shards)} a rank while a checkpoint is written; {disk}")
+    host = (
+        f"host memory: {size(memory.on_host)} a rank for what is offloaded, saved or loaded; "
+        if memory.reserved
+        else ""
+    )
+    found.append(f"{host}{disk}")
     if plan.budget is not None:
         verdict = "fits" if plan.fits else "does not fit"
         found.append(f"{verdict}: {size(plan.bytes)} of {size(plan.budget)} ({plan.bytes / plan.budget:.0%})")
@@ -94,7 +98,8 @@ def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None, token
             "budget": plan.budget,
             "fits": plan.fits if plan.budget is not None else None,
             "peak": dataclasses.asdict(plan.memory.peak),
-            "evaluation": dataclasses.asdict(plan.memory.evaluation),
+            "parts": {name: dataclasses.asdict(peak) for name, peak in plan.memory.parts.items()},
+            "reserved": plan.memory.reserved or None,
             "last_rank": plan.last.peak.bytes,
             "beside_tensors": [dataclasses.asdict(term) for term in plan.extra],
             "on_host": plan.memory.on_host,

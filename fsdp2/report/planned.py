@@ -60,6 +60,21 @@ class Planned:
         return lines
 
 
+def advice(place: str, world_size: int) -> str | None:
+    """What the plan in a run's directory says that flags save, in bytes of a rank; None where it says nothing."""
+    try:
+        content: Any = parse_json(open_files(place).read(FILE))
+        found = content["advice"]
+        if found["plan"]["ranks"] != world_size:
+            return None
+        saved = [f"  {str(flag)[:80]:44}{size(int(count))} less" for flag, count in found["singly"].items()]
+        together = " ".join(str(flag)[:80] for flag in found["flags"])
+        end = f"together, {together}: {size(int(found['plan']['bytes']))} a rank"
+        return "\n".join([f"what each flag saves by itself, as {FILE} has planned it:", *saved, end]) if saved else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
 def _range(step_ms: tuple[float, float, float]) -> str:
     return f"{step_ms[1]:.1f} ms ({step_ms[0]:.1f} to {step_ms[2]:.1f})"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan import fake
-from fsdp2.plan.memory import plan_memory
+from fsdp2.plan.memory import run
 
 
 def test_a_fake_rank_is_the_rank_it_says_and_sends_nothing() -> None:
@@ -41,10 +41,10 @@ def test_values_are_answered_outside_of_a_model_alone() -> None:
 def test_a_model_that_reads_values_is_refused_by_name() -> None:
     config = parse(["--model=tests.plan.models:deciding", "--dataset=digits", "--batch-size=4"])
     with pytest.raises(ConfigError, match=r"deciding: can't be planned, since .* reads values"):
-        plan_memory(config, 2, 0)
+        run(config, 2, 0, gloo=True)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
 def test_a_strategy_that_cannot_be_planned_is_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"--strategy {strategy}: .*compare"):
-        plan_memory(parse([f"--strategy={strategy}"]), 2, 0)
+        run(parse([f"--strategy={strategy}"]), 2, 0, gloo=True)

@@ -15,6 +15,7 @@ import torch
 from fsdp2.config import parse
 from fsdp2.plan.__main__ import main as plan
 from fsdp2.report import planned
+from fsdp2.units import size
 from tests.harness import main_in_ranks, small
 
 
@@ -86,3 +87,17 @@ def test_out_of_memory_offers_the_plan_that_finds_flags(
     assert base.budget == 1_000_000
     assert not base.fits
     assert "alone, each flag would save" in capsys.readouterr().out
+
+
+def test_out_of_memory_says_what_the_plan_has_planned(
+    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = small(tmp_path / "run", "--max-steps=3", "--test-batch-size=16", "--memory-limit=1MB")
+    plan([*flags, "--ranks=2"])
+    found = json.loads((tmp_path / "run" / planned.FILE).read_text())["advice"]
+    flag, saved = next(iter(found["singly"].items()))
+    for _, _, notes in ranks.run(_printed, flags):
+        assert f"  {flag:44}{size(saved)} less" in notes[-2].splitlines()
+        assert "python -m fsdp2.plan" in notes[-1]
+    assert planned.advice(str(tmp_path / "run"), 3) is None
+    assert planned.advice(str(tmp_path), 2) is None

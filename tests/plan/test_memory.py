@@ -8,10 +8,10 @@ import pytest
 
 from fsdp2.config import Config, parse
 from fsdp2.plan import memory
-from fsdp2.plan.memory import Memory, plan_memory
 from fsdp2.plan.plans import plan
+from fsdp2.plan.saving import CHECKPOINT
 from tests.harness import Ranks, main_in_ranks
-from tests.plan.taken import taken
+from tests.plan.taken import planned, taken
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens"
 DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens"
@@ -19,10 +19,6 @@ DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=ran
 
 def _config(flags: str) -> Config:
     return parse(flags.split())
-
-
-def _planned(flags: str, ranks: int = 2, rank: int = 0) -> Memory:
-    return plan_memory(_config(flags), ranks, rank)
 
 
 CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16"
@@ -45,20 +41,24 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str)
     line = f"{flags} --threads=1 --device=cpu --no-save-model --max-steps=3 --memory-snapshot"
     ranks.run(main_in_ranks, [*line.split(), f"--run-dir={tmp_path}"])
     for rank in range(2):
-        assert taken(tmp_path, rank) == _planned(flags, rank=rank).peak.bytes
+        assert taken(tmp_path, rank) == planned(flags, rank=rank).peak.bytes
 
 
 def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{DEEP} --mixed-precision --activation-checkpointing"
     assert memory.depths(_config(flags)) == (6, 4, 5)
-    short = _planned(flags, ranks=64)
+    short = planned(flags, ranks=64)
     monkeypatch.setattr(memory, "depths", lambda config: None)
-    assert short == _planned(flags, ranks=64)
+    whole = planned(flags, ranks=64)
+    # Ranks send the names of blocks to each other, and some names are longer.
+    objects = [one.parts.pop(CHECKPOINT).bytes for one in (short, whole)]  # type: ignore[attr-defined]
+    assert objects[0] == pytest.approx(objects[1], rel=0.02)
+    assert short == whole
 
 
 @pytest.mark.parametrize("flags", [LLAMA, f"{CNN} --global-batch-size=15 --grad-accumulation=2"])
 def test_no_rank_takes_more_than_the_first(flags: str) -> None:
-    first, *others = (_planned(flags, ranks=7, rank=rank) for rank in range(7))
+    first, *others = (planned(flags, ranks=7, rank=rank) for rank in range(7))
     assert first.model_bytes > others[-1].model_bytes
     for other in others:
         assert first.peak.bytes >= other.peak.bytes
@@ -66,12 +66,12 @@ def test_no_rank_takes_more_than_the_first(flags: str) -> None:
 
 
 def test_padding_takes_more_of_a_small_model_on_more_ranks() -> None:
-    few, many = (_planned("--model=vit --batch-size=2 --test-batch-size=2", ranks=count) for count in (64, 1024))
+    few, many = (planned("--model=vit --batch-size=2 --test-batch-size=2", ranks=count) for count in (64, 1024))
     assert many.peak.bytes > few.peak.bytes
 
 
 def test_more_ranks_take_less_until_padding_is_all_that_is_left() -> None:
-    found = [_planned(LLAMA, ranks=count).peak for count in (1, 2, 8, 4096)]
+    found = [planned(LLAMA, ranks=count).peak for count in (1, 2, 8, 4096)]
     parameters = [peak.kinds["parameters"] for peak in found]
     assert parameters == sorted(parameters, reverse=True)
     whole = sum(p.numel() * 4 for p in _config(LLAMA).spec.on_meta("debug").parameters())
@@ -90,24 +90,24 @@ def test_more_ranks_take_less_until_padding_is_all_that_is_left() -> None:
     ],
 )
 def test_a_flag_lowers_its_kind(flags: str, kind: str) -> None:
-    assert _planned(f"{LLAMA} {flags}").peak.kinds.get(kind, 0) < _planned(LLAMA).peak.kinds[kind]
+    assert planned(f"{LLAMA} {flags}").peak.kinds.get(kind, 0) < planned(LLAMA).peak.kinds[kind]
 
 
 def test_replicas_hold_what_fewer_ranks_hold() -> None:
     state = "model_bytes", "optimizer_bytes"
-    two = _planned(LLAMA, ranks=2)
-    four = _planned(f"{LLAMA} --replicas=2", ranks=4)
+    two = planned(LLAMA, ranks=2)
+    four = planned(f"{LLAMA} --replicas=2", ranks=4)
     assert [getattr(two, name) for name in state] == [getattr(four, name) for name in state]
 
 
 def test_offloaded_state_is_on_the_host_where_there_is_a_device() -> None:
-    there = plan_memory(_config(f"{LLAMA} --cpu-offload"), 2, 0, offload_apart=True)
+    there = planned(f"{LLAMA} --cpu-offload", gpu=True)
     assert not {"parameters", "gradients", "optimizer"} & set(there.peak.kinds)
-    assert there.on_host == 2 * there.model_bytes + there.optimizer_bytes
+    assert there.on_host >= 2 * there.model_bytes + there.optimizer_bytes
 
 
 def test_many_microbatches_take_what_three_take() -> None:
-    few, many = (_planned(f"{LLAMA} --grad-accumulation={count}").peak for count in (3, 64))
+    few, many = (planned(f"{LLAMA} --grad-accumulation={count}").peak for count in (3, 64))
     assert few.bytes == many.bytes
 
 

@@ -13,9 +13,9 @@ from fsdp2.config import Config, parse
 from fsdp2.memory.ledger import Ledger
 from fsdp2.plan import batches, fake
 from fsdp2.plan.execute import make_engine
-from fsdp2.plan.memory import plan_memory
 from fsdp2.run.runtime import World
 from fsdp2.train import train_step
+from tests.plan.taken import planned
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --test-batch-size=1"
 # What a plan counts beside: the order of an epoch's 1,024 samples, and what the step before has to report.
@@ -32,9 +32,10 @@ def fsdp_tracker(model: Any, optimizer: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flags", ["", "--reshard-after-forward=true --optimizer=sgd"])
 def test_torchs_tracker_counts_the_same_bytes(flags: str) -> None:
-    config = parse([*LLAMA.split(), *flags.split()])
+    line = f"{LLAMA} {flags}"
+    config = parse(line.split())
     # Without gloo's copy, which the tracker doesn't see.
-    assert plan_memory(config, 2, 0, offload_apart=True).peak.bytes - BESIDE == _tracked(config)
+    assert planned(line, gpu=True).parts["training"].bytes - BESIDE == _tracked(config)
 
 
 def _tracked(config: Config) -> int:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fsdp2.plan import fake
-from fsdp2.plan.memory import plan_memory
 from tests.harness import Ranks, main_in_ranks
-from tests.plan.taken import taken
+from tests.plan.taken import planned, taken
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,9 +24,7 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, family: str
     line += ["--dataset=random-tokens", "--test-batch-size=16", "--threads=1", "--device=cpu", "--no-save-model"]
     line += ["--max-steps=2", "--memory-snapshot", f"--run-dir={tmp_path / 'run'}"]
     ranks.run(main_in_ranks, line)
-    from fsdp2.config import parse
-
-    assert plan_memory(parse(line), 2, 0).peak.bytes == taken(tmp_path / "run", 0)
+    assert planned(" ".join(line)).peak.bytes == taken(tmp_path / "run", 0)
 
 
 def test_values_that_follow_from_no_batch_are_known() -> None:
