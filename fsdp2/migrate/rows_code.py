@@ -31,8 +31,8 @@ IN_CODE = rows(
         "subclass of FullyShardedDataParallel",
         "nothing",
         REFUSED,
-        "fully_shard makes no wrapper that could be derived from: such a program keeps FSDP1's interface, which can be. "
-        "Without it, move what it overrides into functions, or into the model.",
+        "fully_shard makes no wrapper that could be derived from: such a program keeps FSDP1's interface, which can "
+        "be. Without it, move what it overrides into functions, or into the model.",
     ),
     (
         "private name of FSDP1",
