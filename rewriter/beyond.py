@@ -10,7 +10,7 @@ from fsdp2.migrate.row import CLASS
 from rewriter import each_parameter
 from rewriter.edits import Undecided
 from rewriter.module import Module
-from rewriter.names import alias, code_of, how_it_travels, uses
+from rewriter.names import code_of, how_it_travels, uses
 from rewriter.scene import Scene
 from rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX
 from rewriter.taken import KEPT
@@ -21,31 +21,10 @@ from rewriter.values import string
 STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")
 
 
-def remove_alias(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Take such a name away, if what reads it has moved."""
-    name = alias(node, module, scene.rewriting.program.symbol)
-    edits, line = scene.edits(module), module.statement(node)
-    if name is None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
-        return False
-    for read in module.references(name):
-        if not edits.goes(read) and not (alias(read, module, scene.symbol) and remove_alias(scene, module, read)):
-            return False
-    assign = line.body[0]
-    assert isinstance(assign, cst.Assign)
-    target, value = assign.targets[0].target, assign.value
-    if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
-        both = [pair for pair in zip(target.elements, value.elements, strict=True) if pair[1].value is not node]
-        sides = [", ".join(edits.code(pair[side].value) for pair in both) for side in (0, 1)]
-        edits.replace(module.span(assign), " = ".join(sides))
-    else:
-        edits.remove(line)
-    return True
-
-
 def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
     """What there is to decide about a use that no rule has taken."""
     row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
-    if row.code in ("FC04", "FC01") and symbol == CLASS:
+    if row.code == "FC04" and symbol == CLASS:
         return how_it_travels(node, module)
     if row.status == "exact" or not row.note:
         return f"not moved, since nothing is known of where it goes; it would be {row.becomes}"
@@ -64,8 +43,6 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             statement = module.statement(node)
             if id(statement) in said and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
                 continue  # a rule has said what there is to decide
-            if (symbol == CLASS or symbol.startswith("module:")) and remove_alias(scene, module, node):
-                continue
             code = code_of(symbol, node, module, scene.symbol)
             if symbol.partition(".")[0] in OPTIONS and (scene.calls or scene.fsdp2):
                 if (problem := refused(scene, module, node, symbol)) is not None:
@@ -77,7 +54,6 @@ def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:
                 elif scene.calls:
                     scene.take(code, node, module, KEPT)
                 continue
-            code = "FC04" if code == "FC01" and symbol == CLASS else code
             why = _why(symbol, node, module, scene)
             problem = Undecided(code, why, node, module, blocking=code in ("FC04", "FC05"))
             # A model is never half moved: nor is what another function, or a class derived from FSDP1's, makes of it.

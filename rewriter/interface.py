@@ -137,6 +137,8 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
             elif head in GIVES and home is not None:
                 _at_use(scene, module, node, head, home.package)
                 scene.take(code, node, module)
+            elif head.startswith("module:") and isinstance(module.parent(node), (cst.Assign, cst.AnnAssign)):
+                scene.take(code, node, module, KEPT)  # of which each use is looked at
             elif head.startswith(("private:", "library:", "fairscale:", "module:")):
                 problems.append(_left(code, node, module))
             elif (option := beyond.refused(scene, module, node, symbol)) is not None:

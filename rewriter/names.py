@@ -8,7 +8,6 @@ from typing import Any
 import libcst as cst
 
 from rewriter.module import Module
-from rewriter.program import bound_value
 from rewriter.scopes import WORD
 from rewriter.symbols import CLASS, canonical, row_of
 from rewriter.values import string
@@ -39,7 +38,7 @@ def code_of(symbol: str, node: cst.CSTNode, module: Module, symbol_of: SymbolOf)
             return "FC02"
         if isinstance(node, cst.SimpleString) or compared(module.parent(above) if above else None, module, symbol_of):
             return "FC02"
-        return "FC01" if alias(node, module, symbol_of) is not None else "FC04"
+        return "FC04"
     row = row_of(symbol)
     if row is not None:
         return row.code
@@ -51,24 +50,6 @@ def code_of(symbol: str, node: cst.CSTNode, module: Module, symbol_of: SymbolOf)
     if head.endswith("Config"):
         return "FM07"
     return "FA05" if "policy" in head.lower() else "FC06"
-
-
-def alias(node: cst.CSTNode, module: Module, symbol_of: SymbolOf) -> cst.Name | None:
-    """The name in `Wrapper = FullyShardedDataParallel`, if wherever it is read it is known to be the class."""
-    above = module.parent(node)
-    holder = module.parent(above) if isinstance(above, cst.Element) else node
-    assign = module.parent(holder) if holder is not None else None
-    targets = [t.target for t in assign.targets] if isinstance(assign, cst.Assign) else []
-    for target in targets[:1] if len(targets) == 1 else ():
-        held = target.elements if isinstance(target, (cst.Tuple, cst.List)) else ()
-        names = [target] if holder is node else [element.value for element in held]
-        for name in names:
-            if isinstance(name, cst.Name) and bound_value(name, module) is node:
-                if isinstance(module.enclosing(name, cst.FunctionDef, cst.ClassDef), cst.ClassDef):
-                    return None
-                known = symbol_of(node, module)
-                return name if all(symbol_of(read, module) == known for read in module.references(name)) else None
-    return None
 
 
 def compared(node: cst.CSTNode | None, module: Module, symbol_of: SymbolOf) -> cst.BaseExpression | None:

@@ -161,7 +161,7 @@ def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Trac
 def _interface(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked, modules: list[Module]) -> Way:
     """Files that keep FSDP1's interface."""
     travels = any(
-        symbol == CLASS and names.code_of(symbol, node, module, program.symbol) in ("FC01", "FC04", "FC05")
+        symbol == CLASS and names.code_of(symbol, node, module, program.symbol) in ("FC04", "FC05")
         for module in modules
         for node, symbol in names.uses(module, program.symbol)
     )

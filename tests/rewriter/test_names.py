@@ -22,31 +22,34 @@ MADE = FSDP + "model = FSDP(net)\n"
 MOVED = {
     "alias of the module": (
         f"{CLASS}\nWrapper = FullyShardedDataParallel\n{USES}",
-        "if isinstance(model, FSDPModule):",
+        "if isinstance(model, Wrapper):",
     ),
     "alias in a function": (
         f"{CLASS}\ndef made(net):\n    Wrapper = FullyShardedDataParallel\n    return Wrapper(net)\n",
-        "return fully_shard(net)",
+        "return Wrapper(net)",
     ),
-    "alias of an alias": (f"{FSDP}First = FSDP\nWrapper = First\n{USES}", "with full_params(model):"),
-    "tuple": (f"{CLASS}\nWrapper, other = FullyShardedDataParallel, 3\n{USES}", "other = 3"),
+    "alias of an alias": (f"{FSDP}First = FSDP\nWrapper = First\n{USES}", "Wrapper = First"),
+    "tuple": (f"{CLASS}\nWrapper, other = FullyShardedDataParallel, 3\n{USES}", "from fsdp1_interface import"),
     "or None": (
         f"try:\n    {CLASS} as Wrapper\nexcept ImportError:\n    Wrapper = None\n{USES}",
         "if isinstance(model, FSDPModule):",
     ),
-    "getattr": (f'{PACKAGE}Wrapper = getattr(fsdp, "FullyShardedDataParallel")\n{USES}', "with full_params(model):"),
+    "getattr": (
+        f'{PACKAGE}Wrapper = getattr(fsdp, "FullyShardedDataParallel")\n{USES}',
+        "Wrapper = FullyShardedDataParallel",
+    ),
     "getattr, called": (
         f'{PACKAGE}model = getattr(fsdp, "FullyShardedDataParallel")(net)\n',
         "model = fully_shard(net)",
     ),
     "dict of the package": (
         f'{PACKAGE}Wrapper = fsdp.__dict__["FullyShardedDataParallel"]\n{USES}',
-        "fully_shard(net)",
+        "Wrapper = FullyShardedDataParallel",
     ),
     "importlib": (
         'import importlib\nfsdp = importlib.import_module("torch.distributed.fsdp")\n'
         "model = fsdp.FullyShardedDataParallel(net)\n",
-        "model = fully_shard(net)",
+        "model = FullyShardedDataParallel(net)",
     ),
     "only for types": (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch.distributed.fsdp import "
@@ -138,9 +141,8 @@ def test_it_is_handed_on_through_packages(tmp_path: Path) -> None:
         end="from middle import Sharded\nmodel = Sharded(net)\nprint(isinstance(model, Sharded))\n",
     )
     assert marks == []
-    assert "model = fully_shard(net)\nprint(isinstance(model, FSDPModule))" in files["end"]
-    assert files["base"] == "other = 3\n"
-    assert files["middle"] == "from base import other\n"
+    assert "from fsdp1_interface import FullyShardedDataParallel\n" in files["base"]
+    assert files["middle"] == "from base import Wrapper as Sharded, other\n"
 
 
 def test_a_model_of_another_file(tmp_path: Path) -> None:
