@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import libcst as cst
 
@@ -66,6 +67,7 @@ def changed(scene: Scene, known: list[Undecided]) -> list[Undecided]:
     """Code that names nothing of FSDP1, and whose meaning changes with a sharded model's parameters."""
     problems: list[Undecided] = []
     said = {id(problem.module.statement(problem.node)) for problem in known}
+    scene = replace(scene, travels=False)  # what may be a model gets no mark, since most of it is none
     for module in scene.modules:
         edits = scene.edits(module)
         for call in module.all(cst.Call):

@@ -25,6 +25,7 @@ SAME = (
     "fsdp_min_num_params",
     "fsdp_cpu_ram_efficient_loading",
 )
+ACCELERATE = {*GONE, *GONE_OLD, *SAME, "fsdp_sharding_strategy", "fsdp_state_dict_type", "fsdp_version"}
 RESHARD = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}
 COMPOSER = (
     "sharding_strategy",
@@ -159,10 +160,10 @@ def _yaml(source: Source) -> Any:
         raise Unreadable("is not YAML of one document") from None
 
 
-def _kind(source: Source, data: Mapping[str, Any]) -> Config | None:
+def _kind(source: Source, data: Mapping[str, Any], under: str = "") -> Config | None:
     held = data.get("fsdp_config")
     if isinstance(held, Mapping):
-        ours = any(str(key).startswith("fsdp_") for key in held)
+        ours = any(key in ACCELERATE for key in held)  # others have an fsdp_config with keys of their own
         if not ours and not any(key in held for key in COMPOSER):
             return None
         made = Config(source, "accelerate" if ours else "composer")
@@ -170,20 +171,21 @@ def _kind(source: Source, data: Mapping[str, Any]) -> Config | None:
         made.places = [_place(source, held, str(key)) for key in held]
         made.version = 2 if str(held.get("fsdp_version")) == "2" else 1
         return made
-    found = _lightning(source, data)
+    found = _lightning(source, data, under)
     if found is not None:
         return found
-    for value in data.values():
-        if isinstance(value, Mapping) and (below := _kind(source, value)) is not None:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and (below := _kind(source, value, str(key))) is not None:
             return below
     return None
 
 
-def _lightning(source: Source, data: Mapping[str, Any]) -> Config | None:
-    """strategy: fsdp, or a class_path that ends in FSDPStrategy."""
+def _lightning(source: Source, data: Mapping[str, Any], under: str) -> Config | None:
+    """strategy: fsdp of a Trainer, or a class_path that ends in FSDPStrategy."""
     strategy = data.get("strategy")
     name = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
-    if isinstance(name, str) and (name.startswith("fsdp") or name.endswith("FSDPStrategy")):
+    trainers = under in ("trainer", "fabric") or any(key in data for key in ("accelerator", "devices", "num_nodes"))
+    if isinstance(name, str) and ((name.startswith("fsdp") and trainers) or name.endswith("FSDPStrategy")):
         return Config(source, "lightning", head=_place(source, data, "strategy"))
     return None
 

@@ -74,7 +74,7 @@ def gradient(scene: Scene, module: Module, node: cst.Attribute) -> bool:
     if node.attr.value != "grad" or not (isinstance(above, cst.Attribute) or listed or _reduced(module, node)):
         return False
     shown = above.attr.value if isinstance(above, cst.Attribute) else ""
-    if shown in ("dtype", "device", "is_cuda", "requires_grad", "numel") or _scaled(module, node):
+    if shown in ("dtype", "device", "is_cuda", "is_sparse", "requires_grad", "numel") or _scaled(module, node):
         return False
     return over_parameters(scene, module, node)
 

@@ -21,8 +21,9 @@ from rewriter.program import Program
 from rewriter.scene import Scene
 from rewriter.scopes import module_name
 from rewriter.source import INTERFACE, Source
-from rewriter.symbols import AROUND, BY_CODE, PACKAGE, canonical
+from rewriter.symbols import AROUND, BY_CODE, PACKAGE, PREFIX, canonical
 from rewriter.taken import KEPT
+from rewriter.values import string
 
 GIVEN = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device")
 SHIM = Path(__file__).parents[1] / "fsdp2" / "migrate" / "shim"
@@ -134,6 +135,8 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
             head = symbol.partition(".")[0]
             if (refused := REFUSED.get(symbol, REFUSED.get(head))) and not _only_compared(module, node):
                 problems.append(_left(refused, node, module))
+            elif code == "FC05" and not _takes_module_first(module, node):
+                problems.append(_left("FC05", node, module))
             elif head in GIVES and home is not None:
                 _at_use(scene, module, node, head, home.package)
                 scene.take(code, node, module)
@@ -152,20 +155,23 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
 def _of_models(scene: Scene, module: Module) -> list[Undecided]:
     """What is asked of sharded models: most of it they have, and FSDP1's inner parts they haven't."""
     instances.compare(scene, module)
+    problems = []
     for call in module.all(cst.Call):
         methods.forward(scene, module, call)
+        if _unwraps_for_ever(module, call):
+            why = "model.module is the model, so that what unwraps until there is no .module never ends"
+            problems.append(Undecided("FC08", why, call, module, blocking=False))
         if methods.by_name(module, call):
             scene.take("FC03", call, module, KEPT)
     for made in [
         one for node, where in scene.calls if where is module for one in methods.optimizers_before(where, node)
     ]:
         scene.take("FC14", made, module, KEPT)
-    problems = []
     for node in module.all(cst.Attribute):
         name = node.attr.value
-        if name in METHODS and scene.is_model(node.value, module):
-            scene.take(METHODS[name], node, module, KEPT)
-        elif name == "register_comm_hook" and scene.may_be_model(node.value, module):
+        if name == PREFIX or (name in METHODS and scene.is_model(node.value, module)):
+            scene.take(METHODS.get(name, "FC08"), node, module, KEPT)
+        elif name == "register_comm_hook" and scene.is_model(node.value, module):
             problems.append(_left("FM22", node, module))
         elif code := methods.attribute_of_model(scene, module, node):
             if name in GIVEN:
@@ -179,6 +185,26 @@ def kept(program: Program, modules: Sequence[Module]) -> bool:
     """Whether these files have the interface already, and nothing of FSDP1's class beside it."""
     has = any(module_name(line).endswith(INTERFACE) for module in modules for line in module.all(cst.ImportFrom))
     return has and not any(_given(program, module) for module in modules)
+
+
+def _takes_module_first(module: Module, base: cst.CSTNode) -> bool:
+    """Whether a class derived from FSDP1's is made of a module, as the interface's are."""
+    owner = module.enclosing(base, cst.ClassDef)
+    lines = owner.body.body if owner is not None else ()
+    made = [line for line in lines if isinstance(line, cst.FunctionDef) and line.name.value == "__init__"]
+    return not made or [param.name.value for param in made[0].params.params[1:2]] in (["module"], [])
+
+
+def _unwraps_for_ever(module: Module, call: cst.Call) -> bool:
+    """`while hasattr(model, "module")`, and a function that calls itself with model.module: FSDP1's inner module has no
+    such attribute, and here it is the model itself."""
+    asked = string(call.args[1].value) if module.code(call.func) == "hasattr" and len(call.args) == 2 else None
+    if asked in ("module", PREFIX):
+        return module.enclosing(call, cst.While, cst.FunctionDef) is not module.function(call)
+    home = module.function(call)
+    own = home is not None and isinstance(call.func, cst.Name) and call.func.value == home.name.value
+    inner = [arg.value.attr.value for arg in call.args if isinstance(arg.value, cst.Attribute)]
+    return own and bool({"module", PREFIX} & set(inner))
 
 
 def _only_compared(module: Module, node: cst.CSTNode) -> bool:
@@ -232,8 +258,11 @@ def _at_use(scene: Scene, module: Module, node: cst.CSTNode, head: str, package:
         node = node.value
     if isinstance(node, (cst.Attribute, cst.Call, cst.Subscript)) and not _through_file(program, node, module):
         edits = scene.edits(module)
-        edits.need(package, head)
-        edits.replace(module.span(node), head)
+        ours = [name for name in imports.imported(module) if _ours(name) and name.name == head]
+        here = [name.bound for name in ours if module.function(name.alias) is None]
+        if not here:
+            edits.need(package, head)
+        edits.replace(module.span(node), here[0] if here else head)
 
 
 def _through_file(program: Program, node: cst.CSTNode, module: Module) -> bool:

@@ -19,7 +19,9 @@ from rewriter.values import arguments, string
 
 # What FSDP1's models have of their own, and FSDP2's haven't.
 ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device",
-              "training_state", "_handle", "_handles", "_flat_param", "params", "_streams")  # fmt: skip
+              "training_state", "_handle", "_handles", "_flat_param", "params", "_is_root", "_lazy_init")  # fmt: skip
+# Those that nothing else of torch's has: whose they are need not be known.
+INNER = ("_streams", "_all_handles", "flat_param", "_reset_lazy_init", "_state_dict_type")
 METHODS = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
 OPTIMIZER = re.compile(r"(Adam\w*|SGD\w*|Adagrad|Adadelta|RMSprop|Lion|LAMB|Lamb|Adafactor|\w*Optimizer)$")
 EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")
@@ -50,9 +52,9 @@ def move(scene: Scene) -> list[Undecided]:
 def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
     """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
     name = node.attr.value
-    if name not in ATTRIBUTES or not scene.shards or isinstance(module.parent(node), cst.AssignTarget):
+    if name not in ATTRIBUTES + INNER or not scene.shards or isinstance(module.parent(node), cst.AssignTarget):
         return ""
-    if name == "_streams":  # nothing else of torch's has them, but a class may have its own
+    if name in INNER:  # a class may have its own
         return "" if module.code(node.value) == "self" else "FC31"
     if not scene.is_model(node.value, module):
         return ""

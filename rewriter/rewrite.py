@@ -35,7 +35,7 @@ from rewriter.tracked import Tracked
 from rewriter.translate import Rewriting
 from rewriter.values import Values
 
-LIBRARY = re.compile(r"^\s*(from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
+LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
 
 @dataclass
@@ -68,7 +68,9 @@ def rewrite(program: Program) -> Result:
         if interface.kept(program, modules):
             continue
         way = plain.of(modules)
-        if way.problems and not (not calls and _by_library(program)):
+        if library := _by_library(program, modules, any(module is where for _, where in calls for module in modules)):
+            way = replace(way, problems=library)
+        elif way.problems:
             other = _interface(program, calls, tracked, modules)
             known = {(id(problem.node), problem.code) for problem in other.problems}
             reasons = [problem for problem in way.problems if (id(problem.node), problem.code) not in known]
@@ -141,8 +143,6 @@ def _together(program: Program) -> dict[int, int]:
 def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked) -> Way:
     """The whole program in FSDP2's own words."""
     scene = Scene(Rewriting(program), tracked, calls)
-    if not calls and (library := _by_library(program)):
-        return Way(scene, program.parsed, library)
     problems: list[Undecided] = []
     for step in (methods.move, statedicts.move):
         problems += step(scene)
@@ -178,13 +178,16 @@ def _interface(program: Program, calls: list[tuple[cst.Call, Module]], tracked: 
     return Way(scene, program.parsed, _unique(problems), home).of(modules)
 
 
-def _by_library(program: Program) -> list[Undecided]:
-    """One for each file with a name of FSDP1, where no call makes a sharded model and a library may."""
-    if not any(LIBRARY.search(module.text) for module in program.parsed):
+def _by_library(program: Program, modules: list[Module], calls: bool) -> list[Undecided]:
+    """One for each file with a name of FSDP1, where a library makes the models, by FSDP1 or FSDP2: one that is imported
+    and isn't the program itself. accelerate has other uses too, and is taken to where no call shards a model."""
+    found = {name for module in modules for name in LIBRARY.findall(module.text)}
+    found = {name for name in found if not any(program.file_of(name, module) for module in modules)}
+    if not found - ({"accelerate"} if calls else set()):
         return []
     why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
-    found = [(module, names.uses(module, program.symbol)) for module in program.parsed]
-    return [Undecided("FC21", why, known[0][0], module) for module, known in found if known]
+    known = [(module, names.uses(module, program.symbol)) for module in modules]
+    return [Undecided("FC21", why, uses[0][0], module) for module, uses in known if uses]
 
 
 def _unique(problems: list[Undecided]) -> list[Undecided]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -52,3 +53,23 @@ def test_on_other_ranks_it_is_their_shards(ranks: Ranks) -> None:
 @needs_fsdp1_to_gather
 def test_a_model_computes_while_its_parameters_are_whole(ranks: Ranks) -> None:
     ranks.run(outputs)
+
+
+def refusals() -> list[str]:
+    """Of a model that is torch's FSDP1: asked as if it were the shim's."""
+    cls, messages = shim().FullyShardedDataParallel, []
+    model = build(real(), use_orig_params=True)
+    for ask in (
+        lambda: cls.summon_full_params(model).__enter__(),
+        lambda: cls.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: cls.get_state_dict_type(model),
+    ):
+        with pytest.raises(shim().Unsupported) as caught:
+            ask()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_model_of_fsdp1_is_refused(ranks: Ranks) -> None:
+    for messages in ranks.run(refusals):
+        assert all("is sharded by torch's FSDP1" in message for message in messages)

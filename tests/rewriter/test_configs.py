@@ -97,6 +97,8 @@ def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: s
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("fsdp: [1\n")
     (tmp_path / "other.yaml").write_text("a: 1\nb: [fsdp]\n")
+    (tmp_path / "own.yaml").write_text("fsdp_config:\n  _target_: engine.Config\n  fsdp_size: 2\n")
+    (tmp_path / "actor.yaml").write_text("strategy: fsdp\nppo_epochs: 1\n")
     (tmp_path / "two.yaml").write_text("fsdp_config:\n  fsdp_version: 2\n")
     found = everything([str(tmp_path)])
     findings, notes = found.findings, found.notes

@@ -129,6 +129,42 @@ def test_a_second_rewrite_changes_nothing(tmp_path: Path) -> None:
     assert (result.files, result.undecided, result.account) == ([], [], [])
 
 
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        # model.module is the model.
+        ("def unwrap(m):\n    while hasattr(m, 'module'):\n        m = m.module\n    return m\n", "FC08"),
+        ("def unwrap(m):\n    return unwrap(m.module) if hasattr(m, 'module') else m\n", "FC08"),
+        # The interface's class is made of a module.
+        ("class Mine(FSDP):\n    def __init__(self, options, model):\n        super().__init__(model)\n", "FC05"),
+        ("def offload(m):\n    for handle in m._all_handles:\n        print(handle.flat_param)\n", "FC31"),
+    ],
+)
+def test_what_would_go_wrong_when_it_runs_is_marked(tmp_path: Path, lines: str, code: str) -> None:
+    (tmp_path / "train.py").write_text(CALL + "\n\n" + lines)
+    result = rewrite(load([str(tmp_path)])[0])
+    assert {problem.code for problem in result.undecided} == {code}
+    assert f"# fsdp2: {code} " in result.files[0].data.decode()
+
+
+def test_a_dotted_name_beside_an_import_by_another(tmp_path: Path) -> None:
+    lines = "import torch.distributed as dist\n\n\ndef ask(m):\n"
+    lines += "    return isinstance(m, dist.fsdp.FullyShardedDataParallel)\n"
+    (tmp_path / "train.py").write_text(CALL + "\n\n" + lines)
+    made = rewrite(load([str(tmp_path)])[0]).files[0].data.decode()
+    assert "return isinstance(m, FSDP)" in made
+
+
+def test_what_a_library_shards_stays_though_a_test_shards_itself(tmp_path: Path) -> None:
+    """Its models would be FSDP1's own, which the interface knows nothing of."""
+    (tmp_path / "test_save.py").write_text(f"{CALL}\n\nimport save\n")
+    text = f"from composer import Trainer\n{IMPORT}\n\ndef save(m):\n    return FSDP.optim_state_dict(m, Trainer(m))\n"
+    (tmp_path / "save.py").write_text(text)
+    result = rewrite(load([str(tmp_path)])[0])
+    assert {problem.code for problem in result.undecided} == {"FC21"}
+    assert not any(INTERFACE in file.data.decode() for file in result.files)
+
+
 def test_what_it_cannot_do_is_marked_before_it_runs(tmp_path: Path) -> None:
     lines = {
         "FD03": "FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp2.migrate.shim.sharding import unit_of
-from fsdp2.migrate.shim.states import first_rank, reshard_all, shard_like
+from fsdp2.migrate.shim.states import first_rank, require_own, reshard_all, shard_like
 from fsdp2.migrate.shim.units import own_modules
 
 
@@ -39,6 +39,7 @@ def full_params(
     """
     if writeback and rank0_only:
         raise ValueError("summon_full_params: writeback=True with rank0_only=True; other ranks have nothing to write")
+    require_own(root)
     unit = unit_of(root)
     keep = not rank0_only or unit is None or first_rank(unit)
     reshard_all(root)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -96,10 +97,20 @@ class StateDicts:
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
+    require_own(module)
     found = [_settings(inner) for inner in module.modules() if unit_of(inner) is not None]
     if any(other != found[0] for other in found):
         raise RuntimeError("get_state_dict_type: parts of this model are set to different kinds of state dict")
     return found[0] if found else _default()
+
+
+def require_own(module: nn.Module) -> None:
+    """Raise Unsupported for a model that torch's FSDP1 has sharded, whose flat shards would be taken for whole."""
+    if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
+        raise Unsupported(
+            f"{type(module).__name__} is sharded by torch's FSDP1, most likely by a library; what is done with it "
+            "needs torch's own FullyShardedDataParallel"
+        )
 
 
 def _default() -> StateDictSettings:
