@@ -125,6 +125,10 @@ def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[
     checkpoint; with `--dcp-api` torch sends each whole tensor of a .pt from rank 0.
     """
 
+    # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
+    shared = shared_names(config.spec.on_meta(config.model_size))
+    tied = [list(lora.base_weights(config.spec, names)) for names in shared]
+
     def load(model: nn.Module) -> None:
         ledger = FakeLedger(fake=True)
         with ledger:
@@ -149,11 +153,9 @@ def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[
                     whole.copy_(_read(ledger, whole))
                     return whole
 
-                source = Source("", like, (), {name: (name,) for name in like}, lambda name: None, part=part)
-                tied = [
-                    list(lora.base_weights(config.spec, names))
-                    for names in shared_names(config.spec.on_meta(config.model_size))
-                ]
+                once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
+                names = {name: (once.get(name, name),) for name in like}
+                source = Source("", like, (), names, lambda name: None, part=part)
                 with _replaced(weights, "opened", lambda place: _opened(source)), _alone():
                     weights.load_weights("", targets, place_of, tied, partial=config.init_partial)
         found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
