@@ -111,24 +111,28 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     lines = report.lines(plans, gpu)
     if gpu is not None:
         lines += report_time.lines(plans, gpu, tokens)
-    found = None
+    found, wasted = None, None
+
+    def replan(changed: Config, flags: str) -> Plan:
+        say(f"trying {flags}")
+        return plan(changed, advised.ranks, gpu, limit)
+
     # A run that is out of memory in spite of its plan finds there what would save how much.
     kept = plans[-1] if config.run_dir is not None else None
-    short = next((one for one in reversed(plans) if not one.fits), kept)
-    if short is not None:
-
-        def replan(changed: Config, flags: str) -> Plan:
-            say(f"trying {flags}")
-            return plan(changed, short.ranks, gpu, limit)
-
-        found = advice.advise(short, replan)
-        if not short.fits:
-            lines += ["", f"on {short.ranks:,} ranks:", *advice.lines(found, short)]
-    print(report.as_json(plans, gpu, found, tokens) if as_json else "\n".join(lines))
+    advised = next((one for one in reversed(plans) if not one.fits), plans[-1])
+    if not advised.fits or kept is not None:
+        found = advice.advise(advised, replan)
+        if not advised.fits:
+            lines += ["", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised)]
+    if advised.fits and limit is not None:
+        wasted = advice.wasted(advised, replan)
+        lines += ["", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised)]
+    text = report.as_json(plans, gpu, found, tokens, wasted)
+    print(text if as_json else "\n".join(lines))
     if html is not None:
         _draw(Path(html), plans, gpu, limit, say)
     if config.run_dir is not None:
-        _leave(config, report.as_json(plans, gpu, found, tokens))
+        _leave(config, text)
     return plans
 
 

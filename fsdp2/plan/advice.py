@@ -1,4 +1,4 @@
-"""Which flags make a plan fit: found by planning with them."""
+"""Which flags make a plan fit, and what a plan that fits could do without: found by planning with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.plan.plans import Plan
-from fsdp2.plan.report_time import rounded
+from fsdp2.plan.report_time import duration, rounded
+from fsdp2.plan.search import HEAVIER, name_of
 from fsdp2.units import size
 
 Change = tuple[str, dict[str, Any]]
@@ -60,6 +61,45 @@ def changes(config: Config) -> Iterator[Change]:
         yield "--mixed-precision bf16", {"mixed_precision": "bf16"}
     if config.strategy == "fsdp2" and not config.cpu_offload:
         yield "--cpu-offload", {"cpu_offload": True, "fused_optimizer": None}
+
+
+def heavier(config: Config) -> Iterator[Change]:
+    """The inverse of `changes`: each memory saver of a Config left out or a step lighter, and twice the batch."""
+    found: list[dict[str, Any]] = []
+    if config.activation_checkpointing == "block":
+        found.append({"activation_checkpointing": "op"})
+    if config.activation_checkpointing is not None:
+        found.append({"activation_checkpointing": None})
+    if config.chunked_loss is not None:
+        found.append({"chunked_loss": None})
+    if config.strategy == "fsdp2":
+        if config.cpu_offload:
+            found.append({"cpu_offload": False})
+        if config.reshard_after_forward is not False:
+            found.append({"reshard_after_forward": False})
+        line = HEAVIER["shard_granularity"]
+        if config.shard_granularity in line[:-1]:
+            found.append({"shard_granularity": line[line.index(config.shard_granularity) + 1]})
+    if config.global_batch_size is None:
+        parts = config.grad_accumulation  # where it can, the global batch stays
+        fewer = parts // 2 if parts % 2 == 0 else parts
+        found.append({"batch_size": 2 * config.batch_size, "grad_accumulation": fewer})
+    for change in found:
+        yield name_of({name: value for name, value in change.items() if value != getattr(config, name)}), change
+
+
+def wasted(base: Plan, replan: Replan) -> list[tuple[str, Plan]]:
+    """What a plan that fits could do without: `heavier` flags with which it fits too, the fastest first.
+
+    Where time is planned, those that gain none are left out.
+    """
+    there = [(change[0], _try(base.config, [change], replan)) for change in heavier(base.config)]
+    found = [(flags, plan) for flags, plan in there if plan is not None and plan.fits]
+    return sorted((one for one in found if base.time is None or cost(base, one[1]) < 0), key=_slowness)
+
+
+def _slowness(one: tuple[str, Plan]) -> float:
+    return 0.0 if one[1].time is None else -one[1].time.samples_per_second
 
 
 def advise(base: Plan, replan: Replan) -> Advice:
@@ -131,6 +171,20 @@ def lines(advice: Advice, base: Plan) -> list[str]:
         f"no setting fits in {size(base.budget)}: the least is {size(advice.plan.bytes)}{least}; use more ranks, a "
         "shorter --seq-len or a GPU with more memory",
     ]
+
+
+def wasted_lines(found: Sequence[tuple[str, Plan]], base: Plan) -> list[str]:
+    """For the terminal."""
+    gains = "" if base.time is None else " and is faster"
+    if not found:
+        return [f"nothing is wasted: with less saving of memory, or twice the batch, no plan fits{gains}"]
+    rows = []
+    for flags, plan in found:
+        row = f"  {flags:44}{size(plan.bytes):>10} of {size(base.budget or 0)}"
+        if plan.time is not None and base.time is not None:
+            row += f", a step {duration(plan.time.milliseconds)} instead of {duration(base.time.milliseconds)}"
+        rows.append(row + _pace(plan, base))
+    return [f"memory is left; alone, each of these fits too{gains}:", *rows]
 
 
 def _cost(advice: Advice, flag: str, base: Plan) -> str:

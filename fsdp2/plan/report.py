@@ -82,7 +82,13 @@ def where(peak: Peak) -> str:
     return peak.phase + (f" of {peak.module}" if peak.module else "")
 
 
-def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None, tokens: float | None = None) -> str:
+def as_json(
+    plans: Sequence[Plan],
+    gpu: Gpu | None,
+    advice: Advice | None,
+    tokens: float | None = None,
+    wasted: Sequence[tuple[str, Plan]] | None = None,
+) -> str:
     """All that was planned; bytes and milliseconds throughout, and GPU-hours of a training of so many tokens."""
 
     def hours(plan: Plan) -> list[float] | None:
@@ -116,4 +122,6 @@ def as_json(plans: Sequence[Plan], gpu: Gpu | None, advice: Advice | None, token
             "flags": advice.together,
             "plan": entry(advice.plan),
         }
+    if wasted is not None:
+        content["wasted"] = [{"flags": flags, "plan": entry(plan)} for flags, plan in wasted]
     return json.dumps(content, indent=1)

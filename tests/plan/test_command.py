@@ -18,7 +18,15 @@ LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     main([*LLAMA, "--ranks=2,8", "--gpu=h100"])
     printed = capsys.readouterr().out
-    for word in ("parameters", "activations", "logits and loss", "CUDA context", "nccl's buffers", "8 ranks: fits"):
+    for word in (
+        "parameters",
+        "activations",
+        "logits and loss",
+        "CUDA context",
+        "nccl's buffers",
+        "8 ranks: fits",
+        "alone, each of these fits too and is faster:",
+    ):
         assert word in printed
 
 
@@ -38,6 +46,23 @@ def test_advice_is_drawn_from_plans(capsys: pytest.CaptureFixture[str]) -> None:
     advised = [word for flag in content["advice"]["flags"] for word in flag.split()]
     main([*flags, budget, *advised])
     assert json.loads(capsys.readouterr().out)["plans"][0]["bytes"] == content["advice"]["plan"]["bytes"]
+
+
+def test_what_a_plan_that_fits_could_do_without(capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget that holds the plan without recomputation, and the same plan by a byte."""
+    sparing = [*LLAMA, "--ranks=2", "--activation-checkpointing=block", "--json"]
+    sparing += ["--shard-granularity=root", "--reshard-after-forward=false"]  # each saver left is a plan of its own
+    (own,) = main(sparing)
+    (without,) = main([*sparing, "--activation-checkpointing=off"])
+    assert own.bytes < without.bytes
+    found = {}
+    for budget in (without.bytes, own.bytes):
+        capsys.readouterr()
+        main([*sparing, f"--budget={budget}"])
+        found[budget] = {one["flags"]: one["plan"] for one in json.loads(capsys.readouterr().out)["wasted"]}
+    assert found[without.bytes]["--activation-checkpointing off"]["bytes"] == without.bytes
+    assert all(plan["fits"] for plan in found[without.bytes].values())
+    assert not found[own.bytes]
 
 
 def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
