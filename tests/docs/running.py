@@ -213,7 +213,7 @@ class Shell:
 
     def _result(self, process: Any, pipe: Any) -> tuple[int, str]:
         try:
-            return pipe.recv() if pipe.poll(120) else (1, "no end in two minutes")
+            return pipe.recv() if pipe.poll(240) else (1, "no end in four minutes")
         except EOFError:
             return 1, "it ended without a result"
         finally:
