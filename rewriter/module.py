@@ -149,10 +149,6 @@ class Module:
         start, end = self._spans[id(outer)]
         return start <= self.order(inner) < end
 
-    def within_body(self, above: cst.If, node: cst.CSTNode) -> bool:
-        """Whether a node stands in the first branch of an `if`."""
-        return self._holds(above.body, node)
-
     def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
         above = self._parents.get(node)
         while above is not None and not isinstance(above, kinds):
