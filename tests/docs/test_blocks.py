@@ -56,6 +56,11 @@ NOT_RUN = {
     ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
     ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
     ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
+    ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 70b"): "takes minutes; run by tests/plan",
+    (
+        "docs/plan.md",
+        "python -m fsdp2.plan --model vit --ranks 2 --gpu cpu --calibration",
+    ): "needs what a search has measured; run by tests/plan/test_calibration.py",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 8b"): "takes minutes; run by tests/plan",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 1b"): "takes minutes; run by tests/plan",
     ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
