@@ -90,9 +90,8 @@ def rewrite(program: Program) -> Result:
             marks.put(edits, [problem for problem in problems if problem.module is module])
             if stays and not edits.changed:
                 continue
-            lost = [name.bound for name in imports.imported(module) if _lost(program, module, name)]
-            path = module.path.resolve()
-            lost = [] if stays or way.home else lost
+            path, plain_here = module.path.resolve(), not stays and way.home is None
+            lost = [n.bound for n in imports.imported(module) if plain_here and _lost(program, module, n)]
             made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
             if made is not None:
                 result.files.append(made)
