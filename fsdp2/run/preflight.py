@@ -3,6 +3,7 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from contextlib import ExitStack
@@ -119,6 +120,9 @@ def preflight(config: Config, world: World) -> Job:
             find_checkpoint(config, run.store, job)
             if job.restore is not None:
                 check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
+                job.add_note(
+                    None if job.partial else changed_batch(config, world, read_marker(open_files(job.restore)))
+                )
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
@@ -305,6 +309,17 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
             f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
             f"{theirs.get('mixed-precision') or 'off'}, and only fp16 has a gradient scaler; use the same"
         )
+
+
+def changed_batch(config: Config, world: World, marker: dict[str, Any]) -> str | None:
+    """What to say if steps are of more or fewer samples than before: without a global batch size they follow the ranks."""
+    theirs, now = marker.get("config", {}), config.global_batch(world.world_size)
+    sizes = [theirs.get("batch-size"), theirs.get("grad-accumulation"), marker["world_size"]]
+    before = theirs.get("global-batch-size") or (math.prod(sizes) if all(type(one) is int for one in sizes) else now)
+    if before == now:
+        return None
+    keeps = f"--global-batch-size {before} keeps that on any number of ranks"
+    return f"{now} samples a step from here on, and {before} before: {keeps}"
 
 
 def check_init_from(config: Config, model: nn.Module) -> str:

@@ -1,0 +1,92 @@
+"""Two torchruns on one machine as two nodes of an elastic run: one is lost with its rank, and comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Ranks, losses, main_in_ranks, small
+from tests.launchers.two_nodes import Nodes
+
+COMMON = ["--global-batch-size=32", "--checkpoint-every=10", "--keep=100000", "--epochs=100000"]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with Nodes(tmp_path) as two:
+        yield two
+
+
+def world_size(run: Path) -> int:
+    found: int = json.loads((run / "config.json").read_text())["environment"]["world_size"]
+    return found
+
+
+def until(what: str, nodes: Nodes, condition: Callable[[], Any], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} not within {seconds:.0f} s\n{nodes.output()}"
+        time.sleep(0.05)
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Of a file that is being written."""
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True) if (run / "metrics.jsonl").exists() else []
+    found = [json.loads(line) for line in lines if line.endswith(b"}\n")]
+    return [record for record in found if record["kind"] == kind]
+
+
+def step_of(run: Path) -> int:
+    return max((record["step"] for record in records(run, "train")), default=0)
+
+
+def test_a_lost_node_is_gone_on_without_and_taken_in_when_it_is_back(
+    nodes: Nodes, ranks: Ranks, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = small(run, *COMMON)
+    nodes.start(0, flags)
+    nodes.start(1, flags)
+    until("step 15 on two nodes", nodes, lambda: step_of(run) >= 15)
+    assert world_size(run) == 2
+    nodes.lose(1)
+    until("a run on one node", nodes, lambda: len(records(run, "resume")) == 1)
+    (alone,) = records(run, "resume")
+    assert world_size(run) == 1
+    until("20 steps on one node", nodes, lambda: step_of(run) >= alone["step"] + 20)
+    nodes.start(1, flags)
+    until("a run on two nodes", nodes, lambda: len(records(run, "resume")) == 2)
+    together = records(run, "resume")[-1]
+    assert world_size(run) == 2
+    until("20 steps on two nodes", nodes, lambda: step_of(run) >= together["step"] + 20)
+    nodes.stop()
+
+    found = {record["step"]: record["loss"] for record in records(run, "train")}
+    assert list(found) == list(range(1, len(found) + 1))
+    assert {record["samples"] for record in records(run, "train")} == {32, 1437 % 32}
+    # torchrun ends the ranks to take the node in, with a signal after which they save: no step is lost.
+    assert f"SIGTERM: saved at step {together['step']} " in nodes.output()
+    # Each stretch is that of a run which is resumed by hand from the same checkpoint, on as many ranks.
+    for resumed, world in ((alone, 1), (together, 2)):
+        steps = range(resumed["step"] + 1, resumed["step"] + 11)
+        flags = small(tmp_path / f"by-hand-{world}", *COMMON, f"--resume={resumed['checkpoint']}")
+        events = ranks.run(main_in_ranks, [*flags, f"--max-steps={steps[-1]}", "--no-save-model"], ranks=world)[0]
+        assert losses(events) == [found[step] for step in steps]
+
+
+def test_a_batch_that_follows_the_number_of_ranks_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    flags = small(tmp_path / "run", "--no-save-model")
+    ranks.run(main_in_ranks, [*flags, "--max-steps=1"], ranks=2)
+    for more, said in (["--global-batch-size=32"], False), ([], True):
+        shutil.copytree(tmp_path / "run", tmp_path / "again")
+        again = small(tmp_path / "again", "--no-save-model", "--max-steps=2", *more)
+        ((_, opening), *_) = ranks.run(main_in_ranks, again, ranks=1)[0]
+        shutil.rmtree(tmp_path / "again")
+        note = "16 samples a step from here on, and 32 before: --global-batch-size 32 keeps that on any number of ranks"
+        assert (note in (opening["note"] or "")) == said
