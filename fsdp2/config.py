@@ -271,6 +271,13 @@ class Config:
         or_off(one_of("wait", "skip")),
         bare="wait",
     )
+    memory_checkpoint: int | None = option(
+        None,
+        "also keep a checkpoint in each node's memory (/dev/shm) every N steps: restarted ranks resume from it, with "
+        "--replicas also those of a node in a lost one's place; bare = 1",
+        or_off(whole(1)),
+        bare=1,
+    )
     on_checkpoint_failure: str = option(
         "stop", "when a save fails: stop, or report it and continue", one_of("stop", "continue")
     )

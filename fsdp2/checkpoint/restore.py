@@ -30,9 +30,12 @@ from fsdp2.checkpoint.store import (
 )
 
 
-def open_together(checkpoint: Files, *, hashes: bool = True) -> tuple[dict[str, Any], SafeReader]:
+def open_together(
+    checkpoint: Files, *, hashes: bool = True, sharers: tuple[int, int] | None = None
+) -> tuple[dict[str, Any], SafeReader]:
     """The marker of a checkpoint, and a reader that compares each file with it, one rank each. A collective call.
 
+    `sharers` are this rank's number among those that read the same files, and how many they are; None is all ranks.
     Sizes and `.metadata` are compared here. The hash of any other file is compared while the reader reads it, so what
     is loaded must not be used before all ranks have loaded. Without `hashes` its size is trusted.
 
@@ -42,7 +45,7 @@ def open_together(checkpoint: Files, *, hashes: bool = True) -> tuple[dict[str, 
     try:
         marker = read_marker(checkpoint)
         require_metadata(checkpoint, marker)
-        mine = _share(marker["files"], dist.get_rank(), dist.get_world_size())
+        mine = _share(marker["files"], *(sharers or (dist.get_rank(), dist.get_world_size())))
         verify(checkpoint, mine, hashes=False)
         compared = {METADATA, *(mine if hashes else ())}
         reader = SafeReader(checkpoint, marker["files"], {name: marker["files"][name][HASH] for name in compared})
@@ -73,16 +76,17 @@ def _of_all_ranks(problem: str | None) -> str:
     return "; ".join(sorted(set(filter(None, problems))))
 
 
-def restore(checkpoint: Files, app: AppState, *, hashes: bool = True) -> bool:
+def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: tuple[int, int] | None = None) -> bool:
     """Load a checkpoint in place, whatever world size it is from, and verify it meanwhile. A collective call.
 
-    `hashes` False trusts the sizes of its files. After an error what it was loaded into is of no use.
+    `hashes` False trusts the sizes of its files, `sharers` is as of `open_together`. After an error what it was loaded
+    into is of no use.
 
     Returns whether the ranks' random generators were restored. At another world size, or from a run without
     the GPU that there is now, they are other generators, and the caller must seed them. Raises
     DamagedCheckpoint, or ValueError that lists what differs.
     """
-    marker, reader = open_together(checkpoint, hashes=hashes)
+    marker, reader = open_together(checkpoint, hashes=hashes, sharers=sharers)
     saved = reader.read_metadata().state_dict_metadata
     progress = app.parts.get("progress")
     if marker.get("imported"):

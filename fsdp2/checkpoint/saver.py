@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Saver:
-    """Saves an AppState into a store. Every method is called by all ranks after the same steps.
+    """Saves an AppState into a store. Every method is called by all ranks of a group after the same steps.
 
     In the background, a save has a gloo group of its own: on the training group its collectives would mix with
     those of training, and the two would wait for each other. One save is in flight at a time.
@@ -63,22 +63,25 @@ class Saver:
         keep: int,
         keep_every: int | None = None,
         background: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`group`: of the ranks that save, nobody else's and of gloo; None is all ranks."""
         self.store, self.app, self.keep, self.keep_every = store, app, keep, keep_every
         self._in_flight: Future[Outcome] | None = None
         self._removal: Future[None] | None = None
         self._not_removed: deque[str] = deque()
         self._planner = _new_planner()
         self._staging: Staging | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group, self._is_own = group, False
         # One thread, so that what it is given happens in that order. CUDA's current device is each thread's own: in
         # a new one it is GPU 0, where streams and pinned copies of all ranks would meet.
         use_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save", initializer=use_gpu)
         if background:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)  # and not the constant for ranks that aren't in it
-            self._group = group
+            if group is None:
+                own = dist.new_group(backend="gloo")
+                assert isinstance(own, dist.ProcessGroup)  # and not the constant for ranks that aren't in it
+                self._group, self._is_own = own, True
             self._staging = Staging(app.optimizer, device)
 
     def save(
@@ -136,7 +139,7 @@ class Saver:
             except CheckpointException as failure:
                 error = self._failed(step, failure)
         seconds = time.perf_counter() - began
-        if error is None and dist.get_rank() == 0:
+        if error is None and dist.get_rank(self._group) == 0:
             self._removal = self._thread.submit(self._remove_old, step, still_ours)
         return Outcome(step, seconds, seconds if stall is None else stall, error)
 
@@ -173,7 +176,7 @@ class Saver:
             staging.finish()
         except Exception as error:  # whatever it is, the other ranks must hear of it or wait for ever
             problem = f"rank {dist.get_rank()}: {error!r}"
-        problems: list[str | None] = [None] * dist.get_world_size()
+        problems: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(problems, problem, group=self._group)
         found = [text for text in problems if text]
         return SaveFailed(f"step {step} was not copied for saving: {'; '.join(found)}") if found else None
@@ -200,6 +203,7 @@ class Saver:
         self.wait_for_removal()
         if self._staging is not None:
             self._staging.close()
+        if self._is_own:
             dist.destroy_process_group(self._group)
 
 

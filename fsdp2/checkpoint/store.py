@@ -233,6 +233,12 @@ class Store:
             self._remove(self.name(step))
         return old
 
+    def clear(self, *, keep: int | None = None) -> None:
+        """Remove every checkpoint but that of step `keep`, and what saves left that died."""
+        for step, name in self._steps().items():
+            if step != keep:
+                self._remove(name)
+
     def newest_finite(self, committed: Sequence[int]) -> int | None:
         """The last of these steps whose weights are numbers, as its marker says; normally one marker is read."""
         for step in reversed(committed):

@@ -42,12 +42,13 @@ class MetricsFile:
                 self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
                 self._file.flush()
 
-    def position(self) -> int:
-        """Bytes written; durable when this returns, because a checkpoint will refer to them."""
+    def position(self, *, durable: bool = True) -> int:
+        """Bytes written; durable when this returns, because a checkpoint on a disk will refer to them."""
         if self._file is None:
             return 0
         with disk_errors(self._path):
-            os.fsync(self._file.fileno())
+            if durable:
+                os.fsync(self._file.fileno())
             return self._file.seek(0, os.SEEK_END)
 
     def cut(self, position: int, step: int) -> str | None:

@@ -47,9 +47,9 @@ class Reports:
         for listener in self._listeners:
             listener(kind, data)
 
-    def position(self) -> int:
+    def position(self, *, durable: bool = True) -> int:
         """Bytes of the metrics file, durable when this returns; 0 on ranks that don't write it."""
-        return self.metrics.position()
+        return self.metrics.position(durable=durable)
 
     def end(
         self, data: dict[str, Any], log: StepLog, world_size: int, tensors: Callable[[], int | None]

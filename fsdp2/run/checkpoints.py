@@ -25,6 +25,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
+from fsdp2.run.node_memory import NodeMemory
 from fsdp2.run.patience import Patience
 from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir, large
@@ -36,8 +37,8 @@ class Reports(Protocol):
 
     def emit(self, kind: str, data: dict[str, Any]) -> None: ...
 
-    def position(self) -> int:
-        """Durable bytes of the metrics file; 0 on ranks that don't write it."""
+    def position(self, *, durable: bool = True) -> int:
+        """Bytes of the metrics file, durable ones by default; 0 on ranks that don't write it."""
         ...
 
 
@@ -57,10 +58,11 @@ class Checkpoints:
         progress: Progress,
         device: torch.device,
         weights: Callable[[], Iterable[Tensor]],
+        memory: NodeMemory,
     ) -> None:
         """`weights`: this rank's part of the model."""
         self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
-        self._app = app
+        self._app, self._memory = app, memory
         job.guard(run)
         self._saver = Saver(
             run.store,
@@ -72,7 +74,9 @@ class Checkpoints:
         )
         job.last_call = self._saver.wait_for_removal  # also where an error ends the run
         self._patience = Patience(config.timeout, app.model)
-        self._saved_step = progress.step  # committed, or on its way
+        # Committed, or on its way; what was gone on from in memory isn't.
+        self._saved_step = -1 if job.in_memory else progress.step
+        memory.open(config, app, device)
         self._epochs: dict[int, int] = {}
         self._failed: Outcome | None = None
 
@@ -106,6 +110,28 @@ class Checkpoints:
         self.progress.metrics_position = known[0][0]
         info = {**self._info, "finite": finite}
         self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
+
+    def remember(self) -> None:
+        """Keep the state as it is in each node's memory.
+
+        Raises SaveFailed or RunStopped on every rank as `save` does, the former for the time before.
+        """
+        with self._patience.long():
+            rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
+            mine = (position, is_finite(self._weights()), self._memory.failure, self._memory.busy, rng)
+            positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)
+            step = self.progress.step
+            if not all(finite):
+                self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
+            if failed := sorted({text for text in failures if text}):
+                error = f"--memory-checkpoint: {'; '.join(failed)}"
+                if self.config.on_checkpoint_failure == "stop":
+                    raise SaveFailed(error)
+                self._reports.emit("failure", {"step": step, "error": error, "continues": True})
+            if self.config.async_checkpoint == "skip" and any(busy):
+                return
+            self.progress.metrics_position = positions[0]
+            self._memory.save(step, {**self._info, "finite": all(finite)}, list(generators))
 
     def _before_commit(self) -> Callable[[], None]:
         position = self.progress.metrics_position
@@ -184,6 +210,7 @@ class Checkpoints:
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
                 "the failures above say why"
             )
+        self._memory.close()
 
     def _warn(self) -> None:
         for text in self._saver.not_removed():
@@ -228,10 +255,15 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         if not job.partial:
-            restored = restore(checkpoint, app, hashes=hashes)
+            world = runtime.world()
+            sharers = (world.local_rank, world.local_world_size) if job.in_memory else None
+            restored = restore(checkpoint, app, hashes=hashes, sharers=sharers)
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
         loaded, left_out = read_fitting_weights(app.model, checkpoint, hashes=hashes)
     except DamagedCheckpoint as error:
+        if job.in_memory:
+            fix = "remove it there, and the run goes on from the run directory's newest"
+            raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
         raise damaged(error) from None
     except ValueError as error:
         raise ConfigError(f"--resume: {checkpoint} can't be restored: {error}") from None

@@ -30,6 +30,7 @@ class Job:
         self.place = place
         self.restore: str | None = None  # where the checkpoint is
         self.partial = False  # of it the weights that fit, and nothing else
+        self.in_memory = False  # it is in each node's memory, and of this run
         self.note: str | None = None
         self.model = ""  # what the model on this rank is made of
         self.last_call: Callable[[], None] = lambda: None  # before the run directory is given back
@@ -39,6 +40,7 @@ class Job:
         self._lock: WriterLock | None = None
         self._lease: Lease | None = None
         self._swap_files: SwapFiles | None = None
+        self.also_held: WriterLock | None = None  # of another folder, until the end
 
     def take_swap_files(self, folder: str, rank: int) -> None:
         """Become the one user of a rank's files in the folder of `--nvme-offload`. Raises ConfigError."""
@@ -138,6 +140,8 @@ class Job:
         """Give the run directory back; if nothing was run there, without the folder that was made for it."""
         if self._swap_files is not None:
             self._swap_files.release()
+        if self.also_held is not None:
+            self.also_held.release()
         if self._lease is not None:
             self._lease.release()
         if self._lock is not None:
@@ -170,7 +174,8 @@ class Job:
 
     def restores_own(self, run: RunDir) -> bool:
         """Whether the checkpoint is of this run, and not of another that this one goes on from."""
-        return self.restore is not None and self.restore.startswith(f"{run.store.files}/") and not self.partial
+        own = self.in_memory or (self.restore is not None and self.restore.startswith(f"{run.store.files}/"))
+        return own and not self.partial
 
     def keep_up_to(self, step: int) -> None:
         """Let `set_aside_newer` leave the checkpoints up to `step`."""

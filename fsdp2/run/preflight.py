@@ -312,7 +312,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
 
 
 def changed_batch(config: Config, world: World, marker: dict[str, Any]) -> str | None:
-    """What to say if steps are of more or fewer samples than before: without a global batch size they follow the ranks."""
+    """What to say if steps will be of more or fewer samples than before, as they are where they follow the ranks."""
     theirs, now = marker.get("config", {}), config.global_batch(world.world_size)
     sizes = [theirs.get("batch-size"), theirs.get("grad-accumulation"), marker["world_size"]]
     before = theirs.get("global-batch-size") or (math.prod(sizes) if all(type(one) is int for one in sizes) else now)

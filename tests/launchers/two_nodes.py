@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tests.test_launch import Started, finish, start
 
-# As in docs/elastic.md: a lost node is noticed after 3 s and not 15, and after that others are waited for 2 s and not 30.
+# As in docs/elastic.md: a lost node is dropped after 3 s and not 15, and others are waited for 2 s and not 30.
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
 # Without it a node that comes back waits for an address that rank 0 doesn't give a second time (docs/elastic.md).
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -1,0 +1,260 @@
+"""Checkpoints in the memory of each node, which outlives the processes of its ranks: `--memory-checkpoint`.
+
+    /dev/shm/fsdp2-USER-RUN/  .lock  step-00000120/  __0_0.distcp …  .metadata  COMMIT.json
+
+torchrun ends all ranks when one has died, and what they held is gone with them. What they wrote to /dev/shm is not.
+Each node holds a whole copy of the model, a replica of HSDP, and keeps a whole checkpoint there, by the same protocol
+as on a disk. When ranks are started again, the newest counts, and a node that has none gets it from one that has it.
+
+A checkpoint in memory is of a start of the run, which `memory.json` in the run directory names. It counts if it is of
+the last start, or is what that went on from: any other belongs to steps that were since done in another way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.checkpoint.disk import file_system
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.saver import Outcome, Saver
+from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.inspect import local
+from fsdp2.run.job import Job
+from fsdp2.run.lock import WriterLock
+from fsdp2.run.node_fetch import fetch
+from fsdp2.run.preflight import changed_batch, check_checkpoint
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import World, broadcast, end_together, gather
+from fsdp2.units import size
+
+FLAG = "--memory-checkpoint"
+ROOT = Path("/dev/shm")
+LINEAGE = "memory.json"
+
+
+class NodeMemory:
+    """The checkpoints in memory of a run. Where `--memory-checkpoint` isn't given, nothing happens.
+
+    Attributes:
+        restores: whether the run goes on from one.
+        failure: why this node's last save failed.
+    """
+
+    def __init__(self, config: Config, job: Job, world: World) -> None:
+        """Find what is in the nodes' memories, and let `job` go on from it if it is newer. A collective call.
+
+        Raises ConfigError on every rank.
+        """
+        self.every, self.world, self.restores = config.memory_checkpoint, world, False
+        self.failure: str | None = None
+        self._start: dict[str, Any] = {"start": uuid.uuid4().hex, "from": None}
+        self._saver: Saver | None = None
+        self._rng = _GivenState()
+        if self.every is None:
+            return
+        self._start = broadcast(self._start)
+        self._shards = world.world_size // config.replicas
+        self.sharers = world.local_rank, world.local_world_size
+        self._node = world.rank // world.local_world_size
+        self._check_world(config)
+        self.folder = ROOT / folder_of(RunDir(job.place).place)
+        self.store = Store(LocalFiles(self.folder))
+        failure: Exception | None = None
+        try:
+            if world.local_rank == 0:
+                self._take(job)
+        except Exception as error:
+            failure = error
+        end_together(failure)
+        if config.resume == "auto":
+            self._find(config, job)
+
+    def _check_world(self, config: Config) -> None:
+        places = gather((self.world.local_rank, self.world.local_world_size))
+        even = all(place == (rank % places[0][1], places[0][1]) for rank, place in enumerate(places))
+        if not even or places[0][1] % self._shards:
+            nodes = len({rank - place[0] for rank, place in enumerate(places)})
+            raise ConfigError(
+                f"{FLAG}: the model is sharded over {self._shards} ranks, and no node holds all of it, so that with a "
+                f"node a part would be lost; use as many ranks on each node, and --replicas {nodes} or a multiple, or "
+                f"drop {FLAG}"
+            )
+
+    def _take(self, job: Job) -> None:
+        if file_system(ROOT) not in ("tmpfs", "ramfs"):
+            raise ConfigError(f"{FLAG}: {ROOT} isn't a file system in memory here; drop {FLAG}")
+        with suppress(FileExistsError):
+            os.mkdir(self.folder, 0o700)
+        found = os.lstat(self.folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
+        job.also_held = WriterLock(self.folder, flag=f"{FLAG}:")
+        self.store.remove_dead()
+
+    def _find(self, config: Config, job: Job) -> None:
+        lineage: dict[str, Any] = broadcast(_lineage(RunDir(job.place)) if self.world.rank == 0 else {})
+        mine = self._newest(lineage) if self.world.local_rank == 0 else 0
+        newest = gather(mine)[:: self.world.local_world_size]
+        step = max(newest)
+        if step <= broadcast(read_marker(open_files(job.restore))["step"] if job.restore is not None else 0):
+            return
+        holders = [node for node, there in enumerate(newest) if there == step]
+        lacking = [node for node, there in enumerate(newest) if there < step]
+        pairs = [(holders[i % len(holders)], node) for i, node in enumerate(lacking)]
+        fetch(self.store, step, pairs, self.world)
+        checkpoint = self.store.checkpoint(step)
+        marker = read_marker(checkpoint)
+        check_checkpoint(config, config.spec.on_meta(config.model_size), checkpoint, partial=False)
+        job.restore, job.in_memory, self.restores = str(checkpoint), True, True
+        self._start["from"] = [marker["start"], step]
+        got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
+        job.add_note(f"step {step} was in memory{got}: {self.folder}")
+        job.add_note(changed_batch(config, self.world, marker))
+
+    def _newest(self, lineage: Mapping[str, Any]) -> int:
+        """The newest step in this node's memory that counts; 0 if there is none."""
+        for step in reversed(self.store.committed()):
+            checkpoint = self.store.checkpoint(step)
+            with suppress(DamagedCheckpoint):  # what is in memory isn't promised; on the disk there is another
+                marker = read_marker(checkpoint)
+                verify(checkpoint, hashes=False)
+                if marker.get("start") == lineage.get("start") or [marker.get("start"), step] == lineage.get("from"):
+                    return step
+        return 0
+
+    def begin(self, run: RunDir) -> None:
+        """Before the first step: what was in memory before counts no more, but for what is gone on from."""
+        if self.world.rank == 0 and self.every is not None:
+            publish(run.files, LINEAGE, json.dumps(self._start).encode())
+        elif self.world.rank == 0 and run.files.size(LINEAGE) is not None:
+            run.files.unlink(LINEAGE)
+        if self.every is not None and self.world.local_rank == 0:
+            self.store.clear(keep=self._start["from"][1] if self.restores else None)
+
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is kept."""
+        return self.every is not None and step % self.every == 0
+
+    def open(self, config: Config, app: AppState, device: torch.device) -> None:
+        """Make ready to save. A collective call. Raises ConfigError on every rank if a node has too little memory."""
+        if self.every is None:
+            return
+        tree = app.state_dict()
+        needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
+        del tree
+        app.release()
+        held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        facts = gather((needed, held + _free()))
+        for first in range(0, len(facts), self.world.local_world_size):
+            # While one is written, the one before is still there.
+            node_needs, free = 2 * sum(one for one, _ in facts[first : first + self._shards]), facts[first][1]
+            if node_needs > free:
+                raise ConfigError(
+                    f"{FLAG}: two checkpoints take {size(node_needs)} of a node's memory, and {size(free)} are free on "
+                    f"that of rank {first}; shard over more ranks, or drop {FLAG}"
+                )
+        first = self.world.rank - self.world.local_rank
+        if self.world.local_rank >= self._shards:
+            return  # another rank of this node has the same shard
+        ranks = list(range(first, first + self._shards))
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        background = config.async_checkpoint is not None
+        app = app.with_parts({**app.parts, "rng": self._rng})
+        self._saver = Saver(self.store, app, device, keep=1, background=background, group=group)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the save before is still being written on this rank."""
+        return self._saver is not None and self._saver.busy
+
+    def save(self, step: int, info: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
+        """Keep the state after `step`. `generators` is each rank's state of its random generators.
+
+        Nothing is raised: a later call's `failure` says what went wrong.
+        """
+        if self._saver is None:
+            return
+        self._end(self._saver.wait())
+        # Those of all ranks that have this shard: with their node they would be lost.
+        self._rng.state = {}
+        for state in generators[self.world.local_rank % self._shards :: self._shards]:
+            self._rng.state.update(state)
+        self._end(self._saver.save(step, {**info, "start": self._start["start"]}))
+
+    def _end(self, ended: Outcome | None) -> None:
+        if ended is not None:
+            self.failure = None if ended.error is None else str(ended.error)
+        if self.failure and self.world.local_rank == 0:
+            self.store.remove_dead()
+
+    def close(self) -> None:
+        """After the run's last checkpoint is on the disk: give the memory back."""
+        if self._saver is not None:
+            self._saver.wait()
+            self._saver.close()
+            self._saver = None
+        if self.every is not None:
+            dist.barrier()
+            if self.world.local_rank == 0:
+                self.store.clear()
+                (self.folder / ".lock").unlink()
+                self.folder.rmdir()
+
+
+def folder_of(place: str) -> str:
+    """The name of a run's folder in memory, by where its run directory is."""
+    return f"fsdp2-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+
+
+class _GivenState:
+    """A part of a checkpoint whose state is what it was given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("a run restores each rank's own generators")
+
+
+def _lineage(run: RunDir) -> dict[str, Any]:
+    """What `memory.json` says. Empty if there is none, or none that can be read: then nothing in memory counts."""
+    with suppress(ValueError, FileNotFoundError):
+        found = json.loads(run.files.read(LINEAGE))
+        if isinstance(found, dict) and isinstance(found.get("start"), str):
+            return found
+    return {"start": "", "from": None}
+
+
+def _free() -> int:
+    """Bytes that can still be written to this node's memory."""
+    state = os.statvfs(ROOT)
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return min(state.f_bavail * state.f_frsize, 1024 * int(lines["MemAvailable"].split()[0]))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(value)
