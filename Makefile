@@ -290,6 +290,10 @@ models: $(VENV)/.tools  ## every architecture that transformers knows, sharded b
 chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(BIN)/tox run -e chaos -- $(ARGS)
 
+.PHONY: chaos-replicas
+chaos-replicas: $(VENV)/.tools  ## lose a node of runs with two replicas at 100 moments, go on from the other's memory (15 min)
+	$(BIN)/tox run -e chaos-replicas -- $(ARGS)
+
 FUZZ_MINUTES ?= 60
 fuzz: $(VENV)/.tools  ## bad input of every kind, each time another, for an hour (FUZZ_MINUTES=5)
 	$(BIN)/tox run -e fuzz -- --minutes $(FUZZ_MINUTES) $(ARGS)

@@ -33,7 +33,7 @@ from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, resume
-from fsdp2.run.node_memory import NodeMemory
+from fsdp2.run.node_memory import agree
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
@@ -72,8 +72,7 @@ def main(
     check_device(config, device.type)
     spec = config.spec
     with preflight(config, world) as job, runtime.process_group(world, device), process_settings(config) as garbage:
-        job.agree()  # rank 0 has chosen the run directory and what to resume
-        memory = NodeMemory(config, job, world)  # which may hold a newer state than the run directory
+        memory = agree(config, job, world)  # rank 0 has chosen the run directory, all ranks what to resume
         run = RunDir(job.place)
         runtime.set_threads(config.threads, world)
 
@@ -104,8 +103,7 @@ def main(
 
         with job.starting(run):
             reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
-            write_start(config, job, run, world, engine.files, finished=finished())
-            memory.begin(run)
+            write_start(config, job, run, memory, engine.files, finished=finished())
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
@@ -133,13 +131,10 @@ def main(
                     garbage.after_step(progress.step)
                     if log.stop or finished():
                         break
-                    if config.checkpoint_due(progress.step) and not batches.at_end():
+                    if checkpoints.due(progress.step) and not batches.at_end():
                         log.flush()
-                        checkpoints.save(batches.epoch)
+                        checkpoints.save_due(batches.epoch)
                         log.restart_clock()
-                    elif memory.due(progress.step) and not batches.at_end():
-                        log.flush()
-                        checkpoints.remember()
                 log.flush()
                 if log.stop:
                     checkpoints.save(batches.epoch, last=True)

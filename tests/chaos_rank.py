@@ -76,10 +76,11 @@ class Fuse:
         if hit and not after:
             self.strike()
         self.require_space(what)
-        result = action(*arguments)
-        if hit and after:
-            self.strike()
-        return result
+        try:
+            return action(*arguments)
+        finally:  # also after one that fails, such as the reading of what isn't there
+            if hit and after:
+                self.strike()
 
     def require_space(self, what: str) -> None:
         if self.disk_is_full and what.split()[0] in NEEDS_SPACE:

@@ -111,11 +111,21 @@ class Checkpoints:
         info = {**self._info, "finite": finite}
         self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
 
-    def remember(self) -> None:
-        """Keep the state as it is in each node's memory.
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is saved, on the disk or in memory."""
+        return self.config.checkpoint_due(step) or self._memory.due(step)
 
-        Raises SaveFailed or RunStopped on every rank as `save` does, the former for the time before.
+    def save_due(self, epoch: int) -> None:
+        """Save the state on the disk, or else keep it in each node's memory, as is due.
+
+        Raises as `save` does; what has failed in memory, the next time.
         """
+        if self.config.checkpoint_due(self.progress.step):
+            self.save(epoch)
+        else:
+            self._keep_in_memory()
+
+    def _keep_in_memory(self) -> None:
         with self._patience.long():
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
             mine = (position, is_finite(self._weights()), self._memory.failure, self._memory.busy, rng)

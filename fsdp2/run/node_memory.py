@@ -48,6 +48,15 @@ ROOT = Path("/dev/shm")
 LINEAGE = "memory.json"
 
 
+def agree(config: Config, job: Job, world: World) -> NodeMemory:
+    """Take over what rank 0 has found out, and then what is in the nodes' memories. A collective call.
+
+    Raises ConfigError on every rank, as `Job.agree` and `NodeMemory` do.
+    """
+    job.agree()
+    return NodeMemory(config, job, world)
+
+
 class NodeMemory:
     """The checkpoints in memory of a run. Where `--memory-checkpoint` isn't given, nothing happens.
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -229,22 +229,32 @@ def state_of_run(
     return AppState(state["model"], state["optimizer"], parts, engine, engine.elsewhere)
 
 
+class Memory(Protocol):
+    """What the start needs of the checkpoints in memory."""
+
+    world: World
+
+    def begin(self, run: RunDir) -> None:
+        """Let those of earlier starts count no more."""
+
+
 def write_start(
-    config: Config, job: Job, run: RunDir, world: World, files: Mapping[str, bytes], *, finished: bool
+    config: Config, job: Job, run: RunDir, memory: Memory, files: Mapping[str, bytes], *, finished: bool
 ) -> None:
-    """On rank 0, write what a run directory holds before the first step, and put aside what this run replaces.
+    """Write what a run directory holds before the first step, and put aside what this run replaces, in memory too.
 
     Args:
         files: further ones by name, the engine's own.
         finished: there is nothing to train, so what an earlier run left is still true.
     """
-    if world.rank != 0:
+    memory.begin(run)
+    if memory.world.rank != 0:
         return
     job.set_aside_newer(run.store)
     if not finished:
         run.outdate_full_model()
     if not (finished and run.config.exists()):  # a finished run keeps what it was trained with
-        write_config(run, config, world.world_size)
+        write_config(run, config, memory.world.world_size)
         for name, content in files.items():
             run.files.write(name, content)
         if kept := config.spec.files(config.model_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Ranks, losses, main_in_ranks, small
-from tests.launchers.two_nodes import Nodes
+from tests.launchers.two_nodes import OWN_MEMORY, Nodes
 
 COMMON = ["--global-batch-size=32", "--checkpoint-every=10", "--keep=100000", "--epochs=100000"]
 
@@ -90,3 +91,31 @@ def test_a_batch_that_follows_the_number_of_ranks_is_said(ranks: Ranks, tmp_path
         shutil.rmtree(tmp_path / "again")
         note = "16 samples a step from here on, and 32 before: --global-batch-size 32 keeps that on any number of ranks"
         assert (note in (opening["note"] or "")) == said
+
+
+def _can_mount() -> bool:
+    return subprocess.run([*OWN_MEMORY, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_another_node_is_filled_from_the_memory_of_the_one_that_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    if not _can_mount():
+        pytest.skip("needs root, to give each node a /dev/shm of its own")
+    run = tmp_path / "run"
+    flags = small(run, "--checkpoint-every=100000", "--epochs=100000", "--memory-checkpoint", "--replicas=2")
+    with Nodes(tmp_path, nnodes="2", per_node=2, around=OWN_MEMORY) as nodes:
+        for node in (0, 1):
+            nodes.start(node, flags)
+        until("step 8", nodes, lambda: step_of(run) >= 8)
+        nodes.lose(1)
+        stood = step_of(run)
+        nodes.start(1, flags)
+        until("a resume", nodes, lambda: len(records(run, "resume")) == 1)
+        (resumed,) = records(run, "resume")
+        until("10 steps", nodes, lambda: step_of(run) >= resumed["step"] + 10)
+        nodes.stop()
+    assert stood - 1 <= resumed["step"] <= stood
+    assert "1 of 2 nodes got from another" in resumed["note"]
+    found = [record["loss"] for record in records(run, "train")]
+    whole = small(tmp_path / "whole", "--replicas=2", "--no-save-model", f"--max-steps={resumed['step'] + 10}")
+    assert found[: resumed["step"] + 10] == losses(ranks.run(main_in_ranks, whole, ranks=4)[0])

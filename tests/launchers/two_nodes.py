@@ -15,23 +15,36 @@ from tests.test_launch import Started, finish, start
 
 # As in docs/elastic.md: a lost node is dropped after 3 s and not 15, and others are waited for 2 s and not 30.
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
+# What gives a torchrun, and all that it starts, a memory that other nodes don't see. It needs root.
+OWN_MEMORY = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
 # Without it a node that comes back waits for an address that rank 0 doesn't give a second time (docs/elastic.md).
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Nodes:
-    """Torchruns by the number of their node. Node 0 serves the rendezvous; leaving this kills all of them.
+    """Torchruns by the number of their node. Leaving this kills all of them.
 
     Args:
+        server: the node that serves the rendezvous; None if somebody else does, at `port`.
         nnodes: as of torchrun, such as 1:2.
+        configuration: torchrun's `--rdzv-conf`.
         around: what runs torchrun, such as a program that gives it a memory of its own.
     """
 
-    def __init__(self, folder: Path, nnodes: str = "1:2", per_node: int = 1, around: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nnodes: str = "1:2",
+        per_node: int = 1,
+        around: Sequence[str] = (),
+        configuration: str = SOON,
+        server: int | None = 0,
+    ) -> None:
         self.folder, self.nnodes, self.per_node, self.around = folder, nnodes, per_node, around
+        self.configuration, self.server = configuration, server
         self.running: dict[int, Started] = {}
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = found.getsockname()[1]
 
     def start(self, node: int, flags: Sequence[str]) -> None:
         """Start the torchrun of a node."""
@@ -39,7 +52,7 @@ class Nodes:
             *self.around,
             *("torchrun", f"--nnodes={self.nnodes}", f"--nproc_per_node={self.per_node}", "--max-restarts=3"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=elastic"),
-            f"--rdzv-conf={SOON},is_host={int(node == 0)}",
+            f"--rdzv-conf={self.configuration}{self.configuration and ','}is_host={int(node == self.server)}",
             *("-m", "fsdp2.train", *flags),
         ]
         self.running[node] = start(

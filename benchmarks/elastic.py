@@ -1,0 +1,236 @@
+"""What the loss of a node costs, and its return: seconds by phase, under torchrun and through Ray.
+
+    PYTHONPATH=. python benchmarks/elastic.py --rounds 3     # ten minutes; writes the table of docs/elastic.md
+
+Two torchruns on this machine, or a Ray cluster of two nodes, are the nodes. A phase ends when a process ends or starts,
+or when the run writes a line to metrics.jsonl, which is looked at every 20 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tables import machine, write_page
+
+from fsdp2.compare.report import markdown_table
+from fsdp2.options.parser import Parser
+from tests.harness import python_environment
+from tests.launchers.through_ray import workers_of_ray
+from tests.launchers.two_nodes import OWN_MEMORY, SOON, Nodes
+
+PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
+EVERY = 10
+FLAGS = ["--model-size=seed", "--device=cpu", "--threads=1", "--global-batch-size=32", "--epochs=100000"]
+PHASES = ("detect and stop", "rendezvous", "load", "first step")
+PATIENCE = 180.0
+
+
+@dataclass
+class Seen:
+    """What a restart cost."""
+
+    seconds: list[float]  # of each phase
+    repeated: int  # steps
+
+
+class Watch:
+    """The ranks of a run and its metrics, from the moment in which something happens to it."""
+
+    def __init__(self, run: Path, ranks: Callable[[], set[int]]) -> None:
+        self.run, self.ranks = run, ranks
+
+    def records(self, *kinds: str) -> list[dict[str, Any]]:
+        file = self.run / "metrics.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith(b"}\n")]
+        return [record for record in found if record["kind"] in kinds]
+
+    def step(self) -> int:
+        return max((record["step"] for record in self.records("train")), default=0)
+
+    def until(self, what: str, condition: Callable[[], Any]) -> float:
+        deadline = time.time() + PATIENCE
+        while not condition():
+            if time.time() > deadline:
+                raise TimeoutError(what)
+            time.sleep(0.02)
+        return time.time()
+
+    def through(self, happens: Callable[[], Any]) -> Seen:
+        """Let it happen; the phases until the first step after it."""
+        old, before, reached = self.ranks(), len(self.records("start", "resume")), self.step()
+        times = [time.time()]
+        happens()
+        last = reached
+
+        def stopped() -> bool:
+            nonlocal last
+            last = max(last, self.step())
+            return not self.ranks() & old
+
+        times.append(self.until("the end of the ranks", stopped))
+        times.append(self.until("new ranks", self.ranks))
+        times.append(self.until("a resume", lambda: len(self.records("start", "resume")) > before))
+        begun = self.records("start", "resume")[-1]["step"]
+        times.append(self.until("a step", lambda: self.step() > begun))
+        return Seen([b - a for a, b in pairwise(times)], last - begun)
+
+
+def ranks_of(nodes: Nodes) -> set[int]:
+    found = {pid for process in nodes.running.values() for pid in process.alive()}
+    return {pid for pid in found if re.match(rb"[^\0]*python[^\0]*\0-u\0-m\0fsdp2\.train", command_of(pid))}
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def under_torchrun(folder: Path, configuration: str) -> dict[str, Seen]:
+    run, flags = folder / "run", [*FLAGS, f"--checkpoint-every={EVERY}", f"--run-dir={folder / 'run'}"]
+    with Nodes(folder, configuration=configuration) as nodes:
+        watch = Watch(run, lambda: ranks_of(nodes))
+        for node in (0, 1):
+            nodes.start(node, flags)
+        watch.until("step 15", lambda: watch.step() >= 15)
+        lost = watch.through(lambda: nodes.lose(1))
+        reached = watch.step()
+        watch.until("five steps", lambda: watch.step() >= reached + 5)
+        back = watch.through(lambda: nodes.start(1, flags))
+        nodes.stop()
+    return {"lost": lost, "back": back}
+
+
+def from_memory(folder: Path) -> Seen:
+    """Two nodes of two ranks, a replica each; another node takes the place of the one that is lost."""
+    run = folder / "run"
+    flags = [*FLAGS, "--checkpoint-every=100000", "--memory-checkpoint", "--replicas=2", f"--run-dir={run}"]
+    with Nodes(folder, nnodes="2", per_node=2, around=OWN_MEMORY) as nodes:
+        watch = Watch(run, lambda: ranks_of(nodes))
+        for node in (0, 1):
+            nodes.start(node, flags)
+        watch.until("step 15", lambda: watch.step() >= 15)
+
+        def replace() -> None:
+            nodes.lose(1)
+            nodes.start(1, flags)
+
+        seen = watch.through(replace)
+        nodes.stop()
+    return seen
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    from launchers import ray_train
+
+    ray_train.prepare()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def through_ray(folder: Path) -> dict[str, Seen]:
+    run = folder / "run"
+    elastic = ["--num-workers=1:2", "--resize-every=5", "--max-failures=3"]
+    with ray_cluster() as cluster, open(folder / "log", "w") as log:
+        command = [sys.executable, "-m", "launchers.ray_train", *FLAGS, f"--checkpoint-every={EVERY}", *elastic]
+        program = subprocess.Popen(
+            [*command, f"--run-dir={run}", f"--address={cluster.address}"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=python_environment(),
+        )
+        try:
+            watch = Watch(run, lambda: set(workers_of_ray()))
+            watch.until("step 15", lambda: watch.step() >= 15)
+            victim = next(iter(cluster.worker_nodes))
+            lost = watch.through(lambda: cluster.remove_node(victim, allow_graceful=False))
+            reached = watch.step()
+            watch.until("five steps", lambda: watch.step() >= reached + 5)
+            back = watch.through(lambda: cluster.add_node(num_cpus=1))
+        finally:
+            program.send_signal(signal.SIGINT)
+            program.wait()
+    return {"lost": lost, "back": back}
+
+
+def main() -> None:
+    parser = Parser(prog="benchmarks/elastic.py", allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    arguments = parser.parse_args()
+    load, found = os.getloadavg()[0], dict[str, list[Seen]]()
+    for number in range(arguments.rounds):
+        for name, measure in (
+            ("torchrun as it is", lambda folder: under_torchrun(folder, "")),
+            ("torchrun", lambda folder: under_torchrun(folder, SOON)),
+            ("Ray", through_ray),
+            ("torchrun, from memory", lambda folder: {"replaced": from_memory(folder)}),
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                for what, seen in measure(Path(folder)).items():
+                    found.setdefault(f"{name}: {what}", []).append(seen)
+                    print(number + 1, name, what, [round(one, 1) for one in seen.seconds], seen.repeated, flush=True)
+    text = arguments.page.read_text()
+    before, rest = text.split("<!-- measured -->")
+    _, after = rest.split("<!-- end -->")
+    write_page(arguments.page, f"{before}<!-- measured -->\n\n{table(found, load)}\n\n<!-- end -->{after}")
+
+
+WORDS = {
+    "torchrun as it is: lost": "torchrun with its own settings: a node is lost",
+    "torchrun as it is: back": "the same: it comes back",
+    "torchrun: lost": "torchrun with the settings above: a node is lost",
+    "torchrun: back": "the same: it comes back",
+    "Ray: lost": "Ray, `--resize-every 5`: a node is lost",
+    "Ray: back": "the same: it comes back",
+    "torchrun, from memory: replaced": "torchrun, `--memory-checkpoint`: another node takes a lost one's place",
+}
+
+
+def table(found: dict[str, list[Seen]], load: float) -> str:
+    def cell(values: list[float]) -> str:
+        return f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+    rows = []
+    for name, words in WORDS.items():
+        phases = [cell([seen.seconds[i] for seen in found[name]]) for i in range(len(PHASES))]
+        repeated = sorted({seen.repeated for seen in found[name]})
+        steps = "–".join(str(one) for one in dict.fromkeys((repeated[0], repeated[-1])))
+        rows.append((words, *phases, cell([sum(seen.seconds) for seen in found[name]]), steps))
+    rounds = max(map(len, found.values()))
+    versions = f"Python {platform.python_version()}, torch {version('torch')}, ray {version('ray')}"
+    return f"""{markdown_table(("", *PHASES, "seconds in all", "steps again"), rows)}
+
+Seconds, median of {rounds} with least and most. Written by `benchmarks/elastic.py` on {time.strftime("%Y-%m-%d")}:
+{machine()}, with a load of {load:.1f} from other programs in the minute before; {versions}. The ViT of size `seed`,
+`--global-batch-size 32`, `--checkpoint-every {EVERY}`; with `--memory-checkpoint` nothing is on the disk."""
+
+
+if __name__ == "__main__":
+    main()
