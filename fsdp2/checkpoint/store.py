@@ -234,7 +234,7 @@ class Store:
         return old
 
     def clear(self, *, keep: int | None = None) -> None:
-        """Remove all checkpoints but that of step `keep`, and what died saves left. Raises NotAFile as `retain` does."""
+        """Remove all checkpoints but that of step `keep`, and what died saves left. Raises NotAFile as `retain`."""
         for step, name in self._steps().items():
             if step != keep:
                 self._remove(name)
