@@ -1,6 +1,6 @@
 """What the loss of a node costs, and its return: seconds by phase, under torchrun and through Ray.
 
-    PYTHONPATH=. python benchmarks/elastic.py --rounds 3     # ten minutes; writes the table of docs/elastic.md
+    python benchmarks/elastic.py --rounds 3          # ten minutes; writes the table of docs/elastic.md
 
 Two torchruns on this machine, or a Ray cluster of two nodes, are the nodes. A phase ends when a process ends or starts,
 or when the run writes a line to metrics.jsonl, which is looked at every 20 ms.
@@ -26,6 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from tables import machine, write_page
 
 from fsdp2.compare.report import markdown_table
@@ -38,7 +40,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
 EVERY = 10
 FLAGS = ["--model-size=seed", "--device=cpu", "--threads=1", "--global-batch-size=32", "--epochs=100000"]
 PHASES = ("detect and stop", "rendezvous", "load", "first step")
-PATIENCE = 180.0
+PATIENCE = 300.0
 
 
 @dataclass
@@ -68,7 +70,8 @@ class Watch:
         deadline = time.time() + PATIENCE
         while not condition():
             if time.time() > deadline:
-                raise TimeoutError(what)
+                logs = [file.read_text()[-2000:] for file in self.run.parent.glob("*log") if file.is_file()]
+                raise TimeoutError("\n".join([f"no {what} within {PATIENCE:.0f} s", *logs]))
             time.sleep(0.02)
         return time.time()
 
@@ -184,6 +187,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
+    # Where Python may not keep its bytecode, each of Ray's processes compiles torch again.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
     load, found = os.getloadavg()[0], dict[str, list[Seen]]()
     for number in range(arguments.rounds):
         for name, measure in (
