@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
+from fsdp2.options.errors import ConfigError
 from fsdp2.run import node_memory
 from fsdp2.train import main
 from tests.chaos_replicas import Reference, check, prepare
@@ -140,6 +141,11 @@ def test_a_node_without_a_whole_copy_is_refused(ranks: Ranks, tmp_path: Path, ro
     for text in ranks.run(_train, small(tmp_path / "run", *KEEPING), root, None, 2):
         assert text.startswith("--memory-checkpoint: the model is sharded over 2 ranks, and no node holds all of it")
         assert "--replicas 2" in text
+
+
+def test_a_strategy_without_shards_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--memory-checkpoint with --strategy ddp"):
+        parse(["--memory-checkpoint", "--strategy=ddp"])
 
 
 def test_two_nodes_that_share_a_memory_are_refused(ranks: Ranks, tmp_path: Path, root: Path) -> None:

@@ -36,6 +36,7 @@ FSDP2 = Rules(
     honours=(
         "cpu_offload",
         "replicas",
+        "memory_checkpoint",
         "shard_granularity",
         "reshard_after_forward",
         "explicit_prefetching",
@@ -55,6 +56,7 @@ STRATEGIES: dict[str, Rules] = {"fsdp2": FSDP2, **BASELINES}
 PARTICULAR = {
     "cpu_offload": "keeps parameters, gradients and optimizer state on the device",
     "replicas": "has no two-dimensional mesh",
+    "memory_checkpoint": "has no shards of which each node could hold a whole copy",
     "shard_granularity": "has no groups of modules",
     "reshard_after_forward": "has no such policy",
     **dict.fromkeys(("explicit_prefetching", "forward_prefetch", "backward_prefetch"), "has no groups to prefetch"),
