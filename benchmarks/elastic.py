@@ -1,8 +1,8 @@
-"""What the loss of a node costs, and its return: seconds by phase, under torchrun and through Ray.
+"""What the loss of a node costs under torchrun, and its return: seconds by phase.
 
     python benchmarks/elastic.py --rounds 3          # ten minutes; writes the table of docs/elastic.md
 
-Two torchruns on this machine, or a Ray cluster of two nodes, are the nodes. A phase ends when a process ends or starts,
+Two torchruns on this machine are the nodes. A phase ends when a process ends or starts,
 or when the run writes a line to metrics.jsonl, which is looked at every 20 ms.
 """
 
@@ -12,14 +12,11 @@ import json
 import os
 import platform
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -32,8 +29,6 @@ from tables import machine, write_page
 
 from fsdp2.compare.report import markdown_table
 from fsdp2.options.parser import Parser
-from tests.harness import python_environment
-from tests.launchers.through_ray import workers_of_ray
 from tests.launchers.two_nodes import OWN_MEMORY, SOON, Nodes
 
 PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
@@ -141,60 +136,16 @@ def from_memory(folder: Path) -> Seen:
     return seen
 
 
-@contextmanager
-def ray_cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    from launchers import ray_train
-
-    ray_train.prepare()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def through_ray(folder: Path) -> dict[str, Seen]:
-    run = folder / "run"
-    elastic = ["--num-workers=1:2", "--resize-every=5", "--max-failures=3"]
-    with ray_cluster() as cluster, open(folder / "log", "w") as log:
-        command = [sys.executable, "-m", "launchers.ray_train", *FLAGS, f"--checkpoint-every={EVERY}", *elastic]
-        program = subprocess.Popen(
-            [*command, f"--run-dir={run}", f"--address={cluster.address}"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=python_environment(),
-        )
-        try:
-            watch = Watch(run, lambda: set(workers_of_ray()))
-            watch.until("step 15", lambda: watch.step() >= 15)
-            victim = next(iter(cluster.worker_nodes))
-            lost = watch.through(lambda: cluster.remove_node(victim, allow_graceful=False))
-            reached = watch.step()
-            watch.until("five steps", lambda: watch.step() >= reached + 5)
-            back = watch.through(lambda: cluster.add_node(num_cpus=1))
-        finally:
-            program.send_signal(signal.SIGINT)
-            program.wait()
-    return {"lost": lost, "back": back}
-
-
 def main() -> None:
     parser = Parser(prog="benchmarks/elastic.py", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
-    # Where Python may not keep its bytecode, each of Ray's processes compiles torch again.
-    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
     load, found = os.getloadavg()[0], dict[str, list[Seen]]()
     for number in range(arguments.rounds):
         for name, measure in (
             ("torchrun as it is", lambda folder: under_torchrun(folder, "")),
             ("torchrun", lambda folder: under_torchrun(folder, SOON)),
-            ("Ray", through_ray),
             ("torchrun, from memory", lambda folder: {"replaced": from_memory(folder)}),
         ):
             with tempfile.TemporaryDirectory() as folder:
@@ -212,8 +163,6 @@ WORDS = {
     "torchrun as it is: back": "the same: it comes back",
     "torchrun: lost": "torchrun with the settings above: a node is lost",
     "torchrun: back": "the same: it comes back",
-    "Ray: lost": "Ray, `--resize-every 5`: a node is lost",
-    "Ray: back": "the same: it comes back",
     "torchrun, from memory: replaced": "torchrun, `--memory-checkpoint`: another node takes a lost one's place",
 }
 
@@ -229,7 +178,7 @@ def table(found: dict[str, list[Seen]], load: float) -> str:
         steps = "–".join(str(one) for one in dict.fromkeys((repeated[0], repeated[-1])))
         rows.append((words, *phases, cell([sum(seen.seconds) for seen in found[name]]), steps))
     rounds = max(map(len, found.values()))
-    versions = f"Python {platform.python_version()}, torch {version('torch')}, ray {version('ray')}"
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return f"""{markdown_table(("", *PHASES, "seconds in all", "steps again"), rows)}
 
 Seconds, median of {rounds} with least and most. Written by `benchmarks/elastic.py` on {time.strftime("%Y-%m-%d")}:

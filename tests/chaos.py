@@ -30,6 +30,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -97,15 +98,16 @@ def steps_of(run_path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
 
 
+def records(run_path: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind in a metrics file that a kill may have left without its last line's end, or not begun."""
+    file = run_path / "metrics.jsonl"
+    lines = [line for line in file.read_bytes().splitlines() if line.endswith(b"}")] if file.exists() else []
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
 def reported(run_path: Path) -> set[int]:
     """Steps whose checkpoints the run has said are committed."""
-    if not (run_path / "metrics.jsonl").exists():
-        return set()
-    records = []
-    for line in (run_path / "metrics.jsonl").read_bytes().splitlines():
-        if line.endswith(b"}"):  # a kill may tear the last
-            records.append(json.loads(line))
-    return {record["step"] for record in records if record["kind"] == "checkpoint"}
+    return {record["step"] for record in records(run_path, "checkpoint")}
 
 
 @dataclass
@@ -141,22 +143,26 @@ def prepare(folder: Path) -> Reference:
 
 
 def choose(reference: Reference, generator: random.Random) -> Point:
-    """A point: first which kind of moment, each as likely as the others, then which of its many times.
+    """A point, and what happens there."""
+    background, resumed, rank = generator.random() < 0.5, generator.random() < 0.4, generator.randrange(2)
+    kind, number, when = a_moment(reference.moments[background, resumed, rank], generator)
+    fault = "kill" if generator.random() < 0.5 else generator.choice(FAULTS)
+    both = fault == "kill" and generator.random() < 0.5
+    damage = generator.choice(sorted(DAMAGES)) if fault == "kill" and generator.random() < 0.3 else ""
+    return Point(kind, number, rank, when, both, background, resumed, fault, damage)
+
+
+def a_moment(moments: dict[str, list[str]], generator: random.Random) -> tuple[str, int, str]:
+    """(kind, number, before or after it or in its midst): first which moment, each as likely as the others, then when.
 
     Nearly all operations are writes of a few bytes into a shard; the rename of the marker is one of thousands.
     """
-    background, resumed, rank = generator.random() < 0.5, generator.random() < 0.4, generator.randrange(2)
-    moments = reference.moments[background, resumed, rank]
     alike: dict[tuple[str, str], list[int]] = {}
     for kind, names in moments.items():
         for number, name in enumerate(names, 1):
             alike.setdefault((kind, without_numbers(name)), []).append(number)
     kind, name = generator.choice(sorted(alike))
-    number, when = generator.choice(alike[kind, name]), generator.choice(["before", "after", "torn"])
-    fault = "kill" if generator.random() < 0.5 else generator.choice(FAULTS)
-    both = fault == "kill" and generator.random() < 0.5
-    damage = generator.choice(sorted(DAMAGES)) if fault == "kill" and generator.random() < 0.3 else ""
-    return Point(kind, number, rank, when, both, background, resumed, fault, damage)
+    return kind, generator.choice(alike[kind, name]), generator.choice(["before", "after", "torn"])
 
 
 def without_numbers(moment: str) -> str:
@@ -236,40 +242,51 @@ def damage_metrics(point: Point, victim: Path) -> bool:
     return True
 
 
-def main(points: int, seed: int, folder: Path) -> None:
-    began, generator = time.monotonic(), random.Random(seed)
-    reference = prepare(folder)
+def hold(
+    given: argparse.Namespace,
+    reference: Any,
+    choose: Callable[..., Any],
+    check: Callable[..., str],
+    outcome: str,
+    promise: str,
+) -> None:
+    """Choose and check the points that are asked for, and print which they were and what `check` says of each.
+
+    Ends this process with status 1 and the reason where the promise isn't held.
+    """
+    began, generator = time.monotonic(), random.Random(given.seed)
     left: collections.Counter[str] = collections.Counter()
     moments: collections.Counter[str] = collections.Counter()
-    for number in range(1, points + 1):
+    for number in range(1, given.points + 1):
         point = choose(reference, generator)
-        left[check(reference, point)] += 1
+        try:
+            left[check(reference, point)] += 1
+        except AssertionError as error:
+            sys.exit(str(error))
         moments[what(reference, point)] += 1
-        if number % 10 == 0 or number == points:
-            print(f"{number} of {points} points, {time.monotonic() - began:.0f} s; last {point}", flush=True)
-    for title, counter in (("struck at", moments), ("left", left)):
+        if number % 10 == 0 or number == given.points:
+            print(f"{number} of {given.points} points, {time.monotonic() - began:.0f} s; last {point}", flush=True)
+    for title, counter in (("struck at", moments), (outcome, left)):
         print(f"{title}:")
         for name, count in counter.most_common():
             print(f"  {count:4}  {name}")
-    print(f"{points} points, nothing lost, all resumed bit for bit")
+    print(f"{given.points} {promise}")
 
 
-def what(reference: Reference, point: Point) -> str:
+def arguments(prog: str, description: str, points: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--points", type=int, default=points)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def what(reference: Any, point: Point) -> str:
     """A point's moment in words, without the numbers that differ from one to the next."""
     moment = reference.moments[point.background, point.resumed, point.rank][point.kind][point.number - 1]
     return f"{'resume: ' if point.resumed else ''}{without_numbers(moment)}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="tests.chaos", description="Disturb training runs and compare what is resumed."
-    )
-    parser.add_argument("--points", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        try:
-            main(arguments.points, arguments.seed, Path(name))
-        except AssertionError as error:
-            print(error, file=sys.stderr)
-            sys.exit(1)
+    given = arguments("tests.chaos", "Disturb training runs and compare what is resumed.", 500)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        hold(given, prepare(Path(folder)), choose, check, "left", "points, nothing lost, all resumed bit for bit")

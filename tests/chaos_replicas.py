@@ -14,14 +14,11 @@ run ends, and:
 
 from __future__ import annotations
 
-import argparse
-import collections
 import json
 import multiprocessing
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,7 +32,7 @@ import torch
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.run import node_memory
-from tests.chaos import steps_of, without_numbers
+from tests.chaos import a_moment, arguments, flags_of, hold, records, steps_of
 from tests.chaos_rank import PATIENCE
 from tests.chaos_replicas_rank import PER_NODE, RANKS, STEPS, Loss, rank_main
 
@@ -99,10 +96,6 @@ def fresh(memory: Path) -> Path:
     return memory
 
 
-def flags_of(background: bool) -> list[str]:
-    return ["--async-checkpoint"] if background else []
-
-
 def prepare(folder: Path, memory: Path, backgrounds: Sequence[bool] = (False, True)) -> Reference:
     moments: dict[tuple[bool, bool, int], dict[str, list[str]]] = {}
     lost = Loss("step", 3, rank=2)
@@ -139,14 +132,8 @@ def empty(memory: Path, node: int) -> None:
 
 
 def choose(reference: Reference, generator: random.Random) -> Loss:
-    """A point: first which kind of moment, each as likely as the others, then which of its many times."""
     background, resumed, rank = generator.random() < 0.4, generator.random() < 0.4, generator.randrange(RANKS)
-    alike: dict[tuple[str, str], list[int]] = {}
-    for kind, names in reference.moments[background, resumed, rank].items():
-        for number, name in enumerate(names, 1):
-            alike.setdefault((kind, without_numbers(name)), []).append(number)
-    kind, name = generator.choice(sorted(alike))
-    number, when = generator.choice(alike[kind, name]), generator.choice(["before", "after", "torn"])
+    kind, number, when = a_moment(reference.moments[background, resumed, rank], generator)
     memory = generator.random() < 0.8
     return Loss(kind, number, rank, when, background=background, resumed=resumed, memory=memory)
 
@@ -164,7 +151,7 @@ def check(reference: Reference, point: Loss) -> str:
         empty(memory, point.node)
     left = max([step for node in range(RANKS // PER_NODE) for step in in_memory(memory, node)], default=0)
     on_disk = max(Store(LocalFiles(victim / "checkpoints")).committed(), default=0)
-    logged = torn_steps(victim)
+    logged = max((record["step"] for record in records(victim, "train")), default=0)
     codes = run(folder, "victim", memory, flags)
     assert codes == [0] * RANKS, f"{point}: the run that went on failed\n{log(folder, 'victim')}"
     kind, step, place = json.loads((folder / "victim-begin.json").read_text())
@@ -185,46 +172,11 @@ def check(reference: Reference, point: Loss) -> str:
     return f"from {'memory' if left > on_disk else 'the disk' if on_disk else 'the start'}, {logged - step} steps again"
 
 
-def torn_steps(run_path: Path) -> int:
-    """The last step in a metrics file whose last line may be torn."""
-    if not (run_path / "metrics.jsonl").exists():
-        return 0
-    lines = [
-        line for line in (run_path / "metrics.jsonl").read_bytes().splitlines(keepends=True) if line[-2:] == b"}\n"
-    ]
-    return max((line["step"] for line in map(json.loads, lines) if line["kind"] == "train"), default=0)
-
-
-def main(points: int, seed: int, folder: Path, memory: Path) -> None:
-    began, generator = time.monotonic(), random.Random(seed)
-    reference = prepare(folder, memory)
-    left: collections.Counter[str] = collections.Counter()
-    moments: collections.Counter[str] = collections.Counter()
-    for number in range(1, points + 1):
-        point = choose(reference, generator)
-        left[check(reference, point)] += 1
-        moment = reference.moments[point.background, point.resumed, point.rank][point.kind][point.number - 1]
-        moments[f"{'going on: ' if point.resumed else ''}{without_numbers(moment)}"] += 1
-        if number % 10 == 0 or number == points:
-            print(f"{number} of {points} points, {time.monotonic() - began:.0f} s; last {point}", flush=True)
-    for title, counter in (("struck at", moments), ("went on", left)):
-        print(f"{title}:")
-        for name, count in counter.most_common():
-            print(f"  {count:4}  {name}")
-    print(f"{points} nodes lost, all runs went on bit for bit")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="tests.chaos_replicas", description="Lose nodes of runs with two replicas.")
-    parser.add_argument("--points", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    given = arguments("tests.chaos_replicas", "Lose nodes of runs with two replicas.", 100)
     with (
-        tempfile.TemporaryDirectory(prefix="chaos-") as name,
-        tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as shm,
+        tempfile.TemporaryDirectory(prefix="chaos-") as folder,
+        tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as memory,
     ):
-        try:
-            main(arguments.points, arguments.seed, Path(name), Path(shm))
-        except AssertionError as error:
-            print(error, file=sys.stderr)
-            sys.exit(1)
+        reference = prepare(Path(folder), Path(memory))
+        hold(given, reference, choose, check, "went on", "nodes lost, all runs went on bit for bit")
