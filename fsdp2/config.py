@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp2 import data, models
-from fsdp2.options import deepspeed_settings
+from fsdp2.options import deepspeed_settings, own_model
 from fsdp2.options.checks import check_together
-from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
@@ -321,22 +320,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        try:
-            spec = self.spec
-        except ValueError as error:
-            raise ConfigError(f"--model {shown(self.model)}: {error}") from None
-        if self.model_size is None:
-            object.__setattr__(self, "model_size", next(iter(spec.sizes)))
-        elif self.model_size not in spec.sizes:
-            raise ConfigError(
-                f"--model-size {shown(self.model_size)}: for {self.model} it "
-                f"{unknown(shown(self.model_size), list(spec.sizes))}"
-            )
-        if self.dataset is None:
-            object.__setattr__(self, "dataset", data.DEFAULTS[spec.kind])
-        if self.test_batch_size is None:
-            # A forward of language gives a number for each token and each word of the vocabulary.
-            object.__setattr__(self, "test_batch_size", 1000 if spec.kind == "image" else self.batch_size)
+        own_model.complete(self)
         if self.save_model is None and self.lora is not None:
             object.__setattr__(self, "save_model", False)  # the adapters are what is new
         check_strategy(self)
@@ -345,25 +329,12 @@ class Config:
     @property
     def spec(self) -> models.ModelSpec:
         """What `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`."""
-        chunks = {} if self.chunked_loss is None else {"chunk_tokens": self.chunked_loss}
-        if self.lora is None:
-            return models.get(self.model, trust_remote_code=self.trust_remote_code, **chunks)
-        # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
-        casts = self.strategy == "fsdp2" and self.mixed_precision is not None
-        lora = models.Lora(
-            rank=self.lora,
-            alpha=2.0 * self.lora if self.lora_alpha is None else self.lora_alpha,
-            targets=self.lora_targets,
-            base_dtype=DTYPES[self.mixed_precision] if casts and self.mixed_precision else DTYPES["fp32"],
-            weights=self.weights,
-        )
-        return models.get(self.model, trust_remote_code=self.trust_remote_code, lora=lora, **chunks)
+        return own_model.spec(self)
 
     @property
     def weights(self) -> str | None:
         """The file or folder whose weights the run starts from, unless a checkpoint takes their place."""
-        own = models.get(self.model, trust_remote_code=self.trust_remote_code).weights
-        return None if self.init_from == "scratch" else self.init_from or (None if own is None else str(own))
+        return own_model.weights(self)
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""

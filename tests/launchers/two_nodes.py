@@ -77,10 +77,8 @@ class Nodes:
         self.running = {}
 
     def output(self) -> str:
-        """The end of what each node has printed."""
-        return "\n".join(
-            f"--- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(self.folder.glob("node*.log"))
-        )
+        """What each node has printed."""
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("node*.log")))
 
     def __enter__(self) -> Nodes:
         return self

@@ -1,0 +1,58 @@
+"""What `--model` and the flags beside it stand for: the model's specification, its weights, its defaults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp2 import data, models
+from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.parallel.precision import DTYPES
+
+if TYPE_CHECKING:
+    from fsdp2.config import Config
+
+
+def spec(config: Config) -> models.ModelSpec:
+    """What `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`.
+
+    Raises ValueError, in one line, if there is no such model or it can't be used.
+    """
+    chunks = {} if config.chunked_loss is None else {"chunk_tokens": config.chunked_loss}
+    if config.lora is None:
+        return models.get(config.model, trust_remote_code=config.trust_remote_code, **chunks)
+    # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
+    casts = config.strategy == "fsdp2" and config.mixed_precision is not None
+    lora = models.Lora(
+        rank=config.lora,
+        alpha=2.0 * config.lora if config.lora_alpha is None else config.lora_alpha,
+        targets=config.lora_targets,
+        base_dtype=DTYPES[config.mixed_precision] if casts and config.mixed_precision else DTYPES["fp32"],
+        weights=config.weights,
+    )
+    return models.get(config.model, trust_remote_code=config.trust_remote_code, lora=lora, **chunks)
+
+
+def weights(config: Config) -> str | None:
+    """The file or folder whose weights the run starts from, unless a checkpoint takes their place."""
+    own = models.get(config.model, trust_remote_code=config.trust_remote_code).weights
+    return None if config.init_from == "scratch" else config.init_from or (None if own is None else str(own))
+
+
+def complete(config: Config) -> None:
+    """Set the options whose defaults the model decides. Raises ConfigError if there is no such model or size."""
+    try:
+        found = config.spec
+    except ValueError as error:
+        raise ConfigError(f"--model {shown(config.model)}: {error}") from None
+    if config.model_size is None:
+        object.__setattr__(config, "model_size", next(iter(found.sizes)))
+    elif config.model_size not in found.sizes:
+        raise ConfigError(
+            f"--model-size {shown(config.model_size)}: for {config.model} it "
+            f"{unknown(shown(config.model_size), list(found.sizes))}"
+        )
+    if config.dataset is None:
+        object.__setattr__(config, "dataset", data.DEFAULTS[found.kind])
+    if config.test_batch_size is None:
+        # A forward of language gives a number for each token and each word of the vocabulary.
+        object.__setattr__(config, "test_batch_size", 1000 if found.kind == "image" else config.batch_size)
