@@ -37,7 +37,7 @@ from fsdp2.run.node_memory import agree
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
-from fsdp2.run.runtime import World
+from fsdp2.run.runtime import World, process_group
 from fsdp2.run.schedule import Schedule
 from fsdp2.run.settings import process_settings
 from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
@@ -71,7 +71,7 @@ def main(
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
     spec = config.spec
-    with preflight(config, world) as job, runtime.process_group(world, device), process_settings(config) as garbage:
+    with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
         memory = agree(config, job, world)  # rank 0 has chosen the run directory, all ranks what to resume
         run = RunDir(job.place)
         runtime.set_threads(config.threads, world)

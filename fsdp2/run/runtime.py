@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +27,10 @@ from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
+from fsdp2.run import agreement
 from fsdp2.run.patience import LONG
+from fsdp2.run.variables import check_variables, require_address, speaks
 
 T = TypeVar("T")
 
@@ -55,10 +58,14 @@ class World:
 
 
 def world() -> World:
-    """From the process group that a launcher already made, else from torchrun's variables, else alone."""
+    """From the process group that a launcher already made, else from torchrun's variables, else alone.
+
+    Raises ConfigError if variables are missing or contradict each other.
+    """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     else:
+        check_variables(os.environ)
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
@@ -124,40 +131,6 @@ def _is_bound() -> bool:
     return any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
-def require_own_gpu(world: World, device: torch.device, exchange: Callable[[str], Sequence[str]]) -> None:
-    """Raise ConfigError on every rank if two ranks compute on one GPU.
-
-    Args:
-        exchange: gives every rank's text for this one's; it is called by all ranks or by none.
-    """
-    if device.type != "cuda" or world.local_world_size == 1 or torch.cuda.device_count() > 1:
-        return
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(exchange(str(torch.cuda.get_device_properties(device).uuid))):
-        ranks.setdefault(found, []).append(rank)
-    for found, sharing in ranks.items():
-        if len(sharing) > 1:
-            raise ConfigError(
-                f"--device cuda: ranks {', '.join(map(str, sharing))} see the same GPU ({found}); bind one to each "
-                "process (srun --gpus-per-task=1), show all of them to all (CUDA_VISIBLE_DEVICES), or start fewer ranks"
-            )
-
-
-def exchange_by(store: dist.Store, rank: int, world_size: int) -> Callable[[str], list[str]]:
-    """The same as `gather` for a text, before there is a process group."""
-
-    def exchange(text: str) -> list[str]:
-        store.set(f"own_gpu/{rank}", text)
-        texts = [store.get(f"own_gpu/{other}").decode() for other in range(world_size)]
-        store.set(f"own_gpu/{rank}/read", "")
-        if rank == 0:  # which may keep the store, and end after this
-            for other in range(world_size):
-                store.get(f"own_gpu/{other}/read")
-        return texts
-
-    return exchange
-
-
 def set_threads(threads: int | None, world: World) -> int:
     """Set torch's CPU threads, by default this node's cores divided by its ranks.
 
@@ -172,26 +145,32 @@ def set_threads(threads: int | None, world: World) -> int:
 
 
 @contextmanager
-def process_group(world: World, device: torch.device) -> Iterator[None]:
+def process_group(world: World, device: torch.device, config: object = None) -> Iterator[None]:
     """Join the launcher's process group, or make one and end it afterwards.
 
     On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU. Until training
     steps begin, a rank waits half an hour for another, also with nccl, whose own default is ten minutes.
+
+    Args:
+        config: a dataclass whose fields must be the same on all ranks, as their code and versions must.
+
+    Raises ConfigError on every rank if ranks differ, or two of them compute on one GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    facts = agreement.facts({} if config is None else to_flags(config), device, world.world_size)
     if dist.is_initialized():
-        require_own_gpu(world, device, gather)
+        agreement.require_agreement(facts, None, world.rank, world.world_size)
         yield
         return
     end_with_launcher()
     gpu = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=LONG))
+        store, rank, world_size = rendezvous(world)
         # With a device nccl connects at once, and two ranks on one GPU would fail inside of it.
-        require_own_gpu(world, device, exchange_by(store, rank, world_size))
-        group = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size}
+        agreement.require_agreement(facts, store, rank, world_size)
+        group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size}
     else:
         # Alone: a store in memory, so that no port is opened.
         group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -208,6 +187,25 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     # so late that the interpreter is ending, the process aborts (pytorch 190489): asleep, this one leaves it the lock.
     time.sleep(0.1)
     dist.destroy_process_group()
+
+
+def rendezvous(world: World) -> tuple[dist.Store, int, int]:
+    """The store that all ranks see, as the launcher's variables say, this rank and the world size.
+
+    Raises ConfigError if the host of rank 0 has no address, or rank 0 has to listen at a port that is taken.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    require_address(address, say=world.local_rank == 0)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=LONG))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={port}: is taken on {socket.gethostname()}, where rank 0 has to listen; choose another port, "
+            "or end the job that has it"
+        ) from None
+    return store, rank, world_size
 
 
 def broadcast(value: T) -> T:
@@ -307,7 +305,8 @@ def exit_status() -> Iterator[None]:
         yield
     except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
         status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
-        if world().rank == 0 or not _ended_by_launcher():
+        first = dist.get_rank() == 0 if dist.is_initialized() else speaks(os.environ)
+        if first or not _ended_by_launcher():
             print(f"fsdp2: {kind}: {refusal(str(error))}", file=sys.stderr, flush=True)
         sys.exit(status)
     except OSError as error:

@@ -1,0 +1,137 @@
+"""Before the first collective of a run: all ranks run the same code with the same flags on the same kind of device.
+
+Ranks that differ wait for each other in different collectives, or train a mixture without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fsdp2
+from fsdp2.options.errors import ConfigError, shown
+
+# Of a node, and not of the run. `--device auto` may stand beside `cuda`: what it comes to is compared.
+MAY_DIFFER = ("data-root", "device", "loader-workers", "nvme-offload", "threads")
+
+CODE, TORCH, PYTHON = "the code of fsdp2", "torch", "Python"
+FIXES = {
+    CODE: "install the same version on each node, or one that all nodes share",
+    TORCH: "install the same torch on each node",
+    PYTHON: "install the same Python on each node",
+    "--device": "leave the node out, or use --device cpu",
+    "WORLD_SIZE": "start all ranks by the same launcher",
+}
+SAME_COMMAND = "give each rank the same command"
+
+# How long rank 0, which may hold the store, stays for the others to read why the run ends.
+SECONDS_TO_READ = 20.0
+
+
+def facts(flags: Mapping[str, Any], device: torch.device, world_size: int) -> dict[str, Any]:
+    """What this rank says about itself, as JSON can hold it: its host, its GPU, and what must be the same on all."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    same = {
+        CODE: code(),
+        TORCH: torch.__version__,
+        PYTHON: "{}.{}".format(*sys.version_info),  # a bug-fix release changes nothing that ranks exchange
+        "WORLD_SIZE": world_size,
+        "--device": device.type,
+        **{f"--{name}": value for name, value in flags.items() if name not in MAY_DIFFER},
+    }
+    return {"host": socket.gethostname(), "gpu": gpu, "same": same}
+
+
+@cache
+def code() -> str:
+    """A short hash of all Python files of the package."""
+    digest = hashlib.sha256()
+    folder = Path(fsdp2.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def difference(found: Sequence[Mapping[str, Any]]) -> str | None:
+    """The one line about ranks that don't fit together, from every rank's facts; None if all do."""
+    first = found[0]["same"]
+    names = dict.fromkeys(name for one in found for name in one["same"])
+    differ = [name for name in names if any(one["same"].get(name) != first.get(name) for one in found)]
+    if differ:
+        name = differ[0]
+        other = next(one["same"].get(name) for one in found if one["same"].get(name) != first.get(name))
+        ranks = [rank for rank, one in enumerate(found) if one["same"].get(name) == other]
+        also = f" ({', '.join(differ[1:4])} differ{'s' if len(differ) == 2 else ''}, too)" if differ[1:] else ""
+        return (
+            f"{name}: {_named(ranks, found)} {'has' if len(ranks) == 1 else 'have'} {shown(other)}, and "
+            f"{_named([0], found)} has {shown(first.get(name))}{also}; {FIXES.get(name, SAME_COMMAND)}"
+        )
+    users: dict[str, list[int]] = {}
+    for rank, one in enumerate(found):
+        users.setdefault(one["gpu"], []).append(rank)
+    for gpu, ranks in users.items():
+        if gpu is not None and len(ranks) > 1:
+            return (
+                f"--device cuda: {_named(ranks, found)} see the same GPU ({gpu}); bind one to each process "
+                "(srun --gpus-per-task=1), show all of them to all (CUDA_VISIBLE_DEVICES), or start fewer ranks"
+            )
+    return None
+
+
+def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
+    """`rank 3 (node2)`, `ranks 8, 9, 10 and 5 more (node2, node3)`."""
+    hosts = _some(sorted({found[rank]["host"] for rank in ranks}))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_some(ranks)} ({hosts})"
+
+
+def _some(values: Sequence[Any], most: int = 8) -> str:
+    rest = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + rest
+
+
+def require_agreement(mine: Mapping[str, Any], store: dist.Store | None, rank: int, world_size: int) -> None:
+    """Raise ConfigError on every rank if they differ. A collective call.
+
+    Each rank writes once, rank 0 judges, and all read its one verdict: the work grows with the ranks, not with their
+    pairs.
+
+    Args:
+        mine: this rank's `facts`.
+        store: the rendezvous's, if there is no process group yet; None if there is one.
+    """
+    if world_size == 1:
+        return
+    if store is None:
+        found: list[Any] | None = [None] * world_size if rank == 0 else None
+        dist.gather_object(mine, found)
+        box = [difference(found) if found is not None else None]
+        dist.broadcast_object_list(box)
+        verdict = box[0]
+    else:
+        verdict = _by_store(mine, store, rank, world_size)
+    if verdict is not None:
+        raise ConfigError(verdict)
+
+
+def _by_store(mine: Mapping[str, Any], store: dist.Store, rank: int, world_size: int) -> str | None:
+    store.set(f"agreement/{rank}", json.dumps(mine))
+    if rank == 0:
+        found = store.multi_get([f"agreement/{one}" for one in range(world_size)])
+        store.set("agreement/verdict", json.dumps(difference([json.loads(one) for one in found])))
+    verdict: str | None = json.loads(store.get("agreement/verdict"))
+    if verdict is not None:
+        store.add("agreement/read", 1)
+        deadline = time.monotonic() + SECONDS_TO_READ
+        while rank == 0 and store.add("agreement/read", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return verdict
