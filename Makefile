@@ -195,6 +195,10 @@ train-snapshot: $(VENV)/.installed  ## record what memory is allocated for, and 
 train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profiler, memory included
 	$(TRAIN) --profile --max-steps 12 $(ARGS)
 
+.PHONY: doctor
+doctor: $(VENV)/.installed  ## is this cluster fit to train? Versions, limits, clocks, network
+	$(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.doctor $(ARGS)
+
 .PHONY: compare
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
 	$(BIN)/python -m fsdp2.compare --nproc $(NPROC) --strategies ddp,fsdp1,fsdp2 $(ARGS)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy
@@ -194,10 +196,18 @@ def rendezvous(world: World) -> tuple[dist.Store, int, int]:
 
     Raises ConfigError if the host of rank 0 has no address, or rank 0 has to listen at a port that is taken.
     """
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"]
     require_address(address, say=world.local_rank == 0)
-    try:
+    with _port_refused():
         store, rank, world_size = next(dist.rendezvous("env://", timeout=LONG))
+    return store, rank, world_size
+
+
+@contextmanager
+def _port_refused() -> Iterator[None]:
+    port = os.environ["MASTER_PORT"]
+    try:
+        yield
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -205,7 +215,41 @@ def rendezvous(world: World) -> tuple[dist.Store, int, int]:
             f"MASTER_PORT={port}: is taken on {socket.gethostname()}, where rank 0 has to listen; choose another port, "
             "or end the job that has it"
         ) from None
-    return store, rank, world_size
+
+
+def meeting_point(world: World, seconds: float) -> dist.Store:
+    """A store that all ranks see. Unlike `rendezvous` it waits for no rank but rank 0, so a missing one can be named.
+
+    With a process group it is a collective call. Raises ConfigError as `rendezvous` does, and after so many seconds
+    without rank 0's store.
+    """
+    if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
+        port = broadcast(serves.port if serves is not None else 0)
+        return serves or _tcp_store(address, port, serve=False, seconds=seconds)
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    require_address(address, say=world.local_rank == 0)
+    serve = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    with _port_refused():
+        store = _tcp_store(address, port, serve=serve, seconds=seconds)
+    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+@cache  # alive until this process ends: `rendezvous` shares its server, and others may still read
+def _tcp_store(address: str, port: int, *, serve: bool, seconds: float) -> dist.TCPStore:
+    patience = timedelta(seconds=seconds)
+    try:
+        return dist.TCPStore(address, port, None, serve, patience, wait_for_workers=False, multi_tenant=port != 0)
+    except dist.DistNetworkError as error:
+        if serve or "timed out" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_ADDR={address}: nothing listens at port {port} for {seconds:g} s, seen from "
+            f"{socket.gethostname()}; rank 0 isn't started, or the port is blocked between the hosts"
+        ) from None
 
 
 def broadcast(value: T) -> T:

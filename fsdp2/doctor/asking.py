@@ -1,0 +1,185 @@
+"""Questions from rank 0 to all ranks, and their answers, through the rendezvous store.
+
+No collective is needed, so a rank that hangs is known by its name: it is the one that doesn't answer in time. What a
+question measures runs in a thread of its own, so that a rank whose disk or network hangs still says where it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.checkpoint.refusal import one_line
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row
+from fsdp2.run.runtime import RunStopped, World
+
+END = "end"
+GRACE = 2.0  # seconds that an answer takes beyond what it measures
+STARTING = 60.0  # seconds that ranks may start later than rank 0
+PATIENCE = 120.0  # seconds in which rank 0, which judges and plans, asks nothing
+
+
+@dataclass
+class Here:
+    """What a question's function knows of the rank it runs on.
+
+    Attributes:
+        seconds: within which it has to answer.
+        doing: what it is about to do, for the case that it never ends.
+        kept: what one question leaves for a later one.
+    """
+
+    world: World
+    device: torch.device
+    store: Any
+    seconds: float
+    doing: str = ""
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+Question = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A question that a rank didn't answer: what happened instead, and what it was doing."""
+
+    question: str
+    rank: int
+    kind: str  # silent, hung, or failed
+    text: str
+    doing: str
+
+
+def bounded(function: Callable[[], Any], here: Here) -> dict[str, Any]:
+    """What a function returns, as `value`; else how it `failed`, or where it has `hung` when its time was over."""
+    box: dict[str, Any] = {}
+    here.doing = ""
+
+    def work() -> None:
+        try:
+            if here.device.type == "cuda":
+                torch.cuda.set_device(here.device)  # which is a thread's own
+            box["value"] = function()
+        except Exception as error:
+            box["failed"] = one_line(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(here.seconds)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        code = frame.f_code if frame else None
+        place = f"{PurePath(code.co_filename).name}, {code.co_name}" if code else "unknown"
+        return {"hung": f"stands in {place} after {here.seconds:g} s", "doing": here.doing}
+    return {**box, "doing": here.doing} if "failed" in box else dict(box)
+
+
+class Asker:
+    """One rank's end of the conversation.
+
+    Args:
+        questions: name -> a function of a `Here` and keyword arguments that JSON can hold. It returns such a value.
+    """
+
+    def __init__(self, here: Here, questions: Mapping[str, Question]) -> None:
+        self.here, self.questions = here, questions
+        self.troubles: list[Trouble] = []
+        self._number = 0
+
+    @property
+    def silent(self) -> set[int]:
+        """Ranks that haven't answered once, and are asked no more."""
+        return {trouble.rank for trouble in self.troubles if trouble.kind == "silent"}
+
+    def ask(self, name: str, **arguments: Any) -> dict[int, Any]:
+        """By rank, what was answered. Called on rank 0. What wasn't answered is among the troubles."""
+        self._number += 1
+        self.here.store.set(f"question/{self._number}", json.dumps([name, arguments]))
+        later = STARTING if self._number == 1 else 0.0
+        deadline = time.monotonic() + self.here.seconds + GRACE + later
+        found = {0: self._measured(name, arguments)}
+        for rank in range(1, self.here.world.world_size):
+            if rank in self.silent:
+                continue
+            text = self._read(f"answer/{self._number}/{rank}", deadline - time.monotonic())
+            waited = self.here.seconds + GRACE + later
+            found[rank] = {"silent": f"no answer in {waited:g} s"} if text is None else json.loads(text)
+        for rank, answer in found.items():
+            for kind in ("silent", "hung", "failed"):
+                if kind in answer:
+                    self.troubles.append(Trouble(name, rank, kind, answer[kind], answer.get("doing", "")))
+        return {rank: answer["value"] for rank, answer in found.items() if "value" in answer}
+
+    def end(self, result: Any) -> None:
+        """Send the others home with a result, and wait until they have read it. Called on rank 0."""
+        self._number += 1
+        self.here.store.set(f"question/{self._number}", json.dumps([END, result]))
+        deadline = time.monotonic() + self.here.seconds
+        for rank in range(1, self.here.world.world_size):
+            if rank not in self.silent:  # rank 0 may hold the store
+                self._read(f"answer/{self._number}/{rank}", deadline - time.monotonic())
+
+    def serve(self) -> Any:
+        """Answer until rank 0 has no more questions; its result. Raises RunStopped if rank 0 itself is silent."""
+        while True:
+            self._number += 1
+            text = self._read(f"question/{self._number}", 4 * self.here.seconds + PATIENCE)
+            if text is None:
+                raise RunStopped(
+                    f"rank {self.here.world.rank}: rank 0 asks nothing any more: it has ended, or is stopped; look at "
+                    "that process"
+                )
+            name, arguments = json.loads(text)
+            answer = {} if name == END else self._measured(name, arguments)
+            self.here.store.set(f"answer/{self._number}/{self.here.world.rank}", json.dumps(answer))
+            if name == END:
+                return arguments
+
+    def _measured(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return bounded(lambda: self.questions[name](self.here, **arguments), self.here)
+
+    def _read(self, key: str, seconds: float) -> str | None:
+        store = self.here.store
+        try:
+            if seconds > 0:
+                store.wait([key], timedelta(seconds=seconds))
+            elif not store.check([key]):
+                return None
+            text: str = store.get(key).decode()
+            return text
+        except dist.DistError:  # the time is over, or the process with the store has gone
+            return None
+
+    def rows(self, hosts: Hosts, judged: tuple[str, ...] = ()) -> list[Row]:
+        """One for each kind of trouble with each question; not of hung and failed ones that were judged elsewhere."""
+        found: dict[tuple[str, str], list[Trouble]] = {}
+        for one in self.troubles:
+            if one.kind == "silent" or one.question not in judged:
+                found.setdefault((one.question, one.kind), []).append(one)
+        fixes = {
+            "silent": "look at that process: it is stopped, swapping or dead, or its host is",
+            "hung": "look at what it stands in; --answer-within gives it more time",
+            "failed": "mend what it says, and run the doctor again",
+        }
+        return [
+            Row(
+                f"answer: {question}",
+                found_here[0].text,
+                f"an answer in {self.here.seconds:g} s",
+                WORSE if kind == "failed" else BAD,
+                hosts.named(one.rank for one in found_here),
+                fixes[kind],
+            )
+            for (question, kind), found_here in found.items()
+        ]

@@ -1,0 +1,120 @@
+"""The whole examination: what rank 0 asks, in which order, and how the report reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.config import Config
+from fsdp2.doctor import clock, machine, network
+from fsdp2.doctor.asking import Asker, Here, Question
+from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
+from fsdp2.run.runtime import World
+
+QUESTIONS: dict[str, Question] = {
+    "hello": network.hello,
+    "machine": machine.measure,
+    "clock": clock.measure,
+    "meet": network.meet,
+}
+FINAL = ("fit to train", "worse than expected", "can't train")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is examined.
+
+    Attributes:
+        seconds: that a rank has to answer a question.
+        quick: leave out what takes more than a few seconds.
+    """
+
+    config: Config
+    seconds: float
+    quick: bool
+
+
+def examine(asker: Asker, options: Options) -> list[Row]:
+    """All rows. Called on rank 0 while the others `serve`."""
+    hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
+    found = asker.ask("machine")
+    rows = machine.rows(found, hosts)
+    others = [rank for rank in hosts.first().values() if rank != 0 and rank in found]
+    if others and 0 in found:
+        rows += clock.rows(asker.ask("clock", key="once", asked=others).get(0) or {}, hosts)
+    if asker.here.world.world_size > 1:
+        size = (4 << 20) if options.quick else (16 << 20)
+        rows += network.rows(network.ask_pairs(asker, hosts, size), hosts, size)
+    return [*asker.rows(hosts), *rows]
+
+
+def run(
+    options: Options,
+    world: World,
+    device: torch.device,
+    store: dist.Store,
+    show: Callable[[list[Row], float], None],
+) -> list[Row]:
+    """Every rank's part of an examination; the rows, on all ranks. A collective call, which no rank waits in forever.
+
+    Args:
+        show: called on rank 0 with the rows and the seconds that they took, before any rank may end.
+
+    Raises RunStopped on a rank to which rank 0 is silent.
+    """
+    asker = Asker(Here(world, device, store, options.seconds), QUESTIONS)
+    if world.rank != 0:
+        return [Row(**row) for row in asker.serve()]
+    began = time.monotonic()
+    rows = examine(asker, options)
+    show(rows, time.monotonic() - began)
+    asker.end([dataclasses.asdict(row) for row in rows])
+    return rows
+
+
+def lines(rows: Sequence[Row], ranks: int, seconds: float) -> list[str]:
+    """The report for a terminal: each row, and below a finding whom it is about and what to do."""
+    name = max(len(row.name) for row in rows)
+    text = []
+    for row in rows:
+        text.append(f"{row.verdict:5}  {row.name:{name}}  {row.measured}  (expected: {row.expected})")
+        if row.verdict != OK:
+            text.append(f"{'':5}  {'':{name}}  {row.who}: {row.fix}")
+    counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS]
+    return [*text, f"{FINAL[status(rows)]}: {', '.join(counts)}; {ranks} ranks, {seconds:.0f} s"]
+
+
+def as_json(rows: Sequence[Row], world: World) -> str:
+    report: Mapping[str, Any] = {
+        "status": status(rows),
+        "ranks": world.world_size,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    return json.dumps(report, indent=1)
+
+
+def first_bad(rows: Sequence[Row]) -> str | None:
+    """The line of the first row with which no run can train."""
+    for row in rows:
+        if row.verdict == BAD:
+            return f"{row.name}: {row.measured}, expected {row.expected}; {row.who}: {row.fix}"
+    return None
+
+
+def leave(code: int) -> None:
+    """End this process with a status, also where a thread still hangs in a disk or a network.
+
+    Not sys.exit: at exit Python would wait for torch, and torch for the thread.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,266 @@
+"""What each rank's machine and software are: what must agree, and what is too small for its ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from fsdp2.doctor.asking import Here
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, limit, same
+from fsdp2.run.agreement import code
+from fsdp2.units import size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+# Set alike on all ranks, or some of them compute or communicate in another way.
+PREFIXES = ("CUBLAS", "CUDNN", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
+PER_RANK = ("NVIDIA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_PLACES")
+
+SHM_PER_RANK = 128 << 20  # nccl's and a data loader's segments; the 64 MB that Docker gives are known to fail
+NOFILE_BASE, NOFILE_PER_RANK = 512, 4  # files of Python and torch; gloo's and nccl's connections to each other rank
+GPU_QUERY = {
+    "driver": "driver_version",
+    "clock": "clocks.current.sm",
+    "most clock": "clocks.max.sm",
+    "throttled": "clocks_throttle_reasons.active",
+    "ecc": "ecc.errors.uncorrected.volatile.total",
+    "width": "pcie.link.width.current",
+    "most width": "pcie.link.width.max",
+}
+# nvidia-smi's bits of clocks_throttle_reasons that aren't idleness, a user's own setting or a display's.
+THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
+
+
+def measure(here: Here) -> dict[str, Any]:
+    """This rank's facts. `same` are those that have to agree between ranks."""
+    gpu = gpu_facts(here.device) if here.device.type == "cuda" else {}
+    same_on_all = {
+        "torch": torch.__version__,
+        "fsdp2": code(),
+        "Python": "{}.{}".format(*platform.python_version_tuple()),
+        "numpy": numpy.__version__,
+        "device": here.device.type,
+        "GPU": gpu.get("name"),
+        "driver": gpu.get("driver"),
+        "CUDA": torch.version.cuda if gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+    }
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
+    limits = cgroup_limits()
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "same": same_on_all,
+        "environment": {name: value for name, value in os.environ.items() if is_shared_variable(name)},
+        "shm": [shm.total, shm.free] if shm else None,
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if resource else None,
+        "infiniband": os.path.isdir("/dev/infiniband"),
+        "memory": free_memory(limits["memory"]),
+        "quota": limits["cpus"],
+        "cores": sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1)),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "loopback": resolves_to_loopback(),
+    }
+
+
+def is_shared_variable(name: str) -> bool:
+    return name.startswith(PREFIXES) and name not in PER_RANK
+
+
+def free_memory(limit_and_use: list[int] | None, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that a process may still take: of the machine, and within the limit of its cgroup. None if unknown."""
+    if not meminfo.exists():  # macOS
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    return free if limit_and_use is None else min(free, max(0, limit_and_use[0] - limit_and_use[1]))
+
+
+def cgroup_limits(root: Path = Path("/")) -> dict[str, Any]:
+    """`memory`: limit and use in bytes, and `cpus`: the quota; None where there is none.
+
+    The tightest of all cgroups above this process counts. Both hierarchies of Linux are read, v2 and v1.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return {"memory": None, "cpus": None}
+    memory: list[list[int]] = []
+    cpus: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",") if controllers else [""]
+        for controller in names:
+            place = root / "sys/fs/cgroup" / controller / path.lstrip("/")
+            for folder in [place, *place.parents]:
+                if not folder.is_relative_to(root / "sys/fs/cgroup"):
+                    break
+                files = {"memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}.get(
+                    controller, ("memory.max", "memory.current")
+                )
+                found = [_number(folder / name) for name in files]
+                if found[0] is not None and found[0] < 1 << 60:  # v1 writes a huge number for none
+                    memory.append([int(found[0]), int(found[1] or 0)])
+                quota = _number(folder / "cpu.cfs_quota_us") if controller == "cpu" else _number(folder / "cpu.max")
+                period = _number(folder / "cpu.cfs_period_us") or _number(folder / "cpu.max", 1)
+                if quota is not None and quota > 0 and period:
+                    cpus.append(quota / period)
+    return {"memory": min(memory, key=lambda one: one[0] - one[1], default=None), "cpus": min(cpus, default=None)}
+
+
+def _number(file: Path, word: int = 0) -> float | None:
+    try:
+        return float(file.read_text().split()[word])
+    except (OSError, ValueError, IndexError):  # there is no such limit, or it says max
+        return None
+
+
+def resolves_to_loopback() -> bool:
+    """Whether gloo would listen where no other host reaches it: it listens at the address of the host's name."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return False
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True  # gloo falls back to it
+    return all(str(address[4][0]).startswith(("127.", "::1")) for address in found)
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Name and memory by torch, and what nvidia-smi says about this GPU, where there is one."""
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    facts: dict[str, Any] = {"name": properties.name, "free": free, "total": total}
+    query = ["nvidia-smi", f"--id=GPU-{properties.uuid}", "--format=csv,noheader,nounits"]
+    try:
+        # The driver's clocks are those of a GPU at work only while it works.
+        work = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16)
+        for _ in range(200):
+            work @ work
+        done = subprocess.run([*query, f"--query-gpu={','.join(GPU_QUERY.values())}"], capture_output=True, timeout=8)
+        torch.cuda.synchronize(device)
+    except (OSError, subprocess.TimeoutExpired):
+        return facts
+    values = done.stdout.decode(errors="replace").strip().split(", ")
+    return facts | dict(zip(GPU_QUERY, values, strict=True)) if len(values) == len(GPU_QUERY) else facts
+
+
+def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    """Judge all ranks' facts."""
+    local = {rank: len([one for one in hosts.ranks(hosts.of[rank]) if one in found]) for rank in found}
+    first = {rank: found[rank] for rank in hosts.first().values() if rank in found}
+    result = [*versions(found, hosts), *environment(found, hosts), *addresses(first, hosts)]
+    shm = {rank: float(one["shm"][1] if one["shm"] else 0) for rank, one in first.items()}
+    needed = {rank: float(SHM_PER_RANK * local[rank]) for rank in first}
+    result.append(limit("/dev/shm", shm, needed, size, hosts, "give the container more: docker run --shm-size=8g"))
+    files = {rank: float(one["nofile"]) for rank, one in found.items() if one["nofile"] not in (None, -1)}
+    if files:
+        least = {rank: float(NOFILE_BASE + NOFILE_PER_RANK * len(hosts.of)) for rank in files}
+        result.append(limit("open files", files, least, "{:.0f}".format, hosts, "raise it: ulimit -n 65536"))
+    locked = {rank: one["memlock"] for rank, one in found.items() if one["infiniband"] and one["memlock"] is not None}
+    if locked:
+        held = [rank for rank, count in locked.items() if count != -1]
+        text = "unlimited" if not held else size(min(locked[rank] for rank in held))
+        fix = "InfiniBand pins memory: ulimit -l unlimited"
+        result.append(Row("locked memory", text, "unlimited").judged(held, hosts, WORSE, fix))
+    return [*result, *memory(first, hosts), *cores(found, local, hosts), *gpus(found, hosts)]
+
+
+def versions(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    result = []
+    for name in next(iter(found.values()))["same"]:
+        verdict = BAD if name in ("torch", "fsdp2", "device", "nccl") else WORSE
+        values = {rank: one["same"][name] for rank, one in found.items()}
+        result += same(name, values, hosts, verdict, "install the same on each host, or leave that host out")
+    shown = {key: value for key, value in next(iter(found.values()))["same"].items() if value is not None}
+    text = ", ".join(f"{key} {value}" for key, value in shown.items())
+    return result or [Row("versions", text, "the same on all ranks")]
+
+
+def environment(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    result = []
+    names = sorted({name for one in found.values() for name in one["environment"]})
+    for name in names:
+        values = {rank: one["environment"].get(name, "unset") for rank, one in found.items()}
+        result += same(f"variable {name}", values, hosts, WORSE, "set it alike on all ranks")
+    text = ", ".join(names[:6]) + (" …" if len(names) > 6 else "")
+    return result or [Row("variables", text or "none of torch's, nccl's, gloo's", "the same on all ranks")]
+
+
+def addresses(first: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    """gloo listens at the address of the host's own name."""
+    hidden = [rank for rank, one in first.items() if one["loopback"]]
+    if len(first) == 1 or not hidden:
+        return []
+    fix = "set GLOO_SOCKET_IFNAME to the interface between the hosts, or give the name its address in /etc/hosts"
+    return [Row("host name", "none, or loopback", "an address that other hosts reach", BAD, hosts.named(hidden), fix)]
+
+
+def memory(first: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    free = {rank: one["memory"] for rank, one in first.items() if one["memory"] is not None}
+    if not free:
+        return []
+    low = far_above({rank: 1 / max(1, count) for rank, count in free.items()}, 2.0)
+    row = Row("free memory", size(min(free.values())), "more than half of what other hosts have")
+    fix = "look who uses it there; a job's own limit is its cgroup's (--mem of SLURM, limits of Kubernetes)"
+    return [row.judged(low, hosts, WORSE, fix)]
+
+
+def cores(found: Mapping[int, Mapping[str, Any]], local: Mapping[int, int], hosts: Hosts) -> list[Row]:
+    """Whether the ranks of a host have a core for each thread: by quota, and by the cores that they may run on."""
+    have: dict[int, float] = {}
+    need: dict[int, float] = {}
+    for rank, one in found.items():
+        mates = [other for other in hosts.ranks(hosts.of[rank]) if other in found]
+        # Those that may run on the same cores share them.
+        sharing = [other for other in mates if set(found[other]["cores"]) & set(one["cores"])]
+        have[rank] = min(float(len(one["cores"])), one["quota"] or float("inf"))
+        need[rank] = float(sum(found[other]["threads"] for other in sharing))
+    fix = "give the task more cores (--cpus-per-task, a container's cpu limit), bind ranks apart, or lower --threads"
+    return [limit("cores", have, need, "{:.4g}".format, hosts, fix)]
+
+
+def gpus(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
+    """What nvidia-smi and torch say about the GPUs; nothing without any."""
+    there = {rank: one["gpu"] for rank, one in found.items() if one["gpu"]}
+    if not there:
+        return []
+    used = {rank: gpu["total"] - gpu["free"] for rank, gpu in there.items()}
+    crowded = [rank for rank, count in used.items() if count > 0.1 * there[rank]["total"]]
+    holds = Row("GPU memory in use", size(max(used.values())), "less than a tenth")
+    reasons = {rank: throttle_reasons(gpu.get("throttled", "")) for rank, gpu in there.items()}
+    slowed = [rank for rank, names in reasons.items() if names]
+    text = ", ".join(sorted({name for names in reasons.values() for name in names}))
+    throttled = Row("GPU throttled", text or "no reason", "no reason")
+    broken = [rank for rank, gpu in there.items() if gpu.get("ecc", "0") not in ("0", "[N/A]")]
+    errors = Row("GPU memory errors", f"on {len(broken)} GPUs", "none uncorrected since the start")
+    narrow = [rank for rank, gpu in there.items() if gpu.get("width") != gpu.get("most width")]
+    lanes = Row("GPU PCIe lanes", ", ".join(sorted({gpu.get("width", "unknown") for gpu in there.values()})), "all")
+    return [
+        holds.judged(crowded, hosts, WORSE, "end the process that holds it: nvidia-smi lists them"),
+        throttled.judged(slowed, hosts, WORSE, "cool it, or give it power"),
+        errors.judged(broken, hosts, BAD, "reset or replace the GPU"),
+        lanes.judged(narrow, hosts, WORSE, "seat the GPU again"),
+    ]
+
+
+def throttle_reasons(bits: str) -> list[str]:
+    """Of nvidia-smi's hexadecimal number."""
+    try:
+        number = int(bits, 16)
+    except ValueError:  # not supported there
+        return []
+    return sorted({name for bit, name in THROTTLED.items() if number & bit})

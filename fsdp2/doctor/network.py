@@ -1,0 +1,316 @@
+"""The network between ranks, two by two: plain TCP, as gloo and nccl's bootstrap use it. A slow or dead pair is named.
+
+Few ranks are measured pair by pair. Many play a tournament: in round r rank i meets rank i ^ 2**r, so that each rank
+meets about log2 of them, near and far ones, and all pairs of a round run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from fsdp2.doctor.asking import Asker, Here
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above
+
+FEW = 8  # ranks of which every pair is measured, in 7 rounds
+PINGS = 30
+TIMES_SLOWER = 3.0  # than the median pair of its kind, within a host or between hosts
+# What a busy core adds to a round trip, and to a transfer. Smaller differences aren't the network's.
+NOISE = 0.002
+SLOWEST = 0.01  # seconds of a round trip: no network of one building takes so long
+LOSS = 0.001  # part of the segments that may be sent again; TCP halves its rate at each loss
+FEW_LOST = 5  # segments, which say nothing about a part
+_HELLO = struct.Struct("!I")
+_TCP_INFO_RETRANSMITTED, _TCP_INFO_SENT = 100, 136  # offsets in Linux's struct tcp_info
+
+Pair = tuple[int, int]
+INSIDE, BETWEEN = "within hosts", "between hosts"
+
+
+def hello(here: Here) -> list[str]:
+    """This rank's host and the address at which it listens for the others from now on."""
+    address = own_address(here.world.local_world_size == here.world.world_size)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=64)
+    listener.settimeout(here.seconds / 2)
+    here.kept |= {"listener": listener, "waiting": {}}
+    here.store.set(f"address/{here.world.rank}", f"{address} {listener.getsockname()[1]}")
+    return [socket.gethostname(), address]
+
+
+def own_address(alone: bool) -> str:
+    """The address from which this host reaches the master's, or any other host if that is a loopback.
+
+    Args:
+        alone: all ranks are on this host, so a loopback serves.
+    """
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    for target in (master, "192.0.2.1"):  # the latter is nobody's; nothing is sent
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                address = str(probe.getsockname()[0])
+        except OSError:  # no route, or no such name
+            continue
+        if alone or not address.startswith(("127.", "::1")):
+            return address
+    return "127.0.0.1"
+
+
+def rounds(ranks: int) -> int:
+    return ranks - 1 + ranks % 2 if ranks <= FEW else (ranks - 1).bit_length()
+
+
+def partner(rank: int, number: int, ranks: int) -> int | None:
+    """Whom a rank meets in a round; None if it has nobody."""
+    if ranks > FEW:
+        other = rank ^ 1 << number
+        return other if other < ranks else None
+    # The circle method: everybody turns around the last seat, which stays empty with an odd number.
+    seats = ranks + ranks % 2
+    if rank == seats - 1:
+        other = next(one for one in range(seats - 1) if (number - one) % (seats - 1) == one)
+    else:
+        other = (number - rank) % (seats - 1)
+        other = seats - 1 if other == rank else other
+    return other if other < ranks else None
+
+
+def meet(here: Here, number: int, only: Sequence[Sequence[int]] | None, without: Sequence[int], size: int) -> Any:
+    """Measure the pair that this rank is in, if any: seconds of a round trip and bytes/s of this rank's sending.
+
+    Args:
+        number: of the round.
+        only: pairs that meet now, in place of those of a round.
+        without: ranks that meet nobody.
+        size: bytes to send each way.
+    """
+    rank = here.world.rank
+    if only is None:
+        other = partner(rank, number, here.world.world_size)
+    else:
+        other = next((a if b == rank else b for a, b in only if rank in (a, b)), None)
+    if other is None or rank in without or other in without:
+        return None
+    here.doing = f"meeting rank {other}"
+    try:
+        with _connected(here, other) as link:
+            link.settimeout(here.seconds / 2)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return {"other": other, **_measured(link, first=rank < other, size=size)}
+    except OSError as error:
+        return {"other": other, "error": str(error) or type(error).__name__}
+
+
+def _connected(here: Here, other: int) -> socket.socket:
+    """A connection with another rank: the lower one calls, the other one listens."""
+    if here.world.rank < other:
+        here.store.wait([f"address/{other}"], timedelta(seconds=here.seconds / 2))
+        address, port = here.store.get(f"address/{other}").decode().split()
+        link = socket.create_connection((address, int(port)), timeout=here.seconds / 2)
+        link.sendall(_HELLO.pack(here.world.rank))
+        return link
+    waiting: dict[int, socket.socket] = here.kept["waiting"]
+    deadline = time.monotonic() + here.seconds / 2
+    while other not in waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError("it didn't call")
+        link, _ = here.kept["listener"].accept()
+        link.settimeout(here.seconds / 2)
+        waiting[_HELLO.unpack(_received(link, _HELLO.size))[0]] = link
+    return waiting.pop(other)
+
+
+def _measured(link: socket.socket, *, first: bool, size: int) -> dict[str, Any]:
+    trips = []
+    for _ in range(PINGS):
+        if first:
+            before = time.perf_counter()
+            link.sendall(b"p")
+            _received(link, 1)
+            trips.append(time.perf_counter() - before)
+        else:
+            _received(link, 1)
+            link.sendall(b"p")
+    best = 0.0
+    for sender in (first, not first) * 3:
+        if sender:
+            before = time.perf_counter()
+            link.sendall(bytes(size))
+            _received(link, 1)
+            best = max(best, size / (time.perf_counter() - before))
+        else:
+            _received(link, size)
+            link.sendall(b"a")
+    facts = {"rate": best, **_segments(link)}
+    return {**facts, "trip": min(trips)} if first else facts  # the best is what the link can do, however busy the cores
+
+
+def _received(link: socket.socket, count: int) -> bytes:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        got = link.recv_into(view)
+        if got == 0:
+            raise ConnectionError("the other side has closed the connection")
+        view = view[got:]
+    return bytes(buffer)
+
+
+def _segments(link: socket.socket) -> dict[str, int]:
+    """How many segments this side had to send again, of how many; Linux alone tells."""
+    option = getattr(socket, "TCP_INFO", None)
+    info = link.getsockopt(socket.IPPROTO_TCP, option, 256) if option else b""
+    if len(info) < _TCP_INFO_SENT + 4:
+        return {"again": 0, "sent": 0}
+    (again,), (sent,) = (struct.unpack_from("=I", info, at) for at in (_TCP_INFO_RETRANSMITTED, _TCP_INFO_SENT))
+    return {"again": again, "sent": sent}
+
+
+def ask_pairs(asker: Asker, hosts: Hosts, size: int) -> dict[Pair, dict[str, Any]]:
+    """All pairs, by rank, as measured; those that seem slow are measured again, and the better result counts."""
+    count = asker.here.world.world_size
+    found: dict[Pair, dict[str, Any]] = {}
+    for number in range(rounds(count)):
+        away = [rank for rank in range(count) if rank in asker.silent or rank not in hosts.of]
+        _collect(found, asker.ask("meet", number=number, only=None, without=away, size=size))
+    for _ in range(2):
+        # One at a time: a rank that has been late for its pair makes the next one late, and so does a crowded link.
+        for pair in slow_pairs(found, hosts)[:FEW]:
+            _collect(found, asker.ask("meet", number=0, only=[pair], without=[], size=size))
+    return found
+
+
+def _collect(found: dict[Pair, dict[str, Any]], answers: Mapping[int, Any]) -> None:
+    """Both ends' results as one for their pair; of several measurements the better one."""
+    merged: dict[Pair, list[dict[str, Any]]] = {}
+    for rank, one in answers.items():
+        if one is not None:
+            merged.setdefault((min(rank, one["other"]), max(rank, one["other"])), []).append(one)
+    for pair, ends in merged.items():
+        errors = [one["error"] for one in ends if "error" in one]
+        if errors or len(ends) < 2:
+            found.setdefault(pair, {}).setdefault("error", (errors or ["one of them doesn't answer"])[0])
+            continue
+        new = {
+            "trip": min(one["trip"] for one in ends if "trip" in one),
+            "rate": min(one["rate"] for one in ends),
+            "lost": max(one["again"] / max(1, one["sent"]) for one in ends),
+            "again": max(one["again"] for one in ends),
+        }
+        before = found.get(pair, {})
+        better = {key: (max if key == "rate" else min)(value, before.get(key, value)) for key, value in new.items()}
+        found[pair] = better
+
+
+def _kinds(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts) -> list[tuple[str, dict[Pair, Mapping[str, Any]]]]:
+    """The pairs that have been measured, within hosts and between hosts apart."""
+    good = {pair: one for pair, one in found.items() if "error" not in one}
+    inside = {pair: one for pair, one in good.items() if hosts.of[pair[0]] == hosts.of[pair[1]]}
+    between = {pair: one for pair, one in good.items() if pair not in inside}
+    return [(name, part) for name, part in ((INSIDE, inside), (BETWEEN, between)) if part]
+
+
+def _findings(kind: str, pairs: Mapping[Pair, Mapping[str, Any]], size: int) -> dict[str, list[Pair]]:
+    """The pairs of one kind that are slow, by what is slow. A loopback loses segments only where a reader is slow."""
+    trips = {pair: one["trip"] for pair, one in pairs.items()}
+    times = {pair: size / one["rate"] for pair, one in pairs.items()}
+    late = set(far_above(trips, TIMES_SLOWER, NOISE)) | {pair for pair, trip in trips.items() if trip > SLOWEST}
+    lossy = [pair for pair, one in pairs.items() if one["lost"] > LOSS and one["again"] > FEW_LOST]
+    return {
+        "round trip": sorted(late),
+        "bandwidth": far_above(times, TIMES_SLOWER, 5 * NOISE),
+        "loss": lossy if kind == BETWEEN else [],
+    }
+
+
+def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int = 1 << 20) -> list[Pair]:
+    """Those that are worth a second look, dead ones included."""
+    dead = [pair for pair, one in found.items() if "error" in one]
+    late = [
+        pair for kind, part in _kinds(found, hosts) for some in _findings(kind, part, size).values() for pair in some
+    ]
+    return list(dict.fromkeys([*dead, *late]))
+
+
+def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> str:
+    """Who explains these bad pairs: a host or a rank all of whose pairs are bad, else two hosts, else the pairs."""
+    left, named = set(guilty), []
+    candidates: list[str | int] = [*hosts.first(), *hosts.of]  # hosts by name first, then ranks
+    while left:
+        best: set[int] = set()
+        covered: set[Pair] = set()
+        most = 1
+        for one in candidates:
+            members = set(hosts.ranks(one)) if isinstance(one, str) else {one}
+            its = {pair for pair in every if len(members & set(pair)) == 1 and hosts_differ(pair, one, hosts)}
+            if its and its <= set(guilty) and len(its & left) > most and len(its) < len(every):
+                best, most, covered = members, len(its & left), its
+        if not best:
+            break
+        named.append(hosts.named(best))
+        left -= covered
+    ends: dict[tuple[str, str], list[Pair]] = {}
+    for pair in sorted(left):
+        ends.setdefault((hosts.of[pair[0]], hosts.of[pair[1]]), []).append(pair)
+    for (a, b), pairs in ends.items():
+        between = [pair for pair in every if {hosts.of[pair[0]], hosts.of[pair[1]]} == {a, b}]
+        whole = a != b and len(pairs) == len(between)
+        named.append(
+            f"hosts {a} and {b}" if whole else ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
+        )
+    return "; ".join(named)
+
+
+def hosts_differ(pair: Pair, one: str | int, hosts: Hosts) -> bool:
+    """A host is judged by its pairs with other hosts alone."""
+    return isinstance(one, int) or hosts.of[pair[0]] != hosts.of[pair[1]]
+
+
+def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> list[Row]:
+    """Judge all pairs."""
+    dead = [pair for pair, one in found.items() if "error" in one]
+    result = []
+    if dead:
+        result.append(
+            Row(
+                "connection",
+                f"{len(dead)} of {len(found)} pairs: {found[dead[0]]['error']}",
+                "each rank reaches each",
+                BAD,
+                blame(dead, found, hosts),
+                "open all TCP ports between the hosts; or name their interface in GLOO_SOCKET_IFNAME",
+            )
+        )
+    for kind, pairs in _kinds(found, hosts):
+        slow = _findings(kind, pairs, size)
+        trip, rate = (statistics.median(one[key] for one in pairs.values()) for key in ("trip", "rate"))
+        units = {
+            "round trip": (max(one["trip"] for one in pairs.values()) * 1e3, "ms", trip * 1e3),
+            "bandwidth": (min(one["rate"] for one in pairs.values()) / 1e9, "GB/s", rate / 1e9),
+        }
+        fixes = {
+            "round trip": "look at the path between them: a switch, a VPN, or a wrong interface",
+            "bandwidth": "look at the port's speed and errors: ethtool, ibstat",
+        }
+        for name, (worst, unit, middle) in units.items():
+            row = Row(f"{name} {kind}", f"{worst:.3g} {unit} at worst", f"near the median pair's {middle:.3g} {unit}")
+            result.append(_about(row, slow[name], pairs, hosts, fixes[name]))
+        if kind == BETWEEN:
+            lost = max(one["lost"] for one in pairs.values())
+            row = Row(f"loss {kind}", f"{lost:.2%} of segments sent again at worst", f"at most {LOSS:.1%}")
+            result.append(_about(row, slow["loss"], pairs, hosts, "look for a bad cable or a full queue: ip -s link"))
+    return result
+
+
+def _about(row: Row, guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts, fix: str) -> Row:
+    if not guilty:
+        return row
+    return Row(row.name, row.measured, row.expected, WORSE, blame(guilty, every, hosts), fix)

@@ -1,0 +1,124 @@
+"""What the doctor reports: rows with a verdict, and how the ranks that differ from the others are found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+OK, WORSE, BAD = "ok", "worse", "bad"
+VERDICTS = (OK, WORSE, BAD)  # by exit status
+
+# A standard deviation of normal noise is 1.48 median absolute deviations; five of them are no noise.
+DEVIATIONS = 5 * 1.4826
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured.
+
+    Attributes:
+        who: the rank, host or pair that the verdict is about; empty if it is about all.
+        fix: what to do; empty if the verdict is ok.
+    """
+
+    name: str
+    measured: str
+    expected: str
+    verdict: str = OK
+    who: str = ""
+    fix: str = ""
+
+    def judged(self, ranks: Collection[int], hosts: Hosts, verdict: str, fix: str) -> Row:
+        """The same with a verdict about these ranks; as it is if there are none."""
+        if not ranks:
+            return self
+        return dataclasses.replace(self, verdict=verdict, who=hosts.named(ranks), fix=fix)
+
+
+def status(rows: Iterable[Row]) -> int:
+    """0: fit; 1: worse than expected; 2: can't train."""
+    return max((VERDICTS.index(row.verdict) for row in rows), default=0)
+
+
+class Hosts:
+    """Which rank is on which host. A host is a name with an address: containers and namespaces may share a name.
+
+    Args:
+        found: rank -> (host name, own address).
+    """
+
+    def __init__(self, found: Mapping[int, tuple[str, str]]) -> None:
+        addresses: dict[str, set[str]] = {}
+        for name, address in found.values():
+            addresses.setdefault(name, set()).add(address)
+        self.of = {
+            rank: name if len(addresses[name]) == 1 else f"{name} {address}"
+            for rank, (name, address) in found.items()
+        }  # fmt: skip
+
+    def ranks(self, host: str) -> list[int]:
+        return [rank for rank, name in self.of.items() if name == host]
+
+    def first(self) -> dict[str, int]:
+        """The first rank of each host."""
+        return {host: rank for rank, host in reversed(self.of.items())}
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """`rank 3 (node2)`, `host node2` for all of its ranks, or `ranks 1, 2 (node1, node2)`."""
+        found = sorted(ranks)
+        hosts = list(dict.fromkeys(self.of.get(rank, "host unknown") for rank in found))
+        whole = [one for host in hosts for one in self.ranks(host)]
+        if len(found) > 1 and sorted(whole) == found and len(found) < len(self.of):
+            return f"host{'s' * (len(hosts) > 1)} {_some(hosts)}"
+        return f"rank{'s' * (len(found) > 1)} {_some(found)} ({_some(hosts)})"
+
+
+def _some(values: Sequence[Any], most: int = 8) -> str:
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def far_above(values: Mapping[K, float], times: float, least: float = 0.0) -> list[K]:
+    """Whose value is far above the others': a slow rank, from seconds.
+
+    A value is far if it is so many times the median, beyond it by `least`, and by five deviations, which are estimated
+    by the median absolute deviation: a few slow ranks don't hide themselves, as they would in a mean. Of two values the
+    lower one is the norm.
+    """
+    if len(values) < 2:
+        return []
+    norm = statistics.median(values.values()) if len(values) > 2 else min(values.values())
+    spread = statistics.median(abs(one - norm) for one in values.values()) if len(values) > 2 else 0.0
+    bound = max(norm * times, norm + least, norm + DEVIATIONS * spread)
+    return [key for key, one in values.items() if one > bound]
+
+
+def same(name: str, found: Mapping[int, Any], hosts: Hosts, verdict: str, fix: str) -> list[Row]:
+    """A row if ranks differ in a value; it names those that have another one than most."""
+    counts = Counter(map(str, found.values()))
+    usual = counts.most_common(1)[0][0] if counts else ""
+    others = [rank for rank, value in found.items() if str(value) != usual]
+    if not others:
+        return []
+    theirs = _some(sorted({str(found[rank]) for rank in others}), 3)
+    return [Row(name, theirs, f"{usual}, as on the others", verdict, hosts.named(others), fix)]
+
+
+def limit(
+    name: str,
+    found: Mapping[int, float],
+    least: Mapping[int, float],
+    show: Callable[[float], str],
+    hosts: Hosts,
+    fix: str,
+) -> Row:
+    """A row about the rank that has the least of something, beside what that rank needs."""
+    lacking = [rank for rank, value in found.items() if value < least[rank]]
+    lowest = min(lacking or found, key=lambda rank: found[rank] - least[rank])
+    row = Row(name, show(found[lowest]), f"{show(least[lowest])} or more")
+    return row.judged(lacking, hosts, WORSE, fix)

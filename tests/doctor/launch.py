@@ -1,0 +1,39 @@
+"""Start the doctor as a launcher does: one process a rank, with the variables that tell it its place."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.harness import python_environment
+
+# A stopped rank has met the others and answers no more.
+RANK = """
+import os, signal, sys
+from fsdp2.doctor import __main__ as doctor, examine
+from fsdp2.run import runtime
+if sys.argv.pop(1) == os.environ["RANK"]:
+    examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)
+with runtime.exit_status():
+    examine.leave(doctor.main())
+"""
+
+
+def start(
+    flags: Sequence[str], *, ranks: int, cwd: Path, stop_rank: int | None = None, **variables: str
+) -> list[subprocess.Popen[str]]:
+    """The processes of all ranks, rank 0 first; the output of each is one text."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        environment = python_environment() | {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": "localhost", "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
+        line = [sys.executable, "-c", RANK, str(stop_rank), "--threads=1", *flags]
+        out = subprocess.PIPE
+        found.append(subprocess.Popen(line, cwd=cwd, env=environment, text=True, stdout=out, stderr=subprocess.STDOUT))
+    return found

@@ -1,0 +1,134 @@
+"""What differs between machines, or is too small, is a row that names the rank or host."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.doctor import clock, machine
+from fsdp2.doctor.asking import Asker, Here
+from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2.run.runtime import World
+from tests.doctor.threads import examined
+
+HOSTS = Hosts({0: ("a", "10.0.0.1"), 1: ("a", "10.0.0.1"), 2: ("b", "10.0.0.2"), 3: ("b", "10.0.0.2")})
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[int, Any]:
+    """Four ranks alike, each with a core of its own."""
+    here = Here(World(0, 1, 0, 1), torch.device("cpu"), dist.HashStore(), 5.0)
+    mine = machine.measure(here) | {"loopback": False, "quota": None, "threads": 1}
+    return {rank: mine | {"cores": [rank % 2]} for rank in range(4)}
+
+
+def found(facts: dict[int, Any], rank: int, **changed: Any) -> list[Row]:
+    """The findings if one rank's facts are changed."""
+    changed_facts = copy.deepcopy(facts)
+    for name, value in changed.items():
+        changed_facts[rank][name] = {**facts[rank][name], **value} if isinstance(value, dict) else value
+    return [row for row in machine.rows(changed_facts, HOSTS) if row.verdict != OK]
+
+
+def test_ranks_alike_are_fit(facts: dict[int, Any]) -> None:
+    assert found(facts, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "changed", "name", "verdict", "who"),
+    [
+        (1, {"same": {"torch": "2.14.0"}}, "torch", BAD, "rank 1 (a)"),
+        (3, {"same": {"fsdp2": "0123"}}, "fsdp2", BAD, "rank 3 (b)"),
+        (3, {"same": {"driver": "550.54"}}, "driver", WORSE, "rank 3 (b)"),
+        (2, {"environment": {"NCCL_ALGO": "Ring"}}, "variable NCCL_ALGO", WORSE, "rank 2 (b)"),
+        (2, {"shm": [64 << 20, 64 << 20]}, "/dev/shm", WORSE, "rank 2 (b)"),
+        (0, {"nofile": 256}, "open files", WORSE, "rank 0 (a)"),
+        (2, {"infiniband": True, "memlock": 65536}, "locked memory", WORSE, "rank 2 (b)"),
+        (2, {"memory": 1 << 20}, "free memory", WORSE, "rank 2 (b)"),
+        (1, {"quota": 0.5}, "cores", WORSE, "rank 1 (a)"),
+        (2, {"loopback": True}, "host name", BAD, "rank 2 (b)"),
+    ],
+)
+def test_a_rank_that_differs_is_named(
+    facts: dict[int, Any], rank: int, changed: dict[str, Any], name: str, verdict: str, who: str
+) -> None:
+    (row,) = found(facts, rank, **changed)
+    assert (row.name, row.verdict, row.who) == (name, verdict, who)
+    assert row.fix
+
+
+def test_ranks_that_share_a_core_are_named(facts: dict[int, Any]) -> None:
+    (row,) = found(facts, 2, cores=[1])  # rank 3's
+    assert (row.name, row.who) == ("cores", "host b")
+
+
+def test_a_gpu_that_is_hot_broken_or_in_use_is_named(facts: dict[int, Any]) -> None:
+    good = {"name": "H100", "free": 79 << 30, "total": 80 << 30, "throttled": "0x0000000000000001", "ecc": "0",
+            "width": "16", "most width": "16"}  # fmt: skip
+    ranks = {rank: one | {"gpu": good} for rank, one in facts.items()}
+    assert found(ranks, 0) == []
+    changed = {"throttled": "0x0000000000000028", "ecc": "3", "free": 9 << 30, "width": "8"}
+    rows = found(ranks, 3, gpu=changed)
+    assert [(row.name, row.verdict) for row in rows] == [
+        ("GPU memory in use", WORSE),
+        ("GPU throttled", WORSE),
+        ("GPU memory errors", BAD),
+        ("GPU PCIe lanes", WORSE),
+    ]
+    assert {row.who for row in rows} == {"rank 3 (b)"}
+    assert rows[1].measured == "hardware slowdown, too hot"
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000",
+                          "job/memory.max": "2000", "job/memory.current": "500", "job/step/memory.max": "max"}),
+        ("4:cpu,cpuacct:/job\n3:memory:/job", {
+            "cpu/job/cpu.cfs_quota_us": "150000", "cpu/job/cpu.cfs_period_us": "100000", "cpu/cpu.cfs_quota_us": "-1",
+            "memory/job/memory.limit_in_bytes": "2000", "memory/job/memory.usage_in_bytes": "500",
+            "memory/memory.limit_in_bytes": str(2**63 - 4096)}),
+    ],
+    ids=["v2", "v1"],
+)  # fmt: skip
+def test_the_tightest_cgroup_above_counts(tmp_path: Path, line: str, files: dict[str, str]) -> None:
+    for name, text in {"proc/self/cgroup": line, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert machine.cgroup_limits(tmp_path) == {"memory": [2000, 500], "cpus": 1.5}
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    assert machine.free_memory([2000, 500], tmp_path / "meminfo") == 1500
+    assert machine.free_memory(None, tmp_path / "meminfo") == 4096
+
+
+def test_docker_s_small_dev_shm_is_found() -> None:
+    """A real file system of 64 MB, in a mount namespace of its own."""
+    program = "import shutil; print(shutil.disk_usage('/dev/shm').free)"
+    line = f'mount -t tmpfs -o size=64M none /dev/shm && exec {sys.executable} -c "{program}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", line], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting in a namespace of its own needs root: {done.stderr.strip()}")
+    assert int(done.stdout) < machine.SHM_PER_RANK
+
+
+def rows_of_clocks(offset: dict[str, float]) -> list[Row]:
+    def ask(asker: Asker) -> list[Row]:
+        return clock.rows(asker.ask("clock", key="once", asked=[2], offset=offset)[0], HOSTS)
+
+    found: list[Row] = examined(4, {"clock": clock.measure}, ask)
+    return found
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(0.0, OK), (-3.0, WORSE), (3600.0, BAD)])
+def test_a_clock_that_is_wrong_names_its_host(ahead: float, verdict: str) -> None:
+    (row,) = rows_of_clocks({"2": ahead})
+    assert row.verdict == verdict
+    assert row.who == ("" if verdict == OK else "host b")
+    assert row.measured.startswith(f"{ahead:+.1f}"[:4] if ahead else ("+0.0", "-0.0"))
