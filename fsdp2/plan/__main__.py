@@ -112,10 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     if gpu is not None:
         lines += report_time.lines(plans, gpu, tokens)
     found, wasted = None, None
+    tried: dict[Config, Plan] = {}  # a flag alone is tried again where others were of no use
 
     def replan(changed: Config, flags: str) -> Plan:
-        say(f"trying {flags}")
-        return plan(changed, advised.ranks, gpu, limit)
+        if changed not in tried:
+            say(f"trying {flags}")
+            tried[changed] = plan(changed, advised.ranks, gpu, limit)
+        return tried[changed]
 
     # A run that is out of memory in spite of its plan finds there what would save how much.
     kept = plans[-1] if config.run_dir is not None else None

@@ -27,7 +27,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.plan import batches, fake
 from fsdp2.plan.depth import shorten
 from fsdp2.plan.fake_ledger import FakeLedger
-from fsdp2.plan.saving import Saving, starting_from
+from fsdp2.plan.saving import Saving, gathers_full_model, starting_from
 from fsdp2.plan.work import Work
 from fsdp2.run.parts import add_parts
 from fsdp2.run.runtime import World
@@ -97,6 +97,7 @@ def _execute(
     spec = config.spec
     values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
     load = starting_from(config, starting, STEPS) if config.weights is not None else None
+    gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
     engine = make_engine(config, spec, world, device, modes, values, blocks, load)
     if config.model.startswith("hf:"):
         modes.enter_context(fake.seen_by_transformers(values))
@@ -107,7 +108,7 @@ def _execute(
         recorder,
     ):
         phases.listeners.append(recorder.phase)
-        saving = Saving(config, engine, world, ledger)
+        saving = Saving(config, engine, world, ledger, gathers=gathers)
         for count in (0, STEPS + 1):
             saving.restore(count)  # the first is left out: DTensor makes tensors to learn shapes, which it then knows
         order = batches.order(config)

@@ -33,17 +33,26 @@ from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.plan.fake_ledger import FakeLedger
 from fsdp2.run.finite import is_finite
-from fsdp2.run.rundir import large, too_large_unasked
+from fsdp2.run.rundir import large
 from fsdp2.run.runtime import World
 
 CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "restoring", "--init-from"
 
 
-class Saving:
-    """The saves of one rank, and their restoring."""
+def gathers_full_model(config: Config) -> bool:
+    """Whether rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
+    return config.save_model is not False and not large(config, config.spec)
 
-    def __init__(self, config: Config, engine: Engine, world: World, ledger: FakeLedger) -> None:
-        self.config, self.engine, self.world, self.ledger = config, engine, world, ledger
+
+class Saving:
+    """The saves of one rank, and their restoring.
+
+    Args:
+        gathers: rank 0 gathers and writes a full model, as `gathers_full_model` says of `config`.
+    """
+
+    def __init__(self, config: Config, engine: Engine, world: World, ledger: FakeLedger, *, gathers: bool) -> None:
+        self.config, self.engine, self.world, self.ledger, self.gathers = config, engine, world, ledger, gathers
         self.gpu = not ledger.gloo  # then what is saved is copied to the CPU
         state = engine.state
         parts = {"progress": Progress(), "rng": RandomState(world.rank, torch.device("cpu")), **engine.parts}
@@ -78,9 +87,9 @@ class Saving:
                     torch.empty_like(tensor)
 
     def write_full_model(self, step: int) -> None:
-        """As `Checkpoints.write_full_model` of a model that rank 0 gathers. A larger one is written shard by shard."""
+        """As `Checkpoints.write_full_model`."""
         config = self.config
-        if config.save_model is False or too_large_unasked(config, config.spec) or large(config, config.spec):
+        if not self.gathers:
             return
         self.ledger.phase(FULL_MODEL, step)
         # torch's API moves each tensor to the CPU as it is gathered, so a GPU holds what our own has on it.
