@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import Config
-from fsdp2.doctor import clock, machine, network
+from fsdp2.doctor import clock, collectives, compute, machine, network, storage
 from fsdp2.doctor.asking import Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
+from fsdp2.run.rundir import default_path
 from fsdp2.run.runtime import World
 
 QUESTIONS: dict[str, Question] = {
@@ -25,6 +26,11 @@ QUESTIONS: dict[str, Question] = {
     "machine": machine.measure,
     "clock": clock.measure,
     "meet": network.meet,
+    "leave_nonce": storage.leave_nonce,
+    "storage": storage.measure,
+    "clean": storage.clean,
+    "collectives": collectives.measure,
+    "compute": compute.measure,
 }
 FINAL = ("fit to train", "worse than expected", "can't train")
 
@@ -51,10 +57,27 @@ def examine(asker: Asker, options: Options) -> list[Row]:
     others = [rank for rank in hosts.first().values() if rank != 0 and rank in found]
     if others and 0 in found:
         rows += clock.rows(asker.ask("clock", key="once", asked=others).get(0) or {}, hosts)
+    place = options.config.run_dir or str(default_path(options.config.model).parent)
+    stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
+    rows += storage.rows(stored, hosts, place, None)
+    rows += compute.rows(compute.ask_compute(asker, 0.1 if options.quick else 0.5), hosts)
     if asker.here.world.world_size > 1:
-        size = (4 << 20) if options.quick else (16 << 20)
-        rows += network.rows(network.ask_pairs(asker, hosts, size), hosts, size)
-    return [*asker.rows(hosts), *rows]
+        rows += _exchanges(asker, hosts, found, quick=options.quick)
+    return [*asker.rows(hosts, judged=("collectives",)), *rows]
+
+
+def _exchanges(asker: Asker, hosts: Hosts, found: Mapping[int, Any], *, quick: bool) -> list[Row]:
+    """Pairs first: a group connects each rank with each, so it can't be made where a pair is dead."""
+    size = (4 << 20) if quick else (16 << 20)
+    pairs = network.ask_pairs(asker, hosts, size)
+    rows = network.rows(pairs, hosts, size)
+    rates = [one["rate"] for one in pairs.values() if "rate" in one]
+    if len(rates) < len(pairs) or asker.silent or not rates:
+        return rows
+    sizes = [64 << 10, 1 << 20] if quick else [64 << 10, 1 << 20, 32 << 20]
+    crowding = max(len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items())
+    done, stuck = collectives.ask_collectives(asker, sizes)
+    return rows + collectives.rows(done, stuck, sizes, collectives.expected(min(rates), crowding), hosts)
 
 
 def run(
@@ -90,7 +113,7 @@ def lines(rows: Sequence[Row], ranks: int, seconds: float) -> list[str]:
         if row.verdict != OK:
             text.append(f"{'':5}  {'':{name}}  {row.who}: {row.fix}")
     counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS]
-    return [*text, f"{FINAL[status(rows)]}: {', '.join(counts)}; {ranks} ranks, {seconds:.0f} s"]
+    return [*text, f"{FINAL[status(rows)]}: {', '.join(counts)}; {ranks} rank{'s' * (ranks > 1)}, {seconds:.0f} s"]
 
 
 def as_json(rows: Sequence[Row], world: World) -> str:

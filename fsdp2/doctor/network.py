@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from fsdp2.doctor.asking import Asker, Here
-from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, near
 
 FEW = 8  # ranks of which every pair is measured, in 7 rounds
 PINGS = 30
@@ -101,17 +101,19 @@ def meet(here: Here, number: int, only: Sequence[Sequence[int]] | None, without:
         return None
     here.doing = f"meeting rank {other}"
     try:
-        with _connected(here, other) as link:
+        # Both ways, as a group's ranks call each other; one port may be blocked. The first connection is measured.
+        first = rank < other
+        with _connected(here, other, calls=first) as link, _connected(here, other, calls=not first):
             link.settimeout(here.seconds / 2)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return {"other": other, **_measured(link, first=rank < other, size=size)}
+            return {"other": other, **_measured(link, first=first, size=size)}
     except OSError as error:
         return {"other": other, "error": str(error) or type(error).__name__}
 
 
-def _connected(here: Here, other: int) -> socket.socket:
-    """A connection with another rank: the lower one calls, the other one listens."""
-    if here.world.rank < other:
+def _connected(here: Here, other: int, *, calls: bool) -> socket.socket:
+    """A connection with another rank: this one calls, or listens."""
+    if calls:
         here.store.wait([f"address/{other}"], timedelta(seconds=here.seconds / 2))
         address, port = here.store.get(f"address/{other}").decode().split()
         link = socket.create_connection((address, int(port)), timeout=here.seconds / 2)
@@ -301,7 +303,7 @@ def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> li
             "bandwidth": "look at the port's speed and errors: ethtool, ibstat",
         }
         for name, (worst, unit, middle) in units.items():
-            row = Row(f"{name} {kind}", f"{worst:.3g} {unit} at worst", f"near the median pair's {middle:.3g} {unit}")
+            row = Row(f"{name} {kind}", f"{worst:.3g} {unit} at worst", near(pairs, "pair", f"{middle:.3g} {unit}"))
             result.append(_about(row, slow[name], pairs, hosts, fixes[name]))
         if kind == BETWEEN:
             lost = max(one["lost"] for one in pairs.values())

@@ -109,6 +109,11 @@ def same(name: str, found: Mapping[int, Any], hosts: Hosts, verdict: str, fix: s
     return [Row(name, theirs, f"{usual}, as on the others", verdict, hosts.named(others), fix)]
 
 
+def near(values: Collection[Any], what: str, text: str) -> str:
+    """What is expected where the norm is the median's `text`."""
+    return f"near the median {what}'s {text}" if len(values) > 1 else "nothing to compare it with"
+
+
 def limit(
     name: str,
     found: Mapping[int, float],

@@ -10,20 +10,23 @@ from pathlib import Path
 
 from tests.harness import python_environment
 
-# A stopped rank has met the others and answers no more.
+# `stopped`: a rank has met the others and answers no more. `late`: it never comes to the collectives.
 RANK = """
-import os, signal, sys
+import os, signal, sys, time
 from fsdp2.doctor import __main__ as doctor, examine
 from fsdp2.run import runtime
-if sys.argv.pop(1) == os.environ["RANK"]:
+fault, at = sys.argv.pop(1), sys.argv.pop(1)
+if fault == "stopped" and at == os.environ["RANK"]:
     examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)
+if fault == "late" and at == os.environ["RANK"]:
+    examine.QUESTIONS["collectives"] = lambda here, **arguments: time.sleep(3600)
 with runtime.exit_status():
     examine.leave(doctor.main())
 """
 
 
 def start(
-    flags: Sequence[str], *, ranks: int, cwd: Path, stop_rank: int | None = None, **variables: str
+    flags: Sequence[str], *, ranks: int, cwd: Path, fault: str = "none", at: int = 0, **variables: str
 ) -> list[subprocess.Popen[str]]:
     """The processes of all ranks, rank 0 first; the output of each is one text."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -33,7 +36,7 @@ def start(
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         environment = python_environment() | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "localhost", "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
-        line = [sys.executable, "-c", RANK, str(stop_rank), "--threads=1", *flags]
+        line = [sys.executable, "-c", RANK, fault, str(at), "--threads=1", *flags]
         out = subprocess.PIPE
         found.append(subprocess.Popen(line, cwd=cwd, env=environment, text=True, stdout=out, stderr=subprocess.STDOUT))
     return found

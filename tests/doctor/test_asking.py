@@ -47,7 +47,7 @@ def test_a_rank_that_hangs_or_fails_is_named_and_the_others_answer() -> None:
 
 def test_a_stopped_rank_is_named_and_the_examination_ends(tmp_path: Path) -> None:
     """SIGSTOP: the process is there, its sockets are open, and it does nothing."""
-    first, *others = start(["--quick", "--answer-within=1"], ranks=3, cwd=tmp_path, stop_rank=2)
+    first, *others = start(["--quick", "--answer-within=1"], ranks=3, cwd=tmp_path, fault="stopped", at=2)
     try:
         text, _ = first.communicate(timeout=100)
         assert first.returncode == 2, text

@@ -1,0 +1,140 @@
+"""All-reduce and all-gather among all ranks, under a time-out; the rank at which one hangs is found by halves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.doctor.asking import Asker, Here
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row
+
+KINDS = ("all-reduce", "all-gather")
+PART = 0.1  # of the slowest pair's bandwidth that a ring has to reach; below, the ranks are in each other's way
+TRIALS = 5
+
+
+def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
+    """Seconds of each collective by its name and bytes, the best of five, in a group of its own.
+
+    Args:
+        members: ranks of the group. Others return None at once.
+        key: a name that no other group has.
+    """
+    if here.world.rank not in members:
+        return None
+    here.doing = "0. connecting"
+    # A hanging group ends before the question does, so that its ranks say at what.
+    patience = timedelta(seconds=0.6 * here.seconds)
+    backend = "nccl" if here.device.type == "cuda" else "gloo"
+    own = not dist.is_initialized()
+    if own:
+        store, rank = dist.PrefixStore(f"group/{key}", here.store), members.index(here.world.rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=patience)
+    group: Any = dist.group.WORLD if own else dist.new_group(members, timeout=patience, backend=backend)
+    found: dict[str, float] = {}
+    try:
+        for size in sizes:
+            share = torch.ones(size // 4 // len(members), device=here.device)
+            whole = share.repeat(len(members))
+            for name in KINDS:
+                here.doing = f"{len(found) + 1}. {name} of {size} bytes"
+                times = []
+                for _ in range(TRIALS):
+                    before = time.perf_counter()
+                    if name == "all-reduce":
+                        dist.all_reduce(whole, group=group)
+                    else:
+                        dist.all_gather_into_tensor(whole, share, group=group)
+                    if here.device.type == "cuda":
+                        torch.cuda.synchronize(here.device)
+                    times.append(time.perf_counter() - before)
+                found[f"{name} {size}"] = min(times)
+    finally:
+        dist.destroy_process_group(group if not own else None)
+    return found
+
+
+def ask_collectives(asker: Asker, sizes: list[int]) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Seconds by rank of what all ranks did together, and the ranks at which that hangs; one of both is empty."""
+    world = asker.here.world.world_size
+    members = [rank for rank in range(world) if rank not in asker.silent]
+    groups = iter(range(1000))
+
+    def answers(part: Sequence[int], sizes: list[int]) -> dict[int, dict[str, float]]:
+        found = asker.ask("collectives", members=list(part), sizes=sizes, key=str(next(groups)))
+        return {rank: one for rank, one in found.items() if one is not None}
+
+    found = answers(members, sizes)
+    if len(found) == len(members):
+        return found, []
+    # A rank that was never as far as the others is the one they wait for.
+    stood = {one.rank: one.doing for one in asker.troubles if one.question == "collectives"}
+    steps = {rank: int(doing.partition(".")[0] or -1) for rank, doing in stood.items()}
+    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    if len(behind) < len(members) or dist.is_initialized():  # parts of a launcher's group can't be tried
+        return {}, behind
+    return {}, guilty(lambda part: len(answers(part, sizes[:1])) < len(part), members)
+
+
+def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:
+    """The one rank, or the two, with which a group fails: halves first, then who fails across them.
+
+    Args:
+        fails: whether a group of these ranks does.
+    """
+    part = list(members)
+    while len(part) > 2:
+        halves = part[: len(part) // 2], part[len(part) // 2 :]
+        failing = next((half for half in halves if len(half) > 1 and fails(half)), None)
+        if failing is None:
+            break
+        part = failing
+    sides = [part[: len(part) // 2], part[len(part) // 2 :]]
+    for side in (0, 1):
+        while len(sides[side]) > 1:
+            half = sides[side][: len(sides[side]) // 2]
+            sides[side] = half if fails([*half, *sides[1 - side]]) else sides[side][len(half) :]
+    pair = [*sides[0], *sides[1]]
+    witness = next((rank for rank in members if rank not in pair), None)
+    if witness is None:
+        return pair
+    return [rank for rank in pair if fails(sorted((rank, witness)))] or pair
+
+
+def rows(
+    found: Mapping[int, Mapping[str, float]], stuck: Sequence[int], sizes: Sequence[int], least: float, hosts: Hosts
+) -> list[Row]:
+    """Judge the bus bandwidth: what each rank's link carries, whatever the number of ranks.
+
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+
+    Args:
+        least: bytes/s that an exchange of some size has to reach.
+    """
+    if stuck:
+        fix = "look at that process, then at the path between the two: a firewall, an interface, an MTU"
+        return [Row("collectives", "one hangs", "all end").judged(stuck, hosts, BAD, fix)]
+    result = []
+    for name in KINDS if found else ():
+        passes = (2 if name == "all-reduce" else 1) * (len(found) - 1) / len(found)
+        rates = [passes * size / max(one[f"{name} {size}"] for one in found.values()) for size in sizes]
+        shown = ", ".join(f"{size >> 10} KiB {rate / 1e9:.2g}" for size, rate in zip(sizes, rates, strict=True))
+        row = Row(name, f"{shown} GB/s a rank", f"{least / 1e9:.2g} GB/s or more for one of them")
+        fix = "see the rows of pairs; if they are good, ranks are in each other's way: fewer a host, or bind them"
+        result.append(row.judged([*hosts.of] if max(rates) < least else [], hosts, WORSE, fix))
+    return result
+
+
+def expected(slowest_pair: float, crowding: float) -> float:
+    """Bytes/s for a collective of all ranks.
+
+    Args:
+        slowest_pair: bytes/s between two ranks that had the machine for themselves.
+        crowding: ranks for each core, where more than one.
+    """
+    return PART * slowest_pair / max(1.0, crowding)

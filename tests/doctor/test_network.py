@@ -1,0 +1,170 @@
+"""A dead, slow or hanging rank, host or pair is named, whichever of the others would see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.doctor import collectives, network
+from fsdp2.doctor.asking import Asker, Here
+from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts
+from fsdp2.run.runtime import World
+from tests.doctor.launch import start
+from tests.doctor.threads import examined
+from tests.harness import Ranks
+
+EIGHT = Hosts({rank: (f"n{rank // 2}", f"10.0.0.{rank // 2}") for rank in range(8)})
+SIZE = 1 << 20
+ALL = list(combinations(range(8), 2))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_few_ranks_meet_in_every_pair_once(count: int) -> None:
+    met = [
+        tuple(sorted((rank, other)))
+        for number in range(network.rounds(count))
+        for rank in range(count)
+        if (other := network.partner(rank, number, count)) is not None
+    ]
+    assert sorted(met) == sorted(2 * list(combinations(range(count), 2)))  # from both ends
+
+
+@pytest.mark.parametrize("count", [9, 64, 1000])
+def test_many_ranks_meet_in_few_rounds_and_nobody_is_left_out(count: int) -> None:
+    assert network.rounds(count) == (count - 1).bit_length()
+    met = set()
+    for number in range(network.rounds(count)):
+        for rank in range(count):
+            other = network.partner(rank, number, count)
+            if other is not None:
+                assert network.partner(other, number, count) == rank
+                met.add(rank)
+    assert met == set(range(count))
+
+
+def measured(slow: Sequence[tuple[int, int]] = (), **changed: Any) -> dict[tuple[int, int], dict[str, Any]]:
+    good = {"trip": 5e-5, "rate": 4e9, "lost": 0.0, "again": 0}
+    return {pair: {**good, **(changed if pair in slow else {})} for pair in ALL}
+
+
+def test_pairs_alike_are_fit() -> None:
+    assert {row.verdict for row in network.rows(measured(), EIGHT, SIZE)} == {OK}
+
+
+@pytest.mark.parametrize(
+    ("slow", "who"),
+    [
+        ([pair for pair in ALL if 5 in pair], "rank 5 (n2)"),
+        ([pair for pair in ALL if len({2, 3} & set(pair)) == 1], "host n1"),
+        ([(0, 6), (0, 7), (1, 6), (1, 7)], "hosts n0 and n3"),
+        ([(0, 6)], "ranks 0 and 6 (n0, n3)"),
+        ([pair for pair in ALL if 5 in pair] + [(0, 6)], "rank 5 (n2); ranks 0 and 6 (n0, n3)"),
+    ],
+)
+def test_the_smallest_cause_is_named(slow: list[tuple[int, int]], who: str) -> None:
+    assert network.blame(slow, ALL, EIGHT) == who
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "verdict"),
+    [
+        ({"trip": 0.005}, "round trip between hosts", WORSE),
+        ({"rate": 1e7}, "bandwidth between hosts", WORSE),
+        ({"lost": 0.02, "again": 90}, "loss between hosts", WORSE),
+        ({"error": "timed out"}, "connection", BAD),
+    ],
+)
+def test_a_pair_that_is_slow_lossy_or_dead_is_a_row(changed: dict[str, Any], name: str, verdict: str) -> None:
+    findings = [row for row in network.rows(measured([(0, 6)], **changed), EIGHT, SIZE) if row.verdict != OK]
+    assert [(row.name, row.verdict, row.who) for row in findings] == [(name, verdict, "ranks 0 and 6 (n0, n3)")]
+
+
+def refusing(here: Here, **arguments: Any) -> Any:
+    """Rank 2's port is blocked."""
+    if here.world.rank == 2:
+        here.kept["listener"].close()
+    return network.meet(here, **arguments)
+
+
+def test_real_connections_are_measured_and_a_blocked_port_names_its_rank() -> None:
+    def ask(asker: Asker) -> Any:
+        hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
+        found = network.ask_pairs(asker, hosts, SIZE)
+        return found, network.rows(found, hosts, SIZE)
+
+    found, rows = examined(4, {"hello": network.hello, "meet": network.meet}, ask)
+    assert sorted(found) == list(combinations(range(4), 2))
+    assert all(0 < one["trip"] < 1 and one["rate"] > 0 for one in found.values())
+    assert BAD not in {row.verdict for row in rows}
+
+    found, rows = examined(4, {"hello": network.hello, "meet": refusing}, ask, seconds=2.0)
+    assert sorted(pair for pair, one in found.items() if "error" in one) == [(0, 2), (1, 2), (2, 3)]
+    assert (rows[0].name, rows[0].verdict, rows[0].who[:6]) == ("connection", BAD, "rank 2")
+
+
+def by_members(bad: set[int]) -> Any:
+    """Whether a group hangs that has one rank, or both of two, of these."""
+    return lambda part: bad <= set(part)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 64])
+def test_a_hanging_group_is_halved_until_its_rank_or_pair_is_known(count: int) -> None:
+    members = list(range(count))
+    if count > 2:  # of two ranks neither is known to be the cause
+        for one in members:
+            assert collectives.guilty(by_members({one}), members) == [one]
+    for pair in list(combinations(members, 2))[:: max(1, count // 8)]:
+        assert collectives.guilty(by_members(set(pair)), members) == list(pair)
+
+
+def exchange(hanging: int | None) -> Any:
+    """Collectives of 3 ranks, one of which may never come to them."""
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    questions = {"collectives": collectives.measure}
+    if rank == hanging:
+        questions["collectives"] = lambda here, **arguments: time.sleep(3600)
+    asker = Asker(Here(World(rank, 3, rank, 3), torch.device("cpu"), dist.PrefixStore("doctor", store), 2.0), questions)
+    if rank != 0:
+        asker.serve()
+        return None
+    found, stuck = collectives.ask_collectives(asker, [1 << 16])
+    asker.end(None)
+    hosts = Hosts(dict.fromkeys(range(3), ("vm", "127.0.0.1")))
+    return found, [(row.verdict, row.who) for row in collectives.rows(found, stuck, [1 << 16], 1.0, hosts)]
+
+
+def test_collectives_are_timed(ranks: Ranks) -> None:
+    found, rows = ranks.run(exchange, None, ranks=3)[0]
+    assert set(found) == {0, 1, 2}
+    assert rows == [(OK, ""), (OK, "")]
+    assert min(found[0].values()) > 0
+
+
+def test_a_rank_that_hangs_in_a_launcher_s_group_is_named(tmp_path: Path) -> None:
+    pool = Ranks(tmp_path)  # its own, whose ranks are left in the midst of it
+    try:
+        assert pool.run(exchange, 1, ranks=3)[0] == ({}, [(BAD, "rank 1 (vm)")])
+    finally:
+        pool.close()
+
+
+def test_a_rank_that_never_comes_to_a_collective_is_named(tmp_path: Path) -> None:
+    first, *others = start(["--quick", "--answer-within=3"], ranks=3, cwd=tmp_path, fault="late", at=1)
+    try:
+        text, _ = first.communicate(timeout=100)
+        assert first.returncode == 2, text
+        (row,) = (line for line in text.splitlines() if line.startswith("bad"))
+        assert row.split()[1] == "collectives"
+        assert "rank 1 (" in text
+    finally:
+        for one in others:
+            one.kill()
