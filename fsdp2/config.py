@@ -231,6 +231,8 @@ class Config:
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
     threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
 
+    doctor: bool = option(False, "examine the cluster first for some seconds, and don't train if it can't", switch)
+
     matmul_precision: str = option(
         "highest",
         "fp32 products on a GPU: highest = fp32, high = TF32 (faster, 10 bits of mantissa), medium = bf16",

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
+from fsdp2.doctor.examine import before_training
 from fsdp2.evaluate import evaluate
 from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
@@ -61,8 +62,7 @@ def main(
     Args:
         also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
             each checkpoint holds it, and a resume restores it.
-        on_event: called on every rank with (kind, data) for `start` or `resume`, `train` (each step, one step
-            late), `eval`, `checkpoint`, `failure` and `end`.
+        on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late.
 
     Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
     sense here. Any later error ends the run without saving, since other ranks may be elsewhere.
@@ -70,6 +70,7 @@ def main(
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
+    before_training(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
         memory = agree(config, job, world)  # rank 0 has chosen the run directory, all ranks what to resume

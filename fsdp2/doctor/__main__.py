@@ -17,8 +17,6 @@ from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.values import checked, number
 from fsdp2.run import runtime
 
-SECONDS = 10.0
-
 
 def parser(*, add_help: bool = True) -> Any:
     """The argparse parser of an examination; with `add_help=False` it is a parent for another parser."""
@@ -30,7 +28,7 @@ def parser(*, add_help: bool = True) -> Any:
     own.add_argument(
         "--answer-within",
         metavar="SECONDS",
-        help=f"for how long a rank may be silent after a question (default: {SECONDS:g})",
+        help=f"for how long a rank may be silent after a question (default: {examine.SECONDS:g})",
     )
     own.add_argument("--json", action="store_true", help="print JSON and nothing else")
     return found
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of an examination, after it was printed. A collective call."""
     given = vars(parser().parse_args(arguments))
     quick, as_json = given.pop("quick", False), given.pop("json", False)
-    seconds = checked("--answer-within", given.pop("answer_within", str(SECONDS)), number(1, 3600))
+    seconds = checked("--answer-within", given.pop("answer_within", str(examine.SECONDS)), number(1, 3600))
     config = Config(**read_values(Config, given))
     world = runtime.world()
     device = runtime.pick_device(config.device, world)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from fsdp2.config import Config
 from fsdp2.doctor import clock, collectives, compute, machine, network, storage
-from fsdp2.doctor.asking import Asker, Here, Question
+from fsdp2.doctor.asking import STARTING, Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
+from fsdp2.options.errors import ConfigError
 from fsdp2.run.rundir import default_path
-from fsdp2.run.runtime import World
+from fsdp2.run.runtime import World, meeting_point, set_threads
 
 QUESTIONS: dict[str, Question] = {
     "hello": network.hello,
@@ -32,6 +33,7 @@ QUESTIONS: dict[str, Question] = {
     "collectives": collectives.measure,
     "compute": compute.measure,
 }
+SECONDS = 10.0  # that a rank has by default to answer a question
 FINAL = ("fit to train", "worse than expected", "can't train")
 
 
@@ -104,11 +106,12 @@ def run(
     return rows
 
 
-def lines(rows: Sequence[Row], ranks: int, seconds: float) -> list[str]:
-    """The report for a terminal: each row, and below a finding whom it is about and what to do."""
-    name = max(len(row.name) for row in rows)
+def lines(rows: Sequence[Row], ranks: int, seconds: float, *, findings: bool = False) -> list[str]:
+    """The report for a terminal: each row, or the findings alone; below one, whom it is about and what to do."""
+    shown = [row for row in rows if row.verdict != OK or not findings]
+    name = max((len(row.name) for row in shown), default=0)
     text = []
-    for row in rows:
+    for row in shown:
         text.append(f"{row.verdict:5}  {row.name:{name}}  {row.measured}  (expected: {row.expected})")
         if row.verdict != OK:
             text.append(f"{'':5}  {'':{name}}  {row.who}: {row.fix}")
@@ -125,12 +128,25 @@ def as_json(rows: Sequence[Row], world: World) -> str:
     return json.dumps(report, indent=1)
 
 
-def first_bad(rows: Sequence[Row]) -> str | None:
-    """The line of the first row with which no run can train."""
+def before_training(config: Config, world: World, device: torch.device) -> None:
+    """With `--doctor`, examine the ranks quickly. A collective call.
+
+    What is worse than expected is printed, and the run goes on. Raises ConfigError on every rank for what is bad.
+    """
+    if not config.doctor:
+        return
+
+    def show(rows: list[Row], took: float) -> None:
+        print("\n".join(f"doctor: {line}" for line in lines(rows, world.world_size, took, findings=True)), flush=True)
+
+    set_threads(config.threads, world)
+    store = meeting_point(world, STARTING + SECONDS)
+    rows = run(Options(config, SECONDS, quick=True), world, device, store, show)
     for row in rows:
         if row.verdict == BAD:
-            return f"{row.name}: {row.measured}, expected {row.expected}; {row.who}: {row.fix}"
-    return None
+            raise ConfigError(
+                f"--doctor: {row.name}: {row.measured}; expected: {row.expected}; {row.who}: {row.fix}, or drop it"
+            )
 
 
 def leave(code: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -227,7 +228,8 @@ def meeting_point(world: World, seconds: float) -> dist.Store:
         address = os.environ.get("MASTER_ADDR", "localhost")
         serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
         port = broadcast(serves.port if serves is not None else 0)
-        return serves or _tcp_store(address, port, serve=False, seconds=seconds)
+        store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
+        return dist.PrefixStore(f"meeting/{next(_MEETINGS)}", store)
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -235,7 +237,11 @@ def meeting_point(world: World, seconds: float) -> dist.Store:
     serve = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     with _port_refused():
         store = _tcp_store(address, port, serve=serve, seconds=seconds)
-    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"meeting/{attempt}/{next(_MEETINGS)}", store)
+
+
+_MEETINGS = itertools.count()  # of this process; the same on all ranks, since each of them calls
 
 
 @cache  # alive until this process ends: `rendezvous` shares its server, and others may still read

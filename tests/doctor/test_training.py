@@ -1,0 +1,47 @@
+"""`fsdp2.train --doctor`: an examination before the run, which a bad finding keeps from starting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.doctor import examine
+from fsdp2.options.errors import ConfigError
+from tests.harness import Ranks, losses, main_in_ranks, small
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+
+def test_a_fit_machine_trains_as_without(train: Train, tmp_path: Path) -> None:
+    examined, plain = train("--doctor", steps=2), train(steps=2, run="plain")
+    assert losses(examined) == losses(plain)
+    assert not list(tmp_path.rglob(".doctor-*"))
+
+
+def unfit(flags: list[str]) -> tuple[str, bool]:
+    """The refusal, on each rank, if rank 1 runs another version; and whether a run was begun."""
+    from fsdp2.doctor import machine
+
+    real = machine.measure
+
+    def other(here: Any) -> Any:
+        found = real(here)
+        return found | {"same": found["same"] | ({"torch": "2.0"} if here.world.rank == 1 else {})}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(examine.QUESTIONS, "machine", other)
+        with pytest.raises(ConfigError) as refused:
+            main_in_ranks(flags)
+    return str(refused.value), any(Path(flags[-2].partition("=")[2]).rglob("config.json"))
+
+
+def test_a_bad_finding_is_one_line_on_every_rank_and_nothing_is_begun(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(unfit, [*small(tmp_path / "run"), "--doctor"])
+    assert first == second
+    text, begun = first
+    assert text.startswith("--doctor: torch: 2.0; expected: 2.")
+    assert "rank 1 (" in text
+    assert not begun
