@@ -247,8 +247,9 @@ class Config:
 
     timeout: int | None = option(
         None,
-        "seconds that a rank waits for another in a step, after the first step; unset = 1800",
-        whole(1, 10**6),
+        "seconds that a step, after the first, may take before the run ends as hanging; unset = 10 times the slowest "
+        "of the last 16, at least 30",
+        whole(1, 1800),
     )
 
     run_dir: str | None = option(

@@ -47,6 +47,10 @@ class Reports:
         for listener in self._listeners:
             listener(kind, data)
 
+    def last_words(self, error: str) -> None:
+        """Write a `failure` to the metrics file alone, from any thread, before this process ends at once."""
+        self.metrics("failure", {"rank": self.rank, "error": error})
+
     def position(self, *, durable: bool = True) -> int:
         """Bytes of the metrics file, durable when this returns; 0 on ranks that don't write it."""
         return self.metrics.position(durable=durable)

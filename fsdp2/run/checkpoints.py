@@ -26,10 +26,10 @@ from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
 from fsdp2.run.job import Job
 from fsdp2.run.node_memory import NodeMemory
-from fsdp2.run.patience import Patience
 from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir, large
 from fsdp2.run.runtime import RunStopped
+from fsdp2.run.watch import Watch
 
 
 class Reports(Protocol):
@@ -73,16 +73,15 @@ class Checkpoints:
             background=config.async_checkpoint is not None,
         )
         job.last_call = self._saver.wait_for_removal  # also where an error ends the run
-        self._patience = Patience(config.timeout, app.model)
         # Committed, or on its way; what was gone on from in memory isn't.
         self._saved_step = -1 if job.in_memory else progress.step
         memory.open(config, app, device)
         self._epochs: dict[int, int] = {}
         self._failed: Outcome | None = None
 
-    def open(self, reports: Reports, info: Mapping[str, Any]) -> None:
-        """Begin, with where to report to and what each marker says."""
-        self._reports, self._info = reports, info
+    def open(self, reports: Reports, info: Mapping[str, Any], watch: Watch) -> None:
+        """Begin, with where to report to, what each marker says, and what must know that a save may take long."""
+        self._reports, self._info, self._watch = reports, info, watch
 
     def save(self, epoch: int, *, last: bool = False) -> None:
         """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
@@ -90,7 +89,7 @@ class Checkpoints:
         Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
         written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
         """
-        with self._patience.long(stay=last):
+        with self._watch.phase("save"):
             self._save(epoch, last=last)
 
     def _save(self, epoch: int, *, last: bool) -> None:
@@ -126,7 +125,7 @@ class Checkpoints:
             self._keep_in_memory()
 
     def _keep_in_memory(self) -> None:
-        with self._patience.long():
+        with self._watch.phase("save"):
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
             mine = (position, is_finite(self._weights()), self._memory.failure, self._memory.busy, rng)
             positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)
@@ -155,13 +154,14 @@ class Checkpoints:
     def write_full_model(self) -> None:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large."""
         config, run = self.config, self.run
-        # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
-        if large(config, config.spec) and not run.is_remote:
-            tied = shared_names(config.spec.on_meta(config.model_size))
-            save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied)
-        else:
-            save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
-            while_rank_0(run.upload_full_model)
+        with self._watch.phase("full model"):
+            # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
+            if large(config, config.spec) and not run.is_remote:
+                tied = shared_names(config.spec.on_meta(config.model_size))
+                save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied)
+            else:
+                save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
+                while_rank_0(run.upload_full_model)
 
     def poll(self) -> bool:
         """Before each step: report a save that has ended in the background; whether one failed and the run is to stop.
@@ -169,7 +169,7 @@ class Checkpoints:
         Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
         `stop_if_failed` after the same step.
         """
-        self._patience.before_step()
+        self._watch.begin_step(self.progress.step + 1)
         ended = self._saver.ended()
         if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
@@ -181,7 +181,7 @@ class Checkpoints:
     def stop_if_failed(self, ranks: int) -> None:
         """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
         if ranks:
-            with self._patience.long():
+            with self._watch.phase("save"):
                 self._end(self._failed or self._saver.wait())
 
     def stop_if_nonfinite(self, step: int, what: str) -> None:
@@ -189,7 +189,7 @@ class Checkpoints:
         if self.config.on_nonfinite != "stop":
             return
         text = f"step {step}: {what}; nothing was saved after it"
-        with self._patience.long(stay=True):
+        with self._watch.phase("save"):
             try:
                 self._end(self._failed or self._saver.wait())
             except SaveFailed as error:
@@ -211,7 +211,8 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
-        self._end(self._failed or self._saver.wait())
+        with self._watch.phase("save"):
+            self._end(self._failed or self._saver.wait())
         self._saver.close()
         self.job.stop_if_lost()
         self._warn()

@@ -32,10 +32,12 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import agreement
-from fsdp2.run.patience import LONG
 from fsdp2.run.variables import check_variables, require_address, speaks
 
 T = TypeVar("T")
+
+# How long ranks wait for each other where nothing else says so: a download, a compilation, a shard on a slow disk.
+LONG = timedelta(minutes=30)
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -151,8 +153,8 @@ def set_threads(threads: int | None, world: World) -> int:
 def process_group(world: World, device: torch.device, config: object = None) -> Iterator[None]:
     """Join the launcher's process group, or make one and end it afterwards.
 
-    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU. Until training
-    steps begin, a rank waits half an hour for another, also with nccl, whose own default is ten minutes.
+    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU. A rank waits
+    half an hour for another, also with nccl, whose own default is ten minutes; `watch` ends a step that hangs sooner.
 
     Args:
         config: a dataclass whose fields must be the same on all ranks, as their code and versions must.
@@ -367,7 +369,7 @@ def exit_status() -> Iterator[None]:
         os._exit(1)  # as below
     except RuntimeError as error:
         if _TIMED_OUT in str(error):
-            why = "another rank kept it waiting: that one is stuck or slow; --timeout sets for how long in a step"
+            why = "another rank kept it waiting for half an hour: that one is stuck or slow"
         elif lost_peer(str(error)):
             why = (
                 "another rank ended or was killed; its traceback, or the signal that torchrun names below "

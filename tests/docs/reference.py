@@ -189,6 +189,7 @@ RUN/
   config.json                 flags and environment; --config reads the flags back, except run-dir and resume
   plan.json                   what python -m fsdp2.plan --run-dir said, if it was asked
   metrics.jsonl               one JSON object a line
+  hang.txt                    where each rank stood, if the run hung
   checkpoints/step-00000120/  __0_0.distcp …, .metadata, and COMMIT.json, written last
   full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json
   tensorboard/                with --tensorboard
@@ -202,6 +203,7 @@ EXIT = [
     ["1", "the run stopped: a failed save, NaN or infinity, a rank that failed, a launcher that is gone; a check that "
      "found a difference (`checkpoint verify`, `checkpoint diff`, `migrate check`, `migrate prove`)"],
     ["2", "refused before anything was started: one line names the flag, what would go wrong and the fix"],
+    ["3", "a step took far longer than those before: the run hung, and a line names the rank that the others waited for"],
     ["130", "Ctrl-C under Ray, or in a search"],
 ]  # fmt: skip
 

@@ -1,0 +1,136 @@
+"""Where a rank stands in its run, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+TORCH = f"{Path(torch.__file__).parent}/"
+# Python code of these is on top of the stack while a rank waits for others, or for its GPU.
+WAITING = (f"{TORCH}distributed/", f"{TORCH}cuda/streams.py")
+# Someone looks at the process, or a compiler works: however long that takes, the rank isn't stuck.
+BUSY = {
+    "/bdb.py": "a debugger",
+    "/pydevd.py": "a debugger",
+    f"{TORCH}_dynamo/convert_frame.py": "a compilation",
+    f"{TORCH}_inductor/compile_fx.py": "a compilation",
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself: `waits_in` is the call in which it waits for other ranks, "" if it doesn't; `at` the
+    innermost line of its code outside of torch."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    seconds: float
+    collectives: int
+    waits_in: str
+    at: str
+    busy: str
+    stack: str
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+    def __str__(self) -> str:
+        doing = f"waits in {self.waits_in}" if self.waits_in else f"is in {self.busy}" if self.busy else "runs"
+        place = f"{self.phase} {self.step}" if self.phase == "step" else f"{self.phase}, step {self.step}"
+        return f"{self.name}: {place}, for {self.seconds:.0f} s; {self.collectives} collectives; {doing} at {self.at}"
+
+
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups in which a training has its collectives: of all ranks, and of the meshes of parameters."""
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    found = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    return list({id(group): group for group in found if group is not None}.values())
+
+
+def collectives_begun(groups: Iterable[Any]) -> int:
+    """How many collectives this rank has begun. In a program that is the same on all ranks, equal numbers are equal
+    places. torch has the number of a group under a private name alone."""
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def waits_in(frame: FrameType) -> str:
+    """The function in which the thread of this innermost frame waits for other ranks or for a GPU; else ""."""
+    code = frame.f_code
+    return code.co_name if code.co_filename.startswith(WAITING) else ""
+
+
+def look(thread: int, **known: Any) -> Standing:
+    """The standing of the rank whose training runs in this thread."""
+    frames = dict(sys._current_frames())
+    stack = traceback.extract_stack(frames[thread])
+    own = [frame for frame in stack if not frame.filename.startswith((TORCH, "<"))]
+    busy = [what for frame in stack for file, what in BUSY.items() if frame.filename.endswith(file)]
+    return Standing(
+        host=socket.gethostname(),
+        waits_in=waits_in(frames[thread]),
+        at=f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})",
+        busy=busy[-1] if busy else "",
+        stack="".join(traceback.format_list(stack)),
+        **known,
+    )
+
+
+def verdict(standings: Mapping[int, Standing], world_size: int) -> str:
+    """One line that names the rank that is behind; "" if one is busy, so that the others go on waiting.
+
+    Args:
+        standings: of the ranks that have answered.
+    """
+    if any(one.busy for one in standings.values()):
+        return ""
+    silent = [rank for rank in range(world_size) if rank not in standings]
+    if silent:
+        verb = "don't" if len(silent) > 1 else "doesn't"
+        return f"{_ranks(silent)} {verb} answer: stopped, ended, or on a node that can't be reached"
+    ranks = list(standings.values())
+    behind = _those(ranks, min, lambda one: one.collectives)
+    if behind:
+        most = max(one.collectives for one in ranks)
+        return f"behind is {behind[0]}; others have begun {most} collectives{_more(behind)}"
+    behind = [one for one in ranks if not one.waits_in]
+    if behind and len(behind) < len(ranks):
+        return f"behind is {behind[0]}; others wait{_more(behind)}"
+    # As many collectives at a later step: one was left out on the way there.
+    behind = _those(ranks, max, lambda one: one.step)
+    if not behind:
+        usual = Counter((one.waits_in, one.at) for one in ranks).most_common(1)[0][0]
+        behind = [one for one in ranks if (one.waits_in, one.at) != usual]
+    if behind:
+        other = next(one for one in ranks if one not in behind)
+        return f"ranks are in different collectives; one was left out: {behind[0]}; but {other}{_more(behind)}"
+    return f"all ranks wait in the same collective, so that a link between them has stopped: {ranks[0]}"
+
+
+def _those(ranks: list[Standing], pick: Callable[..., Any], key: Callable[[Standing], int]) -> list[Standing]:
+    """The ranks with the least or greatest value; none if all have the same."""
+    chosen = [one for one in ranks if key(one) == pick(map(key, ranks))]
+    return [] if len(chosen) == len(ranks) else chosen
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+
+
+def _more(behind: list[Standing]) -> str:
+    return f"; so are {_ranks([one.rank for one in behind[1:]])}" if len(behind) > 1 else ""

@@ -1,0 +1,195 @@
+"""A watch beside the training: a run that hangs ends soon, and says which rank the others wait for.
+
+Two threads of each rank do it, since the training itself may stand in a collective. One keeps the time and asks nobody.
+The other talks through the process group's store, where a call may never return if the store's host has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.run.runtime import LONG, World, broadcast
+from fsdp2.run.standing import Standing, collectives_begun, groups_of, look, verdict
+
+EXIT_STATUS = 3
+FILE = "hang.txt"
+# Of a step's limit, if --timeout gives none: seconds, and a multiple of the slowest of the last steps.
+LEAST, FACTOR, REMEMBERED = 30.0, 10.0, 16
+ANSWER = 5.0  # seconds for every rank to say where it stands
+TICK, TALK = 0.05, 1.0
+STEP = "step"
+
+
+class Place(NamedTuple):
+    """What a rank does since when; a new object each time, so that a thread can tell."""
+
+    phase: str
+    step: int
+    began: float
+    limit: float
+
+
+class Watch:
+    """Ends the process with status 3 if a step, or what is between steps, takes longer than its limit.
+
+    A step's limit is `timeout` seconds, or follows from the last steps; the first step, which compiles and connects, an
+    evaluation and a save may take half an hour. All ranks then say where they stand, and one of them writes it to
+    hang.txt. While a rank is in a debugger or compiles, nothing ends.
+
+    Args:
+        model: whose parameters tell the process groups.
+        folder: of hang.txt.
+        on_hang: is called in a thread with the line that names the rank, on the rank that writes it.
+    """
+
+    def __init__(
+        self, timeout: int | None, model: nn.Module, folder: Path, world: World, on_hang: Callable[[str], None]
+    ) -> None:
+        self._timeout, self._folder, self._world, self._on_hang = timeout, folder, world, on_hang
+        self._groups, self._thread = groups_of(model), threading.get_ident()
+        self._recent: deque[float] = deque(maxlen=REMEMBERED)
+        self._closed, self._overdue = threading.Event(), threading.Event()
+        self._forgiven, self._ending = threading.Event(), threading.Event()
+        self._round, self._rank = 0, world.rank
+        self._place = Place("start", 0, time.monotonic(), LONG.total_seconds())
+
+    def __enter__(self) -> Watch:
+        if self._world.world_size > 1:
+            run = os.urandom(8).hex() if self._rank == 0 else ""  # a process group may see several runs
+            self._store = dist.PrefixStore(f"watch/{broadcast(run)}", own_client())
+            for work in (self._keep_time, self._talk):
+                threading.Thread(target=work, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ending.is_set():
+            time.sleep(ANSWER)  # a rank that has ended a moment before makes an error here, which isn't the cause
+        self._closed.set()
+
+    def begin_step(self, step: int) -> None:
+        """Say that this step, counted from 1, begins."""
+        self._enter(STEP, step)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that something else than a step begins, which may take long; so may what follows, until the next step."""
+        self._enter(name, self._place.step)
+        yield
+        self._enter("between steps", self._place.step)
+
+    def _enter(self, phase: str, step: int) -> None:
+        now, limit = time.monotonic(), LONG.total_seconds()
+        if self._place.phase == STEP:
+            self._recent.append(now - self._place.began)
+        if phase == STEP and self._recent:
+            limit = self._timeout or min(limit, max(LEAST, FACTOR * max(self._recent)))
+        self._place = Place(phase, step, now, limit)
+
+    def _keep_time(self) -> None:
+        """The first thread. It counts only time in which this process runs, so that one which was stopped and goes on
+        isn't taken for one that hangs."""
+        place, seen, last = self._place, 0.0, time.monotonic()
+        while not self._closed.wait(TICK):
+            now = time.monotonic()
+            seen, last = seen + min(now - last, 1.0), now
+            if self._place is not place or self._forgiven.is_set():
+                place, seen = self._place, 0.0
+                self._overdue.clear()
+                self._forgiven.clear()
+            elif seen > place.limit:
+                self._overdue.set()
+            if seen > place.limit + 3 * ANSWER + 2 * self._rank:  # neither a verdict nor a reason to wait on
+                standing = self._standing()
+                self._write(f"{standing}\n{standing.stack}\n")
+                self._end(f"the store doesn't answer: rank 0, or its node, has stopped; {standing}")
+
+    def _talk(self) -> None:
+        """The second thread."""
+        # The store ends with the process that has it. The training then gets an error of its own, or its time runs out.
+        with suppress(dist.DistError):
+            while not self._closed.wait(TALK):
+                if self._overdue.is_set() or self._store.check([f"{self._round}/alarm"]):
+                    self._store.set(f"{self._round}/alarm", "")
+                    self._confer()
+
+    def _confer(self) -> None:
+        """Say where this rank stands, and end as the ranks' judge says: the first rank that can. Or go on."""
+        store, began, ranks = self._store, time.monotonic(), range(self._world.world_size)
+        prefix = str(self._round)
+        store.set(f"{prefix}/{self._rank}", json.dumps(asdict(self._standing())))
+        patience = ANSWER + 2 * self._rank
+        while not store.check([f"{prefix}/verdict"]):
+            everyone = self._rank == 0 and store.check([f"{prefix}/{rank}" for rank in ranks])
+            if everyone or time.monotonic() - began > patience:
+                self._judge(prefix)
+                break
+            time.sleep(0.1)
+        text = store.get(f"{prefix}/verdict").decode()
+        if text:
+            self._ending.set()
+            readers = store.add(f"{prefix}/read", 1)
+            while self._rank == 0 and readers < len(ranks) and time.monotonic() - began < 2 * ANSWER:
+                time.sleep(0.1)  # others read from a store that may end with this process
+                readers = store.add(f"{prefix}/read", 0)
+            os._exit(EXIT_STATUS)
+        self._round += 1
+        self._forgiven.set()
+
+    def _judge(self, prefix: str) -> None:
+        store = self._store
+        answered = [rank for rank in range(self._world.world_size) if store.check([f"{prefix}/{rank}"])]
+        standings = {rank: Standing(**json.loads(store.get(f"{prefix}/{rank}"))) for rank in answered}
+        text = verdict(standings, self._world.world_size)
+        if text:
+            stacks = "\n".join(f"{one}\n{one.stack}" for one in standings.values())
+            self._write(f"{text}\n\n{stacks}")
+            self._say(text)
+        store.set(f"{prefix}/verdict", text)
+
+    def _standing(self) -> Standing:
+        place = self._place
+        return look(
+            self._thread,
+            rank=self._rank,
+            step=place.step,
+            phase=place.phase,
+            seconds=time.monotonic() - place.began,
+            collectives=collectives_begun(self._groups),
+        )
+
+    def _write(self, text: str) -> None:
+        try:
+            with open(self._folder / FILE, "a") as file:  # several ranks may, if the store has stopped
+                file.write(text)
+        except OSError as error:  # a full disk must not keep the run from ending
+            print(f"fsdp2: {FILE} was not written: {error}\n{text}", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(f"fsdp2: stopped: {text}; all ranks' stacks: {self._folder / FILE}", file=sys.stderr, flush=True)
+        self._on_hang(text)
+
+    def _end(self, text: str) -> None:
+        self._say(text)
+        os._exit(EXIT_STATUS)
+
+
+def own_client() -> dist.Store:
+    """A connection to the process group's store beside the group's own, which may be busy. torch has that store, which
+    a launcher such as Ray has made, under a private name alone."""
+    return dist.distributed_c10d._get_default_store().clone()

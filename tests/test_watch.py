@@ -1,0 +1,223 @@
+"""A run that hangs ends in the time of its steps, and names the rank that the others wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pdb
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2.config import parse
+from fsdp2.run import standing
+from fsdp2.run.runtime import exit_status
+from fsdp2.run.standing import Standing, verdict
+from fsdp2.train import main
+from tests.harness import _PROCESSES, Ranks, small
+
+SECONDS = 3.0  # that rank 1 takes by itself, where --timeout is 2
+
+
+class Slow:
+    """A part of the state that rank 1 takes long to give, the first time."""
+
+    def __init__(self) -> None:
+        self.seconds = SECONDS
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            time.sleep(self.seconds)
+        self.seconds = 0.0
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is resumed here")
+
+
+def _slow_but_sound(line: list[str]) -> str:
+    begun = time.monotonic()
+
+    def on_event(kind: str, data: dict[str, Any]) -> None:
+        if dist.get_rank() == 1 and kind == "start":  # which is in the first step
+            time.sleep(SECONDS)
+
+    end = main(parse(line), on_event, {"slow": Slow()})
+    assert time.monotonic() - begun > 2 * SECONDS
+    return str(end["reason"])
+
+
+def test_the_first_step_and_a_save_may_take_their_time(ranks: Ranks, tmp_path: Path) -> None:
+    line = small(tmp_path / "run", "--timeout=2", "--max-steps=3", "--checkpoint-every=2")
+    assert ranks.run(_slow_but_sound, line) == ["finished", "finished"]
+    assert not (tmp_path / "run" / "hang.txt").exists()
+
+
+def _sleep(rank: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
+def _stop(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stop_first(rank: int) -> None:
+    _stop(rank + 1)
+
+
+def _leave_one_out(rank: int) -> None:
+    if rank == 0:
+        dist.barrier()
+
+
+def _debug(rank: int) -> None:
+    """A breakpoint at which a user looks around for longer than a step may take."""
+    if rank == 1:
+        reading, writing = os.pipe()
+        threading.Timer(4 * SECONDS, lambda: os.write(writing, b"c\n")).start()
+        sys.stdin = os.fdopen(reading)
+        pdb.Pdb(nosigint=True).set_trace()
+
+
+def _run_rank(rank: int, port: int, agent: bool, line: list[str], fault: Callable[[int], None], output: Path) -> None:
+    with open(output, "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    names |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": agent}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    done: list[bool] = []
+
+    def on_event(kind: str, data: dict[str, Any]) -> None:
+        # The record of a step comes one step late: this is in step 3.
+        if kind == "train" and data["step"] == 2 and not done:
+            done.append(True)
+            fault(rank)
+
+    with exit_status():
+        main(parse(line), on_event)
+
+
+def _start(fault: Callable[[int], None], folder: Path, agent: bool = True) -> tuple[list[Any], str]:
+    """Exit codes of two ranks, None of one that still runs, and what they printed.
+
+    Args:
+        agent: whether the store is a launcher's, as under torchrun, or rank 0's.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    line = small(folder / "run", "--timeout=2", "--max-steps=8", "--no-save-model")
+    outputs = [folder / f"rank{rank}.log" for rank in range(2)]
+    processes = [
+        _PROCESSES.Process(target=_run_rank, args=(rank, port, agent, line, fault, outputs[rank])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode == 3 for process in processes):
+            deadline = min(deadline, time.monotonic() + 3)  # so that one that was stopped is given up
+        time.sleep(0.1)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    del store
+    return codes, "\n".join(output.read_text(errors="replace") for output in outputs)
+
+
+def test_a_rank_that_sleeps_is_named_and_all_end(tmp_path: Path) -> None:
+    codes, printed = _start(_sleep, tmp_path)
+    assert codes == [3, 3], printed
+    (said,) = [line for line in printed.splitlines() if line.startswith("fsdp2:")]
+    assert "stopped: behind is rank 1" in said
+    assert "step 3" in said
+    assert "test_watch.py" in said
+    written = (tmp_path / "run" / "hang.txt").read_text()
+    assert "time.sleep(1000)" in written
+    assert "rank 0" in written
+    assert "waits in " in written
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "failure"
+    assert "behind is rank 1" in last["error"]
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    codes, printed = _start(_stop, tmp_path)
+    assert codes == [3, None], printed
+    assert "rank 1 doesn't answer" in printed
+    assert "train_step" in (tmp_path / "run" / "hang.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [True, False])
+def test_rank_0_is_stopped_whoever_has_the_store(agent: bool, tmp_path: Path) -> None:
+    codes, printed = _start(_stop_first, tmp_path, agent)
+    assert codes == [None, 3], printed
+    assert ("rank 0 doesn't answer" if agent else "rank 0, or its node, has stopped") in printed
+    assert "train_step" in (tmp_path / "run" / "hang.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_collective_that_a_rank_leaves_out(tmp_path: Path) -> None:
+    codes, printed = _start(_leave_one_out, tmp_path)
+    assert codes == [3, 3], printed
+    assert "one was left out" in printed
+
+
+@pytest.mark.slow
+def test_nothing_ends_while_someone_debugs(tmp_path: Path) -> None:
+    codes, printed = _start(_debug, tmp_path)
+    assert codes == [0, 0], printed
+    assert "(Pdb)" in printed
+
+
+def _at(rank: int, **changed: Any) -> Standing:
+    usual = Standing(rank, "a", 7, "step", 40.0, 100, "all_reduce", "train.py:212 (train_step)", "", "")
+    return dataclasses.replace(usual, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "all ranks wait in the same collective"),
+        ({"collectives": 99}, "behind is rank 2 (a): step 7, for 40 s; 99 collectives"),
+        ({"collectives": 99, "waits_in": ""}, "behind is rank 2"),
+        ({"waits_in": ""}, "behind is rank 2"),
+        ({"step": 8, "waits_in": "all_gather"}, "one was left out: rank 2"),
+        ({"waits_in": "all_gather"}, "one was left out: rank 2"),
+    ],
+)
+def test_who_is_behind(changed: dict[str, Any], said: str) -> None:
+    ranks = {rank: _at(rank, **(changed if rank == 2 else {})) for rank in range(4)}
+    assert said in verdict(ranks, 4)
+    assert verdict({**ranks, 0: _at(0, busy="a debugger")}, 4) == ""
+    assert verdict({rank: one for rank, one in ranks.items() if rank not in (1, 3)}, 4).startswith("ranks 1, 3 don't")
+
+
+def _counts() -> list[int]:
+    """The number of collectives that this rank has begun, as others begin."""
+    groups = [dist.group.WORLD]
+    found = [standing.collectives_begun(groups)]
+    for collective in (dist.barrier, lambda: dist.all_reduce(torch.ones(1)), lambda: dist.broadcast(torch.ones(1), 0)):
+        collective()
+        found.append(standing.collectives_begun(groups))
+    return [count - found[0] for count in found]
+
+
+def test_torch_counts_collectives_of_a_group(ranks: Ranks) -> None:
+    assert ranks.run(_counts) == [[0, 1, 2, 3]] * 2
