@@ -203,7 +203,7 @@ EXIT = [
     ["1", "the run stopped: a failed save, NaN or infinity, a rank that failed, a launcher that is gone; a check that "
      "found a difference (`checkpoint verify`, `checkpoint diff`, `migrate check`, `migrate prove`)"],
     ["2", "refused before anything was started: one line names the flag, what would go wrong and the fix"],
-    ["3", "a step took far longer than those before: the run hung, and a line names the rank that the others waited for"],
+    ["3", "a step took far longer than those before: a line names the rank that the others waited for"],
     ["130", "Ctrl-C under Ray, or in a search"],
 ]  # fmt: skip
 
