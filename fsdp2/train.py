@@ -109,13 +109,12 @@ def main(
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
-        hang = Watch(config.timeout, engine.model, run.path, world, reports.last_words)
         seen = observed(config, engine, checkpoints, run, world, device, progress)
-        with reports, StopSignals() as stop, hang as standing, seen as peak:
+        with reports, StopSignals() as stop, seen as peak, Watch(config, engine.model, run, reports.last_words) as hang:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
-            checkpoints.open(reports, checkpoint_info(config, world.world_size, spec), standing)
+            checkpoints.open(reports, checkpoint_info(config, world.world_size, spec), hang)
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
@@ -142,7 +141,7 @@ def main(
                 if log.stop:
                     checkpoints.save(batches.epoch, last=True)
                     break
-                with standing.phase("evaluation"), engine.evaluating():
+                with hang.phase("evaluation"), engine.evaluating():
                     result = evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
                 accuracy = result["accuracy"]
                 reports.emit("eval", {**place(), **result})

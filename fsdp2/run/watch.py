@@ -15,14 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.run.runtime import LONG, World, broadcast
+from fsdp2.config import Config
+from fsdp2.run.rundir import RunDir
+from fsdp2.run.runtime import LONG, broadcast, world
 from fsdp2.run.standing import Standing, collectives_begun, groups_of, look, verdict
 
 EXIT_STATUS = 3
@@ -46,25 +47,23 @@ class Place(NamedTuple):
 class Watch:
     """Ends the process with status 3 if a step, or what is between steps, takes longer than its limit.
 
-    A step's limit is `timeout` seconds, or follows from the last steps; the first step, which compiles and connects, an
+    A step's limit is what `--timeout` says, or follows from the last steps; the first step, which compiles and connects, an
     evaluation and a save may take half an hour. All ranks then say where they stand, and one of them writes it to
     hang.txt. While a rank is in a debugger or compiles, nothing ends.
 
     Args:
         model: whose parameters tell the process groups.
-        folder: of hang.txt.
+        run: whose folder gets hang.txt.
         on_hang: is called in a thread with the line that names the rank, on the rank that writes it.
     """
 
-    def __init__(
-        self, timeout: int | None, model: nn.Module, folder: Path, world: World, on_hang: Callable[[str], None]
-    ) -> None:
-        self._timeout, self._folder, self._world, self._on_hang = timeout, folder, world, on_hang
+    def __init__(self, config: Config, model: nn.Module, run: RunDir, on_hang: Callable[[str], None]) -> None:
+        self._timeout, self._folder, self._world, self._on_hang = config.timeout, run.path, world(), on_hang
         self._groups, self._thread = groups_of(model), threading.get_ident()
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
         self._closed, self._overdue = threading.Event(), threading.Event()
         self._forgiven, self._ending = threading.Event(), threading.Event()
-        self._round, self._rank = 0, world.rank
+        self._round, self._rank = 0, self._world.rank
         self._place = Place("start", 0, time.monotonic(), LONG.total_seconds())
 
     def __enter__(self) -> Watch:
