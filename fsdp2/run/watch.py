@@ -47,8 +47,8 @@ class Place(NamedTuple):
 class Watch:
     """Ends the process with status 3 if a step, or what is between steps, takes longer than its limit.
 
-    A step's limit is what `--timeout` says, or follows from the last steps; the first step, which compiles and connects, an
-    evaluation and a save may take half an hour. All ranks then say where they stand, and one of them writes it to
+    A step's limit is what `--timeout` says, or follows from the last steps; the first step, which compiles and
+    connects, an evaluation and a save may take half an hour. All ranks then say where they stand, and one of them writes it to
     hang.txt. While a rank is in a debugger or compiles, nothing ends.
 
     Args:
