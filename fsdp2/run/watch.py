@@ -48,8 +48,8 @@ class Watch:
     """Ends the process with status 3 if a step, or what is between steps, takes longer than its limit.
 
     A step's limit is what `--timeout` says, or follows from the last steps; the first step, which compiles and
-    connects, an evaluation and a save may take half an hour. All ranks then say where they stand, and one of them writes it to
-    hang.txt. While a rank is in a debugger or compiles, nothing ends.
+    connects, an evaluation and a save may take half an hour. All ranks then say where they stand, and one of them
+    writes it to hang.txt. While a rank is in a debugger or compiles, nothing ends.
 
     Args:
         model: whose parameters tell the process groups.
