@@ -264,6 +264,10 @@ test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes)
 test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; builds DeepSpeed)
 	$(BIN)/tox run -e zero -- $(ARGS)
 
+.PHONY: test-slurm
+test-slurm: $(VENV)/.tools  ## jobs under a real SLURM of two nodes on this machine (4 min; sh tests/slurm/install.sh)
+	$(BIN)/tox run -e slurm -- $(ARGS)
+
 test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported (20 min)
 	$(BIN)/tox run -e oldest -- $(ARGS)
 

@@ -29,11 +29,11 @@ RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sb
 
 # Page and block, by what they begin with -> why it isn't run here.
 NOT_RUN = {
-    ("docs/nodes.md", "# on each of two nodes"): "needs two machines; tests/test_signals.py runs two torchruns on one",
+    ("docs/clusters.md", "# on each of two nodes"): "needs two machines; run by tests/launchers/test_torchrun.py",
     ("docs/elastic.md", "# the same on each node"): "needs two machines; run by tests/launchers/test_elastic.py",
     ("docs/elastic.md", "torchrun"): "needs two machines; run by tests/launchers/test_elastic.py",
     ("docs/elastic.md", "python -c"): "waits until it is ended",
-    ("docs/nodes.md", "sbatch"): "needs SLURM; run by tests/launchers/test_slurm.py",
+    ("docs/clusters.md", "sbatch"): "needs SLURM; run by tests/slurm/test_slurm.py",
     (
         "docs/own-models.md",
         "python -m fsdp2.checkpoint import checkpoint-500",

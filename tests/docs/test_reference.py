@@ -91,7 +91,7 @@ GIVEN = {
     "README.md": {"6.5 GB"},  # the size of a .venv, as docs/index.md has it
     "index.md": {"6.5 GB"},
     "fix.md": {"30 s"},
-    "nodes.md": {"120 s", "30 s"},  # SLURM's settings
+    "clusters.md": {"120 s", "30 s"},  # SLURM's settings
     "remote.md": {"8 s", "10 s", "30 s", "100 MB"},
     "state-dicts.md": {"4 GB", "12 GB"},
     "comparison.md": {"2 GB"},

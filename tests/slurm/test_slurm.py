@@ -1,4 +1,4 @@
-"""The scripts for SLURM: with a stand-in for srun, and under a real SLURM of two nodes where it is installed."""
+"""The script for SLURM: with a stand-in for srun, and under a real SLURM of two nodes where it is installed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import python_environment
+from tests.harness import Ranks, losses, main_in_ranks, python_environment, small
 from tests.test_launch import ROOT, SMALL, finish, metrics, start
 
-SCRIPTS = ("slurm.sbatch", "slurm_tasks.sbatch")
+SCRIPT = ROOT / "launchers" / "slurm.sbatch"
+TASKS_PER_NODE = pytest.mark.parametrize("tasks", [1, 2], ids=["torchrun on each node", "a task for each rank"])
 
-# Two nodes of one task each, as srun starts them; the variables that are the same for all come from the job.
+# The tasks of a job as srun starts them; the variables that are the same for all come from the job.
 SRUN = """\
 #!/bin/bash
 while [[ $1 == --* ]]; do shift; done
-for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 "$@" & done
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) "$@" & done
 status=0
 for task in 0 1; do wait -n || status=1; done
 exit $status
@@ -35,35 +36,35 @@ def world_size(run: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_starts_one_run_on_two_nodes(tmp_path: Path, script: str) -> None:
+@TASKS_PER_NODE
+def test_the_script_starts_one_run_of_all_tasks(tmp_path: Path, tasks: int) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{python_environment()['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_NNODES": "2",
+        "SLURM_NNODES": str(2 // tasks),
         "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NTASKS_PER_NODE": str(tasks),
         "RANKS_PER_NODE": "1",
     }
-    command = ["bash", str(ROOT / "launchers" / script), *SMALL, "--run-dir=a run", "--max-steps=3", "--no-save-model"]
-    status, _, err = finish(start(command, tmp_path, **environment))
+    command = ["bash", str(SCRIPT), *SMALL, "--run-dir=a run", "--max-steps=3", "--no-save-model"]
+    status, out, err = finish(start(command, tmp_path, **environment))
     assert status == 0, err
     run = tmp_path / "a run"
     assert world_size(run) == 2
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3]
+    assert "next: python -m fsdp2.infer 'a run'" in out
 
 
 def test_options_of_sbatch_stand_before_the_first_command() -> None:
     """sbatch ignores those that come later."""
-    for script in SCRIPTS:
-        lines = (ROOT / "launchers" / script).read_text().splitlines()
-        begin = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-        options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
-        assert len(options) > 5
-        assert max(options) < begin
+    lines = SCRIPT.read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert len(options) > 5
+    assert max(options) < begin
 
 
 CONFIGURATION = """\
@@ -74,6 +75,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
+AuthInfo=cred_expire=5
 CommunicationParameters=NoCtldInAddrAny
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -103,7 +105,7 @@ def free_ports(count: int) -> list[int]:
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a SLURM whose controller and two nodes are processes of this machine."""
     if shutil.which("slurmctld") is None or shutil.which("slurmd") is None:
-        pytest.skip("needs SLURM: apt-get install slurm-wlm")
+        pytest.skip("needs SLURM: sh tests/slurm/install.sh")
     folder = tmp_path / "slurm"
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(parents=True)
@@ -136,42 +138,71 @@ def _slurm(command: list[str], environment: dict[str, str]) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-def _ended(job: str, environment: dict[str, str]) -> str:
-    """The state in which a job has ended."""
+def _ended(job: str, environment: dict[str, str]) -> tuple[str, int]:
+    """The state in which a job has ended, and how often it was started again."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         shown = _slurm(["scontrol", "show", "job", job], environment)
-        state = shown.partition("JobState=")[2].split()[0]
-        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            return state
-        time.sleep(0.5)
+        state, restarts = (shown.partition(f"{name}=")[2].split()[0] for name in ("JobState", "Restarts"))
+        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
+            return state, int(restarts)
+        time.sleep(0.3)
     pytest.fail(shown)
 
 
+def _submit(slurm: dict[str, str], log: Path, tasks: int, *flags: str) -> str:
+    """The number of a job on two nodes without GPUs."""
+    here = ["--gpus-per-node=0", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--time=5", f"--output={log}"]
+    return _slurm(["sbatch", "--parsable", *here, str(SCRIPT), *flags], {**slurm, "RANKS_PER_NODE": "1"})
+
+
+def _until_step(run: Path, step: int, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while (
+        not (run / "metrics.jsonl").exists()
+        or f'"kind": "train", "step": {step},' not in (run / "metrics.jsonl").read_text()
+    ):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_saves_on_sigterm_and_goes_on_when_it_is_submitted_again(
-    tmp_path: Path, slurm: dict[str, str], script: str
+@TASKS_PER_NODE
+def test_a_job_whose_time_is_over_is_queued_again_and_goes_on_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, slurm: dict[str, str], tasks: int
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "job.log"
-    here = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=5", "--no-requeue"]
-    flags = [*SMALL, f"--run-dir={run}", "--checkpoint-every=100000"]
-    command = ["sbatch", "--parsable", *here, f"--output={log}", str(ROOT / "launchers" / script), *flags]
-    slurm["RANKS_PER_NODE"] = "1"
+    flags = ["--checkpoint-every=100000", "--max-steps=500", "--no-save-model"]
+    job = _submit(slurm, log, tasks, *small(run, *flags))
+    _until_step(run, 3, log)
+    _slurm(["scancel", "--batch", "--signal=USR1", job], slurm)  # what --signal=B:USR1@120 does
+    state, restarts = _ended(job, slurm)
+    assert (state, restarts) == ("COMPLETED", 1), log.read_text()
+    (end,), (resumed,) = metrics(run, "end"), metrics(run, "resume")
+    assert end["reason"] == "finished"
+    assert 3 <= resumed["step"] < 500
+    assert f"SIGTERM: saved at step {resumed['step']} after" in log.read_text()
+    assert f"job {job} is in the queue again and goes on from its newest checkpoint" in log.read_text()
 
-    job = _slurm([*command, "--epochs=100000"], slurm)
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not metrics(run, "train"):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
-    _slurm(["scancel", "--signal=TERM", job], slurm)  # what --signal=TERM@120 does
-    _ended(job, slurm)
+    assert world_size(run) == 2 * tasks
+    whole = ranks.run(main_in_ranks, small(tmp_path / "whole", *flags), ranks=2 * tasks)[0]
+    assert [record["loss"] for record in metrics(run, "train")] == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_end_saves_and_is_not_queued_again(tmp_path: Path, slurm: dict[str, str]) -> None:
+    run, log = tmp_path / "run", tmp_path / "job.log"
+    flags = small(run, "--checkpoint-every=100000")
+    job = _submit(slurm, log, 1, *flags, "--epochs=100000")
+    _until_step(run, 1, log)
+    _slurm(["scancel", "--signal=TERM", job], slurm)
+    # torchrun ends with 1 after a SIGTERM, and so does the job.
+    assert _ended(job, slurm) == ("FAILED", 0)
     (end,) = metrics(run, "end")
     assert end["reason"] == "SIGTERM"
     assert (run / "checkpoints" / f"step-{end['step']:08d}" / "COMMIT.json").exists()
-    assert world_size(run) == 2
 
-    again = _slurm([*command, f"--max-steps={end['step'] + 2}"], slurm)
-    assert _ended(again, slurm) == "COMPLETED", log.read_text()
+    again = _submit(slurm, log, 1, *flags, f"--max-steps={end['step'] + 2}")
+    assert _ended(again, slurm) == ("COMPLETED", 0), log.read_text()
     assert metrics(run, "end")[-1]["reason"] == "finished"
     assert f"at step {end['step']}, epoch" in log.read_text()
