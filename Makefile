@@ -219,6 +219,10 @@ bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (
 plan-accuracy: $(VENV)/.installed  ## planned memory beside that of real runs (half an hour; writes docs/plan-accuracy.md)
 	$(BIN)/python benchmarks/plan_accuracy.py $(ARGS)
 
+.PHONY: scale
+scale: $(VENV)/.installed  ## what grows with ranks, up to 4,096 of them in one process (ten minutes; writes docs/scale.md)
+	$(BIN)/python benchmarks/scale.py $(ARGS)
+
 .PHONY: plan-published
 plan-published: $(VENV)/.installed  ## planned time beside published figures (ten minutes; writes docs/notes/plan-published.md)
 	$(BIN)/python benchmarks/plan_published.py $(ARGS)

@@ -245,7 +245,9 @@ def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int 
 def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> str:
     """Who explains these bad pairs: a host or a rank all of whose pairs are bad, else two hosts, else the pairs."""
     left, named = set(guilty), []
-    candidates: list[str | int] = [*hosts.first(), *hosts.of]  # hosts by name first, then ranks
+    ranks = sorted({rank for pair in left for rank in pair})
+    # Hosts first, then ranks; of a large job only those that a bad pair has.
+    candidates: list[str | int] = [*dict.fromkeys(hosts.of[rank] for rank in ranks), *ranks]
     while left:
         best: set[int] = set()
         covered: set[Pair] = set()

@@ -1,0 +1,242 @@
+"""What of a job grows with its ranks beside the training: seconds and bytes for 2 to 4,096 of them, in one process.
+
+    python benchmarks/scale.py
+
+Other ranks are made up: their plans are rank 0's with other rows, their files have a byte each. What judges, reads and
+writes for them is what a run has. The page goes to docs/scale.md: make scale
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tables import machine, write_page
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.metadata import load_metadata
+from fsdp2.checkpoint.store import HASH, Store, read_marker, verify
+from fsdp2.config import Config
+from fsdp2.doctor import network, rows
+from fsdp2.options.parser import Parser, to_flags
+from fsdp2.plan.fake import fake_group
+from fsdp2.run import agreement
+from fsdp2.units import size as shown_size
+
+PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+GPUS = 8  # of a node
+MOST_PLANNED = 1024  # ranks whose plans fit into this process' memory, and into minutes
+TEXT = """# What grows with the number of ranks
+
+`make scale` measures in one process what a job of 2 to 4,096 ranks does beside its training: the agreement before it,
+meshes, the planning of a checkpoint, `.metadata` and `COMMIT.json`, verifying, retention, and the doctor's judgement.
+Other ranks are made up: their plans are rank 0's with other rows, and their files have a byte each. What judges,
+reads and writes is the code of a run. Links and file systems are this machine's, so the table shows how work grows,
+and not how long a cluster takes.
+
+{table}
+
+Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} parameters). Plans of more than
+{most:,} ranks don't fit into this process. {machine}, torch {torch}, {date}.
+
+- **agreement**: rank 0 reads what every rank has written to the store, and compares it. Each rank writes once and
+  reads one verdict.
+- **mesh**: `init_device_mesh` of nodes × {gpus} with its groups, whose members need no messages here.
+- **plans**: what rank 0 receives when ranks send it which rows they save, and its unpickling and merging of them
+  (torch's `create_global_plan`). It happens at the first save: later ones reuse it.
+- **.metadata**: the index of all shards, and how long a rank takes to read it with the reader that runs no code of a
+  file (`fsdp2/checkpoint/pickles.py`). Each rank reads it once, at a resume.
+- **COMMIT.json**: rank 0 writes it and reads it again, one entry a file.
+- **verify**: sizes of all files against the marker, by one rank; ranks divide it among them.
+- **retention**: rank 0 deletes the oldest of two checkpoints, file by file.
+- **doctor**: rounds of the tournament of pairs, and how long rank 0 takes to judge their figures, one of which is
+  bad.
+
+**What to take from it.** No pair of ranks has work of its own, so work grows with the ranks. The largest is what DCP
+does for each shard of each tensor: plans and `.metadata` have as many entries as ranks times tensors, of which each
+rank reads all. At 1,024 ranks a resume waits a minute for that index, for a model of any size with as many tensors.
+"""
+
+
+@dataclasses.dataclass
+class Timer:
+    seconds: float = 0.0
+
+    def __enter__(self) -> Timer:
+        gc.collect()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = Parser(prog="benchmarks/scale.py", description=__doc__)
+    parser.add_argument("--ranks", default="2,16,64,256,1024,4096")
+    parser.add_argument("--model-size", default="1b", help="of llama")
+    parser.add_argument("--no-page", action="store_true", help="print the table alone")
+    options = parser.parse_args()
+    found: list[dict[str, str]] = []
+    for ranks in map(int, options.ranks.split(",")):
+        found.append({"ranks": f"{ranks:,}", **measured(ranks, options.model_size)})
+        print(found[-1], flush=True)
+    columns = [[name, *(row[name] for row in found)] for name in found[0]]
+    lines = ["| " + " | ".join(column) + " |" for column in columns]
+    table = "\n".join([lines[0], "|---" * len(columns[0]) + "|", *lines[1:]])
+    model = Config(model="llama").spec.on_meta(options.model_size)
+    text = TEXT.format(
+        table=table,
+        model=options.model_size,
+        tensors=3 * len(list(model.parameters())),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        machine=machine(),
+        torch=torch.__version__.partition("+")[0],
+        date=time.strftime("%Y-%m-%d"),
+        most=MOST_PLANNED,
+        gpus=GPUS,
+    )
+    print(table)
+    if not options.no_page:
+        write_page(PAGE, text)
+
+
+def measured(ranks: int, model_size: str) -> dict[str, str]:
+    """The column of so many ranks: name -> figure."""
+    found = {"agreement": agree(ranks)}
+    with fake_group(0, ranks):
+        with Timer() as timer:
+            init_device_mesh("cpu", (max(1, ranks // GPUS), min(ranks, GPUS)), mesh_dim_names=("node", "gpu"))
+        found["mesh"] = shown(timer)
+        own = rank_0s_plan(model_size)
+    plans = ("plans at rank 0", ".metadata read by a rank")
+    found |= dict(zip(plans, saved(own, ranks) if ranks <= MOST_PLANNED else ("–", "–"), strict=True))
+    return found | files(ranks) | doctor(ranks)
+
+
+def saved(own: SavePlan, ranks: int) -> tuple[str, str]:
+    """What the plans of a save take on rank 0, and what reading `.metadata` takes on each rank."""
+    sent = [pickle.dumps(dataclasses.replace(own, items=list(items_of(own, rank, ranks)))) for rank in range(ranks)]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    with Timer() as timer:
+        plans = [pickle.loads(one) for one in sent]
+        plans, metadata = planner.create_global_plan(plans)
+    merged = f"{shown_size(sum(map(len, sent)))}, {shown(timer)}"
+    metadata.storage_data = {
+        MetadataIndex(item.index.fqn, item.index.offset): _StorageInfo(f"__{rank}_0.distcp", 0, 1)
+        for rank, plan in enumerate(plans)
+        for item in plan.items
+    }
+    data = pickle.dumps(metadata)
+    del plans, metadata, sent
+    with Timer() as timer:
+        load_metadata(data)
+    return merged, f"{shown_size(len(data))}, {shown(timer)}"
+
+
+def shown(timer: Timer) -> str:
+    return f"{timer.seconds:.2g} s" if timer.seconds < 10 else f"{timer.seconds:.0f} s"
+
+
+def agree(ranks: int) -> str:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = agreement.facts(to_flags(Config()), torch.device("cpu"), ranks)
+    for rank in range(1, ranks):
+        store.set(f"agreement/{rank}", json.dumps({**facts, "host": f"node{rank // GPUS}"}))
+    with Timer() as timer:
+        agreement.require_agreement(facts, store, 0, ranks)
+    return shown(timer)
+
+
+def rank_0s_plan(model_size: str) -> SavePlan:
+    """Of parameters and Adam's two averages, sharded over the group there is."""
+    model = Config(model="llama").spec.on_meta(model_size)
+    fully_shard(model)
+    state = {
+        f"app.{kind}.{name}": value
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+        for name, value in model.named_parameters()
+    }
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def items_of(own: SavePlan, rank: int, ranks: int) -> Iterator[WriteItem]:
+    """Another rank's: the same tensors with its rows, as `torch.chunk` divides them."""
+    for item in own.items:
+        assert item.tensor_data is not None
+        whole = item.tensor_data.size
+        rows_of_each = math.ceil(whole[0] / ranks)
+        start = min(rank * rows_of_each, whole[0])
+        count = min(rows_of_each, whole[0] - start)
+        offset, length = torch.Size([start, *[0] * (len(whole) - 1)]), torch.Size([count, *whole[1:]])
+        chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offset, sizes=length)
+        data = dataclasses.replace(item.tensor_data, chunk=chunk)
+        yield dataclasses.replace(item, index=MetadataIndex(item.index.fqn, offset), tensor_data=data)
+
+
+def files(ranks: int) -> dict[str, str]:
+    """The store's work with one file a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(LocalFiles(folder))
+        entry = {"size": 1, HASH: "0" * 64}
+        names: Sequence[str] = [f"__{rank}_0.distcp" for rank in range(ranks)]
+        for step in (1, 2):
+            store.begin(step)
+            for name in names:
+                store.checkpoint(step).write(name, b"0")
+            with Timer() as marker:
+                store.commit(step, dict.fromkeys(names, entry), {"world_size": ranks})
+                read_marker(store.checkpoint(step))
+        bytes_ = store.checkpoint(2).size("COMMIT.json") or 0
+        with Timer() as sizes:
+            verify(store.checkpoint(2), hashes=False)
+        with Timer() as removal:
+            store.retain(1)
+    return {
+        "COMMIT.json": f"{shown_size(bytes_)}, {shown(marker)}",
+        "verify sizes": shown(sizes),
+        "retention": shown(removal),
+    }
+
+
+def doctor(ranks: int) -> dict[str, str]:
+    """The tournament of pairs, one of which is slow."""
+    hosts = rows.Hosts(
+        {rank: (f"node{rank // GPUS}", f"10.0.{rank // GPUS // 256}.{rank // GPUS % 256}") for rank in range(ranks)}
+    )
+    count = network.rounds(ranks)
+    pairs: dict[Any, dict[str, Any]] = {}
+    for number in range(count):
+        for rank in range(ranks):
+            other = network.partner(rank, number, ranks)
+            if other is not None and rank < other:
+                pairs[rank, other] = {"trip": 1e-4, "rate": 1e9, "lost": 0.0, "again": 0}
+    pairs[0, 1]["trip"] = 1.0
+    with Timer() as timer:
+        network.rows(pairs, hosts, 1 << 20)
+    return {"doctor": f"{count} rounds, {shown(timer)}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
