@@ -12,9 +12,9 @@ import torch
 from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import WORSE, Hosts, Row, far_above, near
 
-TIMES_SLOWER = 1.5  # than the median rank: all ranks wait for the slowest one in each step
+TIMES_SLOWER = 2.0  # than the median rank: all ranks wait for the slowest one in each step
 AGAIN = 3  # measurements in which a rank has to be slow: what else runs on a machine makes any rank late once
-SIZES = {"cpu": (512, torch.float32, 16 << 20), "cuda": (8192, torch.bfloat16, 1 << 30)}
+SIZES = {"cpu": (512, torch.float32, 128 << 20), "cuda": (8192, torch.bfloat16, 1 << 30)}
 
 
 def measure(here: Here, seconds: float) -> dict[str, float]:

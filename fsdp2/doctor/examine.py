@@ -61,8 +61,8 @@ def examine(asker: Asker, options: Options) -> list[Row]:
         rows += clock.rows(asker.ask("clock", key="once", asked=others).get(0) or {}, hosts)
     place = options.config.run_dir or str(default_path(options.config.model).parent)
     stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
-    rows += storage.rows(stored, hosts, place, None)
-    rows += compute.rows(compute.ask_compute(asker, 0.1 if options.quick else 0.5), hosts)
+    rows += storage.rows(stored, hosts, place, storage.kept_bytes(options.config))
+    rows += compute.rows(compute.ask_compute(asker, 0.3 if options.quick else 0.5), hosts)
     if asker.here.world.world_size > 1:
         rows += _exchanges(asker, hosts, found, quick=options.quick)
     return [*asker.rows(hosts, judged=("collectives",)), *rows]

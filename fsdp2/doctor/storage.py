@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
+from fsdp2.config import Config
 from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, near
 from fsdp2.units import size as in_units
@@ -20,6 +22,17 @@ TIMES_SLOWER = 3.0  # than the median rank
 NOISE = 0.5  # seconds: a disk that others use may be so late at any time
 SLOWEST = 2.0  # seconds of an fsync or a rename of a small file; a commit waits for each
 SEEN_WITHIN = 3.0  # seconds: NFS keeps what it knows of a folder for so long by default (acdirmin, 30 at most)
+
+AVERAGES = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}  # tensors that an optimizer keeps for each parameter
+
+
+def kept_bytes(config: Config) -> int | None:
+    """Bytes of the checkpoints that lie in a run at once, about; None for adapters, which are small."""
+    if config.lora is not None:
+        return None
+    copies = 1 + AVERAGES[config.optimizer] + (config.ema is not None)
+    # The oldest one goes when the newest is committed.
+    return bytes_of(config.spec.on_meta(config.model_size).state_dict()) * copies * (config.keep + 1)
 
 
 def leave_nonce(here: Here, place: str, folder: str) -> None:
@@ -98,7 +111,7 @@ def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, neede
     """Judge all ranks' answers.
 
     Args:
-        needed: bytes of the checkpoints that a run keeps; None if no model was named.
+        needed: of `kept_bytes`; None if that isn't known.
     """
     if not found:
         return []

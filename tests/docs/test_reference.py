@@ -97,7 +97,7 @@ GIVEN = {
     "comparison.md": {"2 GB"},
 }
 # These have tests of their own, or are made by a program as a whole.
-OWN = re.compile(r"flags|run-directory|benchmarks|migration|plan|models|upstream")
+OWN = re.compile(r"flags|run-directory|scale|benchmarks|migration|plan|models|upstream")
 
 
 def _figures(page: Path) -> set[str]:

@@ -34,15 +34,15 @@ def judged(times: dict[int, list[float]]) -> list[Row]:
 
 def test_a_straggler_is_named_if_it_stays_one() -> None:
     good = [1e12, 1.1e12, 1e12]
-    row, other = judged({0: good, 1: good, 2: good, 3: [5e11, 6e11, 5e11]})
+    row, other = judged({0: good, 1: good, 2: good, 3: [3e11, 4e11, 3e11]})
     assert (row.name, row.verdict, row.who) == ("matrix product", WORSE, "rank 3 (b)")
     assert other.verdict == OK
-    assert judged({0: good, 1: good, 2: good, 3: [5e11, 1e12]})[0].verdict == OK  # late once
+    assert judged({0: good, 1: good, 2: good, 3: [3e11, 1e12]})[0].verdict == OK  # late once
     assert judged({rank: [1e12] for rank in range(4)})[0].verdict == OK  # and measured once
 
 
-def half_stopped() -> Any:
-    """Rank 1 runs for a third of the time, by SIGSTOP and SIGCONT, as a process does whose CPU quota is used up."""
+def often_stopped() -> Any:
+    """Rank 1 runs for a tenth of the time, by SIGSTOP and SIGCONT, as a process does whose CPU quota is used up."""
     rank = dist.get_rank()
     pids = gather(os.getpid())
     over = threading.Event()
@@ -50,15 +50,16 @@ def half_stopped() -> Any:
     def stop_and_go() -> None:
         while not over.is_set():
             os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(0.04)
+            time.sleep(0.09)
             os.kill(pids[1], signal.SIGCONT)
-            time.sleep(0.02)
+            time.sleep(0.01)
 
-    here = Here(World(rank, 3, rank, 3), torch.device("cpu"), None, 5.0)
+    here = Here(World(rank, 2, rank, 2), torch.device("cpu"), None, 5.0)
     thread = threading.Thread(target=stop_and_go)
     if rank == 0:
         thread.start()
     found = [compute.measure(here, 0.3) for _ in range(compute.AGAIN)]
+    gather(None)  # until the slow rank has measured too
     over.set()
     if rank == 0:
         thread.join()
@@ -66,6 +67,6 @@ def half_stopped() -> Any:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_half_of_the_time_is_slow(ranks: Ranks) -> None:
-    found = dict(enumerate(ranks.run(half_stopped, ranks=3)))
+def test_a_rank_that_is_stopped_again_and_again_is_slow(ranks: Ranks) -> None:
+    found = dict(enumerate(ranks.run(often_stopped, ranks=2)))
     assert compute.stragglers(found, "flops") == [1]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from fsdp2.config import Config
 from fsdp2.doctor import examine
+from fsdp2.doctor.storage import kept_bytes
 from fsdp2.options.errors import ConfigError
 from tests.harness import Ranks, losses, main_in_ranks, small
 
@@ -45,3 +47,20 @@ def test_a_bad_finding_is_one_line_on_every_rank_and_nothing_is_begun(ranks: Ran
     assert text.startswith("--doctor: torch: 2.0; expected: 2.")
     assert "rank 1 (" in text
     assert not begun
+
+
+def without_room(flags: list[str]) -> str:
+    from fsdp2.doctor import storage
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "kept_bytes", lambda config: 10**18)
+        with pytest.raises(ConfigError) as refused:
+            main_in_ranks(flags)
+    return str(refused.value)
+
+
+def test_room_for_the_checkpoints_of_the_model_is_looked_for(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(without_room, small(tmp_path / "run", "--doctor", "--max-steps=1")):
+        assert "free space" in said
+    weights, copies, kept = 4 * 1_006_090, 3, 4
+    assert kept_bytes(Config()) == weights * copies * kept
