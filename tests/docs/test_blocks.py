@@ -44,6 +44,7 @@ NOT_RUN = {
         "docs/minimal.md",
         "",
     ): "is part of fsdp2/minimal.py, as test_reference.py checks, which tests/test_minimal.py runs",
+    ("docs/doctor.md", "$ torchrun"): "says how the machine is, and ends its process at once; started by tests/doctor",
     ("docs/index.md", "$ git clone"): "needs a network",
     ("docs/contributing.md", "make"): "is this suite",
     ("*", "pip install"): "changes the environment in which the tests run",

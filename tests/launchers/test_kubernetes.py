@@ -11,8 +11,8 @@ import pytest
 from fsdp2.config import parse
 
 ROOT = Path(__file__).parents[2]
-# JobSet's own, v1alpha2, of https://github.com/kubernetes-sigs/jobset, without texts and without the parts of fields that
-# the file doesn't use. Unlike the API server it refuses a field that it doesn't know.
+# JobSet's own, v1alpha2, of https://github.com/kubernetes-sigs/jobset, without texts and without the parts of fields
+# that the file doesn't use. Unlike the API server it refuses a field that it doesn't know.
 SCHEMA = Path(__file__).with_name("jobset.schema.json")
 
 
