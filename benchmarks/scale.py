@@ -69,7 +69,7 @@ Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} 
 - **doctor**: rounds of the tournament of pairs, and how long rank 0 takes to judge their figures, one of which is
   bad.
 
-**What to take from it.** No pair of ranks has work of its own, so work grows with the ranks. The largest is what DCP
+**What to take from it.** The largest is what DCP
 does for each shard of each tensor: plans and `.metadata` have as many entries as ranks times tensors, of which each
 rank reads all. At 1,024 ranks a resume waits a minute for that index, for a model of any size with as many tensors.
 """

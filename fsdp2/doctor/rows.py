@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from fsdp2.options.errors import some
 
 OK, WORSE, BAD = "ok", "worse", "bad"
 VERDICTS = (OK, WORSE, BAD)  # by exit status
@@ -75,12 +77,8 @@ class Hosts:
         hosts = list(dict.fromkeys(self.of.get(rank, "host unknown") for rank in found))
         whole = [one for host in hosts for one in self.ranks(host)]
         if len(found) > 1 and sorted(whole) == found and len(found) < len(self.of):
-            return f"host{'s' * (len(hosts) > 1)} {_some(hosts)}"
-        return f"rank{'s' * (len(found) > 1)} {_some(found)} ({_some(hosts)})"
-
-
-def _some(values: Sequence[Any], most: int = 8) -> str:
-    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
+            return f"host{'s' * (len(hosts) > 1)} {some(hosts)}"
+        return f"rank{'s' * (len(found) > 1)} {some(found)} ({some(hosts)})"
 
 
 def far_above(values: Mapping[K, float], times: float, least: float = 0.0) -> list[K]:
@@ -105,7 +103,7 @@ def same(name: str, found: Mapping[int, Any], hosts: Hosts, verdict: str, fix: s
     others = [rank for rank, value in found.items() if str(value) != usual]
     if not others:
         return []
-    theirs = _some(sorted({str(found[rank]) for rank in others}), 3)
+    theirs = some(sorted({str(found[rank]) for rank in others}), 3)
     return [Row(name, theirs, f"{usual}, as on the others", verdict, hosts.named(others), fix)]
 
 

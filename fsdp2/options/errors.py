@@ -55,3 +55,9 @@ def require(module: str, extra: str, what: str) -> None:
     """Raises ConfigError, naming the extra to install, if a module that `what` needs isn't there."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"{what}: {module} isn't installed; pip install 'fsdp2-reference[{extra}]'")
+
+
+def some(values: Sequence[Any], most: int = 8) -> str:
+    """The first of many values, and how many there are more: `0, 1, 2 and 5 more`."""
+    rest = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + rest

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp2
-from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.errors import ConfigError, shown, some
 
 # Of a node, and not of the run. `--device auto` may stand beside `cuda`: what it comes to is compared.
 MAY_DIFFER = ("data-root", "device", "loader-workers", "nvme-offload", "threads")
@@ -90,13 +90,8 @@ def difference(found: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
     """`rank 3 (node2)`, `ranks 8, 9, 10 and 5 more (node2, node3)`."""
-    hosts = _some(sorted({found[rank]["host"] for rank in ranks}))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_some(ranks)} ({hosts})"
-
-
-def _some(values: Sequence[Any], most: int = 8) -> str:
-    rest = f" and {len(values) - most} more" if len(values) > most else ""
-    return ", ".join(map(str, values[:most])) + rest
+    hosts = some(sorted({found[rank]["host"] for rank in ranks}))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {some(ranks)} ({hosts})"
 
 
 def require_agreement(mine: Mapping[str, Any], store: dist.Store | None, rank: int, world_size: int) -> None:

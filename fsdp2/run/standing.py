@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.options.errors import some
+
 TORCH = f"{Path(torch.__file__).parent}/"
 # Python code of these is on top of the stack while a rank waits for others, or for its GPU.
 WAITING = (f"{TORCH}distributed/", f"{TORCH}cuda/streams.py")
@@ -128,8 +130,7 @@ def _those(ranks: list[Standing], pick: Callable[..., Any], key: Callable[[Stand
 
 
 def _ranks(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks)}"
 
 
 def _more(behind: list[Standing]) -> str:
