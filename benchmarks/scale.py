@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def agree(ranks: int) -> str:
     for rank in range(1, ranks):
         store.set(f"agreement/{rank}", json.dumps({**facts, "host": f"node{rank // GPUS}"}))
     with Timer() as timer:
-        agreement.require_agreement(facts, store, 0, ranks)
+        agreement.require_agreement(facts, store, 0, ranks, timedelta(minutes=1))
     return shown(timer)
 
 

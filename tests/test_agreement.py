@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run import agreement
+from fsdp2.run import agreement, runtime
 from fsdp2.run.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.variables import check_variables, require_address, speaks
 from fsdp2.train import main
-from tests.harness import Ranks, small
+from tests.harness import _PROCESSES, Ranks, small
 from tests.test_launch import SMALL, finish, start
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_all_ranks_read_one_verdict_from_the_store(changed: int | None) -> None:
     def rank(number: int) -> None:
         store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20))
         try:
-            require_agreement(found[number], store, number, 4)
+            require_agreement(found[number], store, number, 4, timedelta(seconds=20))
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -137,6 +137,53 @@ def test_all_ranks_read_one_verdict_from_the_store(changed: int | None) -> None:
         thread.join(30)
     expected = difference(found)
     assert said == [expected or ""] * 4
+
+
+def _come(rank: int, port: int, output: Path, line: list[str]) -> None:
+    """A rank without torchrun, as of a SLURM task, which waits for a second before it says so, and for two at most."""
+    with open(output, "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 2)
+    names = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
+    with pytest.MonkeyPatch.context() as patch, runtime.exit_status():
+        patch.setattr(runtime, "LONG", timedelta(seconds=3))
+        patch.setattr(runtime, "_ended_by_launcher", lambda: False)  # nobody ends the others
+        patch.setattr(agreement, "SECONDS_IN_SILENCE", 1.0)
+        patch.setattr(agreement, "SECONDS_TO_READ", 3.0)
+        main(parse(line))
+
+
+@pytest.mark.parametrize(
+    ("came", "waiting", "end"),
+    [
+        ((0, 1), "waiting for ranks 2, 3, not there for 1 s", "WORLD_SIZE=4: without ranks 2, 3, not there for 3 s; "),
+        (
+            (1, 2),
+            "waiting for rank 0: MASTER_ADDR=127.0.0.1: nothing listens at port {port} for 1 s",
+            "MASTER_ADDR=127.0.0.1: nothing listens at port {port} for 3 s",
+        ),
+    ],
+)
+def test_ranks_that_do_not_come_are_named(tmp_path: Path, came: Sequence[int], waiting: str, end: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outputs = [tmp_path / f"rank{rank}.log" for rank in came]
+    line = small(tmp_path / "run", "--max-steps=1")
+    processes = [
+        _PROCESSES.Process(target=_come, args=(rank, port, output, line))
+        for rank, output in zip(came, outputs, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in processes] == [2, 2], said
+    assert f"fsdp2: {waiting.format(port=port)}" in said[0]
+    for one in said:
+        assert f"fsdp2: error: {end.format(port=port)}" in one
+    assert not (tmp_path / "run").exists(), "nothing was trained there"
 
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = examine.as_json(rows, world) if as_json else "\n".join(examine.lines(rows, world.world_size, took))
         print(text, flush=True)
 
-    store = runtime.meeting_point(world, STARTING + seconds)
+    store = runtime.meeting_point(world, STARTING + seconds, "doctor")
     return status(examine.run(examine.Options(config, seconds, quick), world, device, store, show))
 
 

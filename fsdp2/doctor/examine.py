@@ -140,7 +140,7 @@ def before_training(config: Config, world: World, device: torch.device) -> None:
         print("\n".join(f"doctor: {line}" for line in lines(rows, world.world_size, took, findings=True)), flush=True)
 
     set_threads(config.threads, world)
-    store = meeting_point(world, STARTING + SECONDS)
+    store = meeting_point(world, STARTING + SECONDS, "doctor")
     rows = run(Options(config, SECONDS, quick=True), world, device, store, show)
     for row in rows:
         if row.verdict == BAD:

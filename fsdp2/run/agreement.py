@@ -1,4 +1,5 @@
-"""Before the first collective of a run: all ranks run the same code with the same flags on the same kind of device.
+"""Before the first collective of a run: all ranks are there, and run the same code with the same flags on the same kind
+of device.
 
 Ranks that differ wait for each other in different collectives, or train a mixture without an error.
 """
@@ -11,9 +12,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,8 @@ SAME_COMMAND = "give each rank the same command"
 
 # How long rank 0, which may hold the store, stays for the others to read why the run ends.
 SECONDS_TO_READ = 20.0
+# How long a rank that hasn't come is waited for before the wait is said.
+SECONDS_IN_SILENCE = 60.0
 
 
 def facts(flags: Mapping[str, Any], device: torch.device, world_size: int) -> dict[str, Any]:
@@ -94,8 +99,10 @@ def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {some(ranks)} ({hosts})"
 
 
-def require_agreement(mine: Mapping[str, Any], store: dist.Store | None, rank: int, world_size: int) -> None:
-    """Raise ConfigError on every rank if they differ. A collective call.
+def require_agreement(
+    mine: Mapping[str, Any], store: dist.Store | None, rank: int, world_size: int, patience: timedelta
+) -> None:
+    """Raise ConfigError on every rank if they differ, or if some of them don't come. A collective call.
 
     Each rank writes once, rank 0 judges, and all read its one verdict: the work grows with the ranks, not with their
     pairs.
@@ -103,6 +110,7 @@ def require_agreement(mine: Mapping[str, Any], store: dist.Store | None, rank: i
     Args:
         mine: this rank's `facts`.
         store: the rendezvous's, if there is no process group yet; None if there is one.
+        patience: how long ranks that come late are waited for.
     """
     if world_size == 1:
         return
@@ -113,16 +121,23 @@ def require_agreement(mine: Mapping[str, Any], store: dist.Store | None, rank: i
         dist.broadcast_object_list(box)
         verdict = box[0]
     else:
-        verdict = _by_store(mine, store, rank, world_size)
+        verdict = _by_store(mine, store, rank, world_size, patience)
     if verdict is not None:
         raise ConfigError(verdict)
 
 
-def _by_store(mine: Mapping[str, Any], store: dist.Store, rank: int, world_size: int) -> str | None:
+def _by_store(
+    mine: Mapping[str, Any], store: dist.Store, rank: int, world_size: int, patience: timedelta
+) -> str | None:
     store.set(f"agreement/{rank}", json.dumps(mine))
+    missing = _missing(store, range(world_size if rank == 0 else 1), patience, say=rank < 2)
+    lack = f"WORLD_SIZE={world_size}: without {missing}; start as many ranks, or see why those ended"
     if rank == 0:
-        found = store.multi_get([f"agreement/{one}" for one in range(world_size)])
-        store.set("agreement/verdict", json.dumps(difference([json.loads(one) for one in found])))
+        found = [] if missing else store.multi_get([f"agreement/{one}" for one in range(world_size)])
+        store.set("agreement/verdict", json.dumps(lack if missing else difference([json.loads(one) for one in found])))
+    elif missing:
+        return lack
+    store.wait(["agreement/verdict"], 2 * patience)  # rank 0 may have begun to wait later than this rank
     verdict: str | None = json.loads(store.get("agreement/verdict"))
     if verdict is not None:
         store.add("agreement/read", 1)
@@ -130,3 +145,37 @@ def _by_store(mine: Mapping[str, Any], store: dist.Store, rank: int, world_size:
         while rank == 0 and store.add("agreement/read", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.05)
     return verdict
+
+
+def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, say: bool) -> str:
+    """Which of these ranks don't come, "" if all do.
+
+    Args:
+        say: tell who is waited for.
+    """
+    keys = [f"agreement/{rank}" for rank in ranks]
+    for waited in parts(patience):
+        with suppress(dist.DistStoreError):
+            store.wait(keys, waited.more)
+            return ""
+        late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        line = f"rank{'s' if len(late) > 1 else ''} {some(late)}, not there for {waited.seconds:g} s"
+        if say and not waited.last:
+            print(f"fsdp2: waiting for {line}", file=sys.stderr, flush=True)
+    return line
+
+
+class Waited(NamedTuple):
+    """A part of a wait: how much longer, how long with it, and whether it is the last."""
+
+    more: timedelta
+    seconds: float
+    last: bool
+
+
+def parts(patience: timedelta) -> list[Waited]:
+    """The parts of a wait. Between them, who waits says so."""
+    silence, whole = timedelta(seconds=SECONDS_IN_SILENCE), patience.total_seconds()
+    if patience <= silence:
+        return [Waited(patience, whole, last=True)]
+    return [Waited(silence, SECONDS_IN_SILENCE, last=False), Waited(patience - silence, whole, last=True)]

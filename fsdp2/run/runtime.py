@@ -13,11 +13,12 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy
@@ -165,17 +166,17 @@ def process_group(world: World, device: torch.device, config: object = None) -> 
         torch.cuda.set_device(device)
     facts = agreement.facts({} if config is None else to_flags(config), device, world.world_size)
     if dist.is_initialized():
-        agreement.require_agreement(facts, None, world.rank, world.world_size)
+        agreement.require_agreement(facts, None, world.rank, world.world_size, LONG)
         yield
         return
     end_with_launcher()
     gpu = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     if "RANK" in os.environ:
-        store, rank, world_size = rendezvous(world)
+        store = meeting_point(world, LONG.total_seconds(), "training")
         # With a device nccl connects at once, and two ranks on one GPU would fail inside of it.
-        agreement.require_agreement(facts, store, rank, world_size)
-        group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world_size}
+        agreement.require_agreement(facts, store, world.rank, world.world_size, LONG)
+        group: dict[str, Any] = {"store": store, "rank": world.rank, "world_size": world.world_size}
     else:
         # Alone: a store in memory, so that no port is opened.
         group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -194,18 +195,6 @@ def process_group(world: World, device: torch.device, config: object = None) -> 
     dist.destroy_process_group()
 
 
-def rendezvous(world: World) -> tuple[dist.Store, int, int]:
-    """The store that all ranks see, as the launcher's variables say, this rank and the world size.
-
-    Raises ConfigError if the host of rank 0 has no address, or rank 0 has to listen at a port that is taken.
-    """
-    address = os.environ["MASTER_ADDR"]
-    require_address(address, say=world.local_rank == 0)
-    with _port_refused():
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=LONG))
-    return store, rank, world_size
-
-
 @contextmanager
 def _port_refused() -> Iterator[None]:
     port = os.environ["MASTER_PORT"]
@@ -220,44 +209,55 @@ def _port_refused() -> Iterator[None]:
         ) from None
 
 
-def meeting_point(world: World, seconds: float) -> dist.Store:
-    """A store that all ranks see. Unlike `rendezvous` it waits for no rank but rank 0, so a missing one can be named.
+def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
+    """A store that all ranks see. Unlike torch's rendezvous it waits for no rank but rank 0, so a missing one can be
+    named.
 
-    With a process group it is a collective call. Raises ConfigError as `rendezvous` does, and after so many seconds
-    without rank 0's store.
+    With a process group it is a collective call. Raises ConfigError if the host of rank 0 has no address, if rank 0
+    has to listen at a port that is taken, and after so many seconds without rank 0's store.
+
+    Args:
+        purpose: ranks that call with the same one, equally often, get the same store.
     """
+    name = f"{purpose}/{next(_MEETINGS[purpose])}"
     if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
         address = os.environ.get("MASTER_ADDR", "localhost")
         serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
         port = broadcast(serves.port if serves is not None else 0)
         store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
-        return dist.PrefixStore(f"meeting/{next(_MEETINGS)}", store)
+        return dist.PrefixStore(name, store)
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     require_address(address, say=world.local_rank == 0)
     serve = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     with _port_refused():
-        store = _tcp_store(address, port, serve=serve, seconds=seconds)
+        store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"meeting/{attempt}/{next(_MEETINGS)}", store)
+    return dist.PrefixStore(f"{attempt}/{name}", store)
 
 
-_MEETINGS = itertools.count()  # of this process; the same on all ranks, since each of them calls
+_MEETINGS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by purpose, of this process
 
 
-@cache  # alive until this process ends: `rendezvous` shares its server, and others may still read
-def _tcp_store(address: str, port: int, *, serve: bool, seconds: float) -> dist.TCPStore:
-    patience = timedelta(seconds=seconds)
-    try:
-        return dist.TCPStore(address, port, None, serve, patience, wait_for_workers=False, multi_tenant=port != 0)
-    except dist.DistNetworkError as error:
-        if serve or "timed out" not in str(error):
-            raise
-        raise ConfigError(
-            f"MASTER_ADDR={address}: nothing listens at port {port} for {seconds:g} s, seen from "
-            f"{socket.gethostname()}; rank 0 isn't started, or the port is blocked between the hosts"
-        ) from None
+@cache  # alive until this process ends: meetings share a server, and others may still read
+def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: bool = False) -> dist.TCPStore:
+    make = partial(dist.TCPStore, address, port, None, serve, wait_for_workers=False, multi_tenant=port != 0)
+    for waited in agreement.parts(timedelta(seconds=seconds)):
+        try:
+            store = make(timeout=waited.more)
+            store.set_timeout(timedelta(seconds=seconds))
+            return store
+        except dist.DistNetworkError as error:
+            if serve or "timed out" not in str(error):
+                raise
+        why = (
+            f"nothing listens at port {port} for {waited.seconds:g} s, seen from {socket.gethostname()}; rank 0 isn't "
+            "started, or the port is blocked between the hosts"
+        )
+        if say and not waited.last:
+            print(f"fsdp2: waiting for rank 0: MASTER_ADDR={address}: {why}", file=sys.stderr, flush=True)
+    raise ConfigError(f"MASTER_ADDR={address}: {why}")
 
 
 def broadcast(value: T) -> T:
