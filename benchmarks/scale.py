@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import pickle
 import sys
@@ -162,7 +161,7 @@ def agree(ranks: int) -> str:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = agreement.facts(to_flags(Config()), torch.device("cpu"), ranks)
     for rank in range(1, ranks):
-        store.set(f"agreement/{rank}", json.dumps({**facts, "host": f"node{rank // GPUS}"}))
+        agreement.write({**facts, "host": f"node{rank // GPUS}"}, store, rank)
     with Timer() as timer:
         agreement.require_agreement(facts, store, 0, ranks, timedelta(minutes=1))
     return shown(timer)

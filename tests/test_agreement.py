@@ -115,6 +115,16 @@ def test_a_run_whose_ranks_differ_is_refused_by_all_of_them(ranks: Ranks, tmp_pa
     assert not (tmp_path / "run").exists(), "nothing was trained there"
 
 
+def test_what_is_the_same_stands_in_the_store_once() -> None:
+    """Else what rank 0 reads, and what the store holds, is two kilobytes a rank."""
+    store = dist.HashStore()
+    found = world(*[{"--lr": 0.2} if rank == 9 else {} for rank in range(10)])
+    for rank, one in enumerate(found):
+        agreement.write(one, store, rank)
+    assert store.num_keys() == len(found) + 2
+    assert max(len(store.get(f"agreement/{rank}")) for rank in range(10)) < 200
+
+
 @pytest.mark.parametrize("changed", [None, 2])
 def test_all_ranks_read_one_verdict_from_the_store(changed: int | None) -> None:
     """Each with a connection of its own, as before there is a group."""

@@ -70,11 +70,12 @@ def code() -> str:
 def difference(found: Sequence[Mapping[str, Any]]) -> str | None:
     """The one line about ranks that don't fit together, from every rank's facts; None if all do."""
     first = found[0]["same"]
-    names = dict.fromkeys(name for one in found for name in one["same"])
-    differ = [name for name in names if any(one["same"].get(name) != first.get(name) for one in found)]
+    others = [one["same"] for one in found if one["same"] != first]
+    names = dict.fromkeys(name for same in (first, *others) for name in same)
+    differ = [name for name in names if any(same.get(name) != first.get(name) for same in others)]
     if differ:
         name = differ[0]
-        other = next(one["same"].get(name) for one in found if one["same"].get(name) != first.get(name))
+        other = next(same.get(name) for same in others if same.get(name) != first.get(name))
         ranks = [rank for rank, one in enumerate(found) if one["same"].get(name) == other]
         also = f" ({', '.join(differ[1:4])} differ{'s' if len(differ) == 2 else ''}, too)" if differ[1:] else ""
         return (
@@ -126,15 +127,32 @@ def require_agreement(
         raise ConfigError(verdict)
 
 
+def write(mine: Mapping[str, Any], store: dist.Store, rank: int) -> None:
+    """Tell rank 0 this rank's facts.
+
+    What must be the same on all stands in the store once, under its hash: rank 0 reads it once and not once a rank.
+    """
+    same = json.dumps(mine["same"])
+    digest = hashlib.sha256(same.encode()).hexdigest()
+    store.set(f"agreement/same/{digest}", same)
+    store.set(f"agreement/{rank}", json.dumps({**mine, "same": digest}))
+
+
+def _read(store: dist.Store, world_size: int) -> list[dict[str, Any]]:
+    written = store.multi_get([f"agreement/{rank}" for rank in range(world_size)])
+    found = [json.loads(one) for one in written]
+    kinds = {digest: json.loads(store.get(f"agreement/same/{digest}")) for digest in {one["same"] for one in found}}
+    return [{**one, "same": kinds[one["same"]]} for one in found]
+
+
 def _by_store(
     mine: Mapping[str, Any], store: dist.Store, rank: int, world_size: int, patience: timedelta
 ) -> str | None:
-    store.set(f"agreement/{rank}", json.dumps(mine))
+    write(mine, store, rank)
     missing = _missing(store, range(world_size if rank == 0 else 1), patience, say=rank < 2)
     lack = f"WORLD_SIZE={world_size}: without {missing}; start as many ranks, or see why those ended"
     if rank == 0:
-        found = [] if missing else store.multi_get([f"agreement/{one}" for one in range(world_size)])
-        store.set("agreement/verdict", json.dumps(lack if missing else difference([json.loads(one) for one in found])))
+        store.set("agreement/verdict", json.dumps(lack if missing else difference(_read(store, world_size))))
     elif missing:
         return lack
     store.wait(["agreement/verdict"], 2 * patience)  # rank 0 may have begun to wait later than this rank
