@@ -62,7 +62,7 @@ Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} 
 - **plans**: what rank 0 receives when ranks send it which rows they save, and its unpickling and merging of them
   (torch's `create_global_plan`). It happens at the first save: later ones reuse it.
 - **.metadata**: the index of all shards, and how long a rank takes to read it with the reader that runs no code of a
-  file (`fsdp2/checkpoint/pickles.py`). Each rank reads it once, at a resume.
+  file (`fsdp2/checkpoint/pickles.py`; its docstring says why C's isn't used). Each rank reads it once, at a resume.
 - **COMMIT.json**: rank 0 writes it and reads it again, one entry a file.
 - **verify**: sizes of all files against the marker, by one rank; ranks divide it among them.
 - **retention**: rank 0 deletes the oldest of two checkpoints, file by file.
@@ -71,21 +71,25 @@ Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} 
 
 **What to take from it.** The largest is what DCP
 does for each shard of each tensor: plans and `.metadata` have as many entries as ranks times tensors, of which each
-rank reads all. At 1,024 ranks a resume waits a minute for that index, for a model of any size with as many tensors.
+rank reads all. A resume on 1,024 ranks waits for that index, for a model of any size with as many tensors.
 """
 
 
 @dataclasses.dataclass
 class Timer:
+    """Seconds without Python's garbage collection, which a run keeps for between its steps (`--gc-every`)."""
+
     seconds: float = 0.0
 
     def __enter__(self) -> Timer:
         gc.collect()
+        gc.disable()
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.seconds = time.perf_counter() - self._began
+        gc.enable()
 
 
 def main() -> None:
