@@ -288,6 +288,14 @@ class Config:
         "when loss or gradients are NaN or infinite: stop, skip the update (each step waits for the GPU), or continue",
         one_of("stop", "skip", "continue"),
     )
+    on_anomaly: str = option(
+        "report",
+        "when the loss or the gradient norm jumps, or replicas differ: report it, or stop",
+        one_of("report", "stop"),
+    )
+    check_replicas: int | None = option(
+        None, "HSDP, DDP: every N steps, compare the bits of the parameters that ranks hold alike", whole(1)
+    )
     resume_partial: bool = option(False, "with --resume STEP or PATH, load only the weights that fit", switch)
     verify: str = option(
         "hash",

@@ -33,6 +33,7 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import runtime
+from fsdp2.run.anomalies import Anomalies
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.node_memory import agree
 from fsdp2.run.parts import add_parts
@@ -120,7 +121,8 @@ def main(
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, speed)
+            anomalies = Anomalies(config, engine, checkpoints, reports.emit, device, first_step)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, anomalies.jumped, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
@@ -131,6 +133,7 @@ def main(
                     log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
                     checkpoints.stop_if_failed(log.failed)
                     garbage.after_step(progress.step)
+                    anomalies.after_step(progress.step)
                     if log.stop or finished():
                         break
                     if checkpoints.due(progress.step) and not batches.at_end():
@@ -155,15 +158,13 @@ def main(
             changed = accuracy is not None
             reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
             left_out = too_large_unasked(config, spec) if finished() else None
-            wanted = finished() and config.save_model is not False and left_out is None
-            if wanted and job.wants_full_model(run, progress.step, changed=changed):
-                checkpoints.write_full_model()
+            if finished() and left_out is None:
+                checkpoints.write_full_model(changed=changed)
             checkpoints.finish()
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
             done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out}
             end = reports.end(done, log, world.world_size, peak)
-            if world.rank == 0:
-                run.upload_metrics(reports.position())
+            checkpoints.upload_metrics()
     return end
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import models
@@ -24,6 +24,26 @@ from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+
+def _early_optimizer() -> list[bool]:
+    model = nn.Linear(4, 4)
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    fully_shard(model)
+    late = torch.optim.SGD(model.parameters(), lr=1.0)
+    changed = []
+    for optimizer in (early, late):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        after = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        changed.append(any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+    return changed
+
+
+def test_an_optimizer_made_before_sharding_updates_nothing(ranks: Ranks) -> None:
+    """What docs/troubleshooting.md says of it, and nothing tells."""
+    assert ranks.run(_early_optimizer) == [[False, True]] * 2
 
 
 def _placements(flags: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ def _fsdp2_refusals(options: Options) -> Iterator[str]:
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
         )
+    if options.check_replicas is not None and options.replicas == 1:
+        yield "--check-replicas with --replicas 1: no rank holds what another holds; add --replicas R or drop it"
     mode = options.grad_accumulation_sync
     if mode != "every" and options.grad_accumulation == 1:
         yield (
@@ -36,6 +38,7 @@ FSDP2 = Rules(
     honours=(
         "cpu_offload",
         "replicas",
+        "check_replicas",
         "memory_checkpoint",
         "shard_granularity",
         "reshard_after_forward",
@@ -56,6 +59,7 @@ STRATEGIES: dict[str, Rules] = {"fsdp2": FSDP2, **BASELINES}
 PARTICULAR = {
     "cpu_offload": "keeps parameters, gradients and optimizer state on the device",
     "replicas": "has no two-dimensional mesh",
+    "check_replicas": "has no two ranks that hold the same",
     "memory_checkpoint": "has no shards of which each node could hold a whole copy",
     "shard_granularity": "has no groups of modules",
     "reshard_after_forward": "has no such policy",

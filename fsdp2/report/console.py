@@ -132,6 +132,9 @@ class Console:
         if data.get("continues"):
             self.line(f"checkpoint failed: {data['error']}; training goes on")
 
+    def _anomaly(self, data: dict[str, Any]) -> None:
+        self.line(f"step {data['step']}: {data['what']}")
+
     def _checkpoint_skipped(self, data: dict[str, Any]) -> None:
         self.line(f"step {data['step']}: checkpoint skipped, because {data['reason']}")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.report import records
+from fsdp2.report.jumps import Jumps
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -137,6 +138,7 @@ class StepLog:
 
     Args:
         on_nonfinite: is called with the step and what of it was no number, when that is known.
+        on_jump: is called with the step, the field that is far above the last steps', and a line about it.
         speed: (samples, seconds) -> what the record says of a step's speed.
     """
 
@@ -145,9 +147,11 @@ class StepLog:
         emit: OnEvent,
         device: torch.device,
         on_nonfinite: Callable[[int, str], None] = lambda step, what: None,
+        on_jump: Callable[[int, str, str], None] = lambda step, name, what: None,
         speed: Callable[[int, float], dict[str, Any]] = _samples_per_second,
     ) -> None:
-        self.emit, self.device, self.on_nonfinite, self.speed = emit, device, on_nonfinite, speed
+        self.emit, self.device, self.speed = emit, device, speed
+        self.on_nonfinite, self.on_jump, self._jumps = on_nonfinite, on_jump, Jumps()
         self.stop = self.failed = self.nonfinite = 0
         self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
         self._clock = time.perf_counter()
@@ -193,6 +197,8 @@ class StepLog:
         if what := nonfinite(record):
             self.nonfinite += 1
             self.on_nonfinite(data["step"], what)
+        elif jump := self._jumps.look(record):
+            self.on_jump(data["step"], *jump)
 
     def restart_clock(self) -> None:
         """Leave what was done between steps (evaluation, a checkpoint) out of the next step's time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -151,9 +151,14 @@ class Checkpoints:
 
         return on_rank_0
 
-    def write_full_model(self) -> None:
-        """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large."""
+    def write_full_model(self, *, changed: bool) -> None:
+        """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
+
+        Not with --no-save-model, nor where it is and nothing has `changed` since.
+        """
         config, run = self.config, self.run
+        if config.save_model is False or not self.job.wants_full_model(run, self.progress.step, changed=changed):
+            return
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:
@@ -163,13 +168,19 @@ class Checkpoints:
                 save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
                 while_rank_0(run.upload_full_model)
 
+    def upload_metrics(self) -> None:
+        """Copy the metrics file as it is to a remote run's URL."""
+        if runtime.world().rank == 0:
+            self.run.upload_metrics(self._reports.position())
+
     def poll(self) -> bool:
         """Before each step: report a save that has ended in the background; whether one failed and the run is to stop.
 
         Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
         `stop_if_failed` after the same step.
         """
-        self._watch.begin_step(self.progress.step + 1)
+        for finding in self._watch.begin_step(self.progress.step + 1):
+            self._reports.emit("anomaly", {"step": self.progress.step, **finding})
         ended = self._saver.ended()
         if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
@@ -185,10 +196,19 @@ class Checkpoints:
                 self._end(self._failed or self._saver.wait())
 
     def stop_if_nonfinite(self, step: int, what: str) -> None:
-        """Raise RunStopped if `--on-nonfinite` is stop. A save in flight, which is of an earlier step, ends first."""
-        if self.config.on_nonfinite != "stop":
-            return
-        text = f"step {step}: {what}; nothing was saved after it"
+        """Raise RunStopped if `--on-nonfinite` is stop."""
+        if self.config.on_nonfinite == "stop":
+            advice = (
+                "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
+            )
+            self.stop(f"step {step}: {what}", "finite checkpoint", step, advice)
+
+    def stop(self, text: str, wanted: str, until: int, advice: str) -> NoReturn:
+        """Raise RunStopped with a text, after which comes the newest finite checkpoint of a step until this one.
+
+        A save in flight, which is of an earlier step, ends first. A collective call.
+        """
+        text += "; nothing was saved after it"
         with self._watch.phase("save"):
             try:
                 self._end(self._failed or self._saver.wait())
@@ -196,18 +216,16 @@ class Checkpoints:
                 text += f"; {error}"
             self._saver.close()
             self._warn()
-            last = runtime.broadcast(self._last_finite() if runtime.world().rank == 0 else "")
-        advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
+            last = runtime.broadcast(self._newest(wanted, until) if runtime.world().rank == 0 else "")
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
 
-    def _last_finite(self) -> str:
+    def _newest(self, wanted: str, until: int) -> str:
         store = self.run.store
         try:
-            step = store.newest_finite(store.committed())
+            step = store.newest_finite([step for step in store.committed() if step <= until])
         except OSError as error:
-            return f"the last finite checkpoint can't be looked up ({error})"
-        found = "there is no finite checkpoint"
-        return found if step is None else f"the last finite checkpoint is {store.checkpoint(step)}"
+            return f"the last {wanted} can't be looked up ({error})"
+        return f"there is no {wanted}" if step is None else f"the last {wanted} is {store.checkpoint(step)}"
 
     def finish(self) -> None:
         """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""

@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2.options.errors import some
 
 TORCH = f"{Path(torch.__file__).parent}/"
-# Python code of these is on top of the stack while a rank waits for others, or for its GPU.
+# Code of these has been called while a rank waits for others, or for its GPU; and the one that calls modules, if it
+# recomputes them.
 WAITING = (f"{TORCH}distributed/", f"{TORCH}cuda/streams.py")
+RECOMPUTING = f"{TORCH}distributed/algorithms/_checkpoint/"
 # Someone looks at the process, or a compiler works: however long that takes, the rank isn't stuck.
 BUSY = {
     "/bdb.py": "a debugger",
@@ -70,10 +72,13 @@ def collectives_begun(groups: Iterable[Any]) -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def waits_in(frame: FrameType) -> str:
+def waits_in(frame: FrameType | None) -> str:
     """The function in which the thread of this innermost frame waits for other ranks or for a GPU; else ""."""
-    code = frame.f_code
-    return code.co_name if code.co_filename.startswith(WAITING) else ""
+    while frame is not None and (file := frame.f_code.co_filename).startswith((TORCH, "<")):
+        if file.startswith(WAITING) and not file.startswith(RECOMPUTING):
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
 
 
 def look(thread: int, **known: Any) -> Standing:

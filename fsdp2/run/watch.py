@@ -1,4 +1,5 @@
-"""A watch beside the training: a run that hangs ends soon, and says which rank the others wait for.
+"""A watch beside the training: a run that hangs ends soon, and says which rank the others wait for; one that is
+slow because of a rank says so.
 
 Two threads of each rank do it, since the training itself may stand in a collective. One keeps the time and asks nobody.
 The other talks through the process group's store, where a call may never return if the store's host has stopped.
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.config import Config
+from fsdp2.run.pace import Pace
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import LONG, broadcast, world
 from fsdp2.run.standing import Standing, collectives_begun, groups_of, look, verdict
@@ -64,6 +66,8 @@ class Watch:
         self._closed, self._overdue = threading.Event(), threading.Event()
         self._forgiven, self._ending = threading.Event(), threading.Event()
         self._round, self._rank = 0, self._world.rank
+        self._pace = Pace(self._rank, self._world.world_size, self._thread)
+        self._findings: deque[dict[str, object]] = deque()
         self._place = Place("start", 0, time.monotonic(), LONG.total_seconds())
 
     def __enter__(self) -> Watch:
@@ -81,9 +85,10 @@ class Watch:
             time.sleep(ANSWER)  # a rank that has ended a moment before makes an error here, which isn't the cause
         self._closed.set()
 
-    def begin_step(self, step: int) -> None:
-        """Say that this step, counted from 1, begins."""
+    def begin_step(self, step: int) -> list[dict[str, object]]:
+        """Say that this step, counted from 1, begins; what was found of the ranks' pace, on rank 0."""
         self._enter(STEP, step)
+        return [self._findings.popleft() for _ in range(len(self._findings))]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,6 +112,8 @@ class Watch:
         while not self._closed.wait(TICK):
             now = time.monotonic()
             seen, last = seen + min(now - last, 1.0), now
+            if self._place.phase == STEP:
+                self._pace.look()
             if self._place is not place or self._forgiven.is_set():
                 place, seen = self._place, 0.0
                 self._overdue.clear()
@@ -126,6 +133,8 @@ class Watch:
                 if self._overdue.is_set() or self._store.check([f"{self._round}/alarm"]):
                     self._store.set(f"{self._round}/alarm", "")
                     self._confer()
+                if finding := self._pace.exchange(self._store):
+                    self._findings.append(finding)
 
     def _confer(self) -> None:
         """Say where this rank stands, and end as the ranks' judge says: the first rank that can. Or go on."""

@@ -62,5 +62,8 @@ def build(options: Options, start: Start) -> DDPEngine:
 
 
 BASELINE = Baseline(
-    build=build, honours=("bucket_mb", "betas", "weight_decay"), refusals=reduces_in_fp32, autocasts=True
+    build=build,
+    honours=("bucket_mb", "check_replicas", "betas", "weight_decay"),
+    refusals=reduces_in_fp32,
+    autocasts=True,
 )

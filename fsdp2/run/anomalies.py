@@ -1,0 +1,58 @@
+"""What looks wrong in a run although every value is a number: reported, or by `--on-anomaly stop` its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp2.config import Config
+from fsdp2.parallel.engine import Engine
+from fsdp2.run.checkpoints import Checkpoints
+from fsdp2.run.replicas import compare
+from fsdp2.run.runtime import world
+
+# The ranks of DDP hold the same model, as replicas do of which each is one rank.
+ALL_RANKS = ("ddp",)
+
+
+class Anomalies:
+    """Jumps of the loss or the gradient norm, and replicas that have become different. Every method is called by all
+    ranks after the same step."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        emit: Callable[[str, dict[str, Any]], None],
+        device: torch.device,
+        step: int,
+    ) -> None:
+        """`step`: until which the run is done already."""
+        self._every, self._stops = config.check_replicas, config.on_anomaly == "stop"
+        self._replicas = world().world_size if config.strategy in ALL_RANKS else config.replicas
+        self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, emit, device
+        self._agreed = step
+
+    def jumped(self, step: int, name: str, what: str) -> None:
+        """Report a step whose loss or gradient norm jumps. Raises RunStopped if the run is to stop then."""
+        self._emit("anomaly", {"step": step, "about": name, "what": what})
+        if self._stops:
+            advice = "look at that step's data, --lr and --clip-grad-norm, or use --on-anomaly report"
+            self._checkpoints.stop(f"step {step}: {what}", "checkpoint before it", step - 1, advice)
+
+    def after_step(self, step: int) -> None:
+        """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `jumped`."""
+        if self._every is None or step % self._every:
+            return
+        wrong, what = compare(self._engine.held()["parameters"], self._replicas, self._device)
+        if not wrong:
+            self._agreed = step
+            return
+        what += f"; they agreed after step {self._agreed}"
+        self._emit("anomaly", {"step": step, "about": "replicas", "what": what, "ranks": wrong})
+        if self._stops:
+            advice = "examine these hosts (python -m fsdp2.doctor), and go on from that checkpoint with --resume STEP"
+            self._checkpoints.stop(f"step {step}: {what}", "checkpoint of that time", self._agreed, advice)

@@ -1,0 +1,70 @@
+"""Whether ranks that hold the same part of the model still hold the same bits of it.
+
+Replicas of HSDP, and all ranks of DDP, start from the same parameters and get the same averaged gradients. They stay
+equal to the bit, unless a GPU or a memory computes wrongly and says nothing: silent data corruption
+(https://arxiv.org/abs/2102.11245). Parameters are compared, since what goes wrong in gradients after their
+reduction, or in the optimizer's state, arrives there with the next step.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.options.errors import some
+from fsdp2.parallel.inspect import local
+from fsdp2.run import runtime
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+@torch.no_grad()
+def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A sum over the bits of what this rank holds of the tensors, 0-d int64 on `device`; one flipped bit changes it."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        bits = local(tensor).detach()
+        bits = torch.view_as_real(bits) if bits.is_complex() else bits
+        # Times an odd number: two tensors that change places change the sum.
+        total = 3 * total + bits.view(INTEGERS[bits.element_size()]).sum(dtype=torch.int64).to(device)
+    return total
+
+
+def different(sums: Sequence[int], replicas: int) -> list[int]:
+    """The ranks whose sum is another than most of the ranks' with the same part; all of these where there is no most.
+
+    Args:
+        sums: of the ranks, which stand in `replicas` rows of the mesh.
+    """
+    holders = defaultdict(list)
+    for rank in range(len(sums)):
+        holders[rank % (len(sums) // replicas)].append(rank)
+    wrong: list[int] = []
+    for ranks in holders.values():
+        (usual, count), *_ = Counter(sums[rank] for rank in ranks).most_common()
+        most = count > len(ranks) / 2
+        wrong += [] if count == len(ranks) else [rank for rank in ranks if not most or sums[rank] != usual]
+    return sorted(wrong)
+
+
+def compare(tensors: Iterable[Tensor], replicas: int, device: torch.device) -> tuple[list[int], str]:
+    """The ranks that hold other bits than their replicas, and a line about them; ([], "") if all agree.
+
+    A collective call, of 8 bytes a rank, with the same result on all of them. It waits for a GPU.
+    """
+    mine, world = checksum(tensors, device), runtime.world()
+    sums = torch.empty(world.world_size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sums, mine.reshape(1))
+    wrong = different(sums.tolist(), replicas)
+    if not wrong:
+        return [], ""
+    hosts = runtime.gather(socket.gethostname())
+    names = some([f"rank {rank} ({hosts[rank]})" for rank in wrong])
+    few = replicas == 2
+    hold = "differ, and one of them is wrong" if few else "hold other bits than most of their replicas"
+    return wrong, f"replicas differ: parameters of {names} {hold}"

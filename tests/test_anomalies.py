@@ -1,0 +1,230 @@
+"""What looks wrong although all values are numbers: jumps, replicas that differ, and a rank that others wait for."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fsdp2.config import parse
+from fsdp2.data.loader import Batches
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.inspect import local
+from fsdp2.report.jumps import FEWEST, REMEMBERED, Jumps
+from fsdp2.run import pace, replicas
+from fsdp2.run.pace import slow
+from fsdp2.run.runtime import RunStopped
+from fsdp2.run.standing import waits_in
+from fsdp2.train import main
+from tests.harness import Ranks, of_kind, small
+from tests.test_resume import metrics_of
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def _record(step: int, loss: float, norm: float) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "grad_norm": norm}
+
+
+def _jumps(losses: list[float], norms: list[float]) -> list[tuple[int, str]]:
+    looking = Jumps()
+    found = [looking.look(_record(step, *both)) for step, both in enumerate(zip(losses, norms, strict=True))]
+    return [(step, one[0]) for step, one in enumerate(found) if one is not None]
+
+
+def test_a_value_far_above_the_last_ones_is_a_jump() -> None:
+    noise = random.Random(0)
+    losses = [3.0 * math.exp(noise.gauss(0, 0.05)) for _ in range(400)]
+    norms = [0.5 * math.exp(noise.gauss(0, 0.3)) for _ in range(400)]
+    assert _jumps(losses, norms) == []
+    losses[100], losses[200], norms[300] = 6.0, 4.0, 20.0  # 4.0 is a worse batch
+    losses[120] = losses[121] = losses[122] = 9.0  # told once
+    losses[FEWEST - 1] = 30.0  # too early to know what is usual
+    assert _jumps(losses, norms) == [(100, "loss"), (120, "loss"), (300, "grad_norm")]
+    # A new level becomes the usual one.
+    assert _jumps(losses[:90] + [30.0] * 3 * REMEMBERED, norms[:90] + [0.5] * 3 * REMEMBERED) == [(90, "loss")]
+
+
+def test_a_loss_that_falls_to_nothing_or_is_negative_raises_no_alarm() -> None:
+    noise = random.Random(1)
+    falling = [2.3 * math.exp(-step / 30) * math.exp(noise.gauss(0, 0.8)) for step in range(400)]
+    assert _jumps(falling, falling) == []
+    assert _jumps([-5.0, 0.0] * 100, [0.0] * 200) == []
+    assert _jumps([1.0] * 40 + [1.4], [1.0] * 41) == []  # no deviation at all
+
+
+def _with_a_jump(line: list[str]) -> tuple[str, Events]:
+    real, count = Engine.backward, [0]
+
+    def backward(self: Engine, loss: torch.Tensor, last_microbatch: bool) -> None:
+        count[0] += 1
+        real(self, loss * (1000 if count[0] == FEWEST + 4 else 1), last_microbatch)
+
+    events: Events = []
+    try:
+        Engine.backward = backward  # type: ignore[method-assign]
+        main(parse(line), lambda kind, data: events.append((kind, data)))
+    except RunStopped as error:
+        return str(error), events
+    finally:
+        Engine.backward = real  # type: ignore[method-assign]
+    return "not stopped", events
+
+
+@pytest.mark.parametrize("flags", [[], ["--on-anomaly=stop", "--async-checkpoint"]])
+def test_a_step_whose_gradients_jump_is_reported_or_stops_the_run(
+    ranks: Ranks, tmp_path: Path, flags: list[str]
+) -> None:
+    step, run = FEWEST + 4, tmp_path / "run"
+    line = small(run, f"--max-steps={step + 2}", "--checkpoint-every=8", "--strategy=ddp", "--no-save-model", *flags)
+    results = ranks.run(_with_a_jump, line)
+    for message, events in results:
+        (found,) = of_kind(events, "anomaly")
+        assert (found["step"], found["about"]) == (step, "grad_norm")
+        assert found["what"].startswith("the gradient norm jumps to ")
+        if flags:
+            assert message.startswith(f"step {step}: {found['what']}; nothing was saved after it; ")
+            assert f"the last checkpoint before it is {run}/checkpoints/step-{FEWEST:08}; look at that" in message
+        else:
+            assert message == "not stopped"
+    assert [one["step"] for one in metrics_of(run) if one["kind"] == "anomaly"] == [step]
+
+
+def _with_a_flipped_bit(line: list[str], at: int, rank: int) -> tuple[str, Events]:
+    """One bit of one parameter of one rank is flipped after a step: of the last bits, which no loss would show."""
+    real, count = Engine.step, [0]
+
+    def step(self: Engine, *, update: bool = True) -> bool:
+        updated = real(self, update=update)
+        count[0] += 1
+        if count[0] == at and dist.get_rank() == rank:
+            part = local(next(p for p in self.model.parameters() if local(p).numel()).detach())
+            part.view(torch.int32).view(-1)[-1] ^= 1
+        return updated
+
+    events: Events = []
+    try:
+        Engine.step = step  # type: ignore[method-assign]
+        main(parse(line), lambda kind, data: events.append((kind, data)))
+    except RunStopped as error:
+        return str(error), events
+    finally:
+        Engine.step = real  # type: ignore[method-assign]
+    return "not stopped", events
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks_", "wrong", "words"),
+    [
+        ("--replicas=2", 4, [0, 2], "differ, and one of them is wrong"),
+        ("--replicas=2 --mixed-precision --cpu-offload", 2, [0, 1], "differ, and one of them is wrong"),
+        ("--strategy=ddp", 3, [2], "hold other bits than most of their replicas"),
+    ],
+)
+def test_a_flipped_bit_is_found_and_its_rank_named(
+    ranks: Ranks, tmp_path: Path, flags: str, ranks_: int, wrong: list[int], words: str
+) -> None:
+    run, common = tmp_path / "run", ["--check-replicas=2", "--checkpoint-every=3", "--max-steps=8", "--no-save-model"]
+    line = small(run, *common, "--on-anomaly=stop", *flags.split())
+    for message, events in ranks.run(_with_a_flipped_bit, line, 5, wrong[-1], ranks=ranks_):
+        (found,) = of_kind(events, "anomaly")
+        assert (found["step"], found["about"], found["ranks"]) == (6, "replicas", wrong)
+        assert f"rank {wrong[-1]} (" in found["what"]
+        assert words in found["what"]
+        assert message.startswith("step 6: replicas differ: ")
+        # The newest checkpoint until step 4, the last time when they were known to agree.
+        assert "; they agreed after step 4; " in message
+        assert f"the last checkpoint of that time is {run}/checkpoints/step-00000003; " in message
+
+
+def test_replicas_that_agree_raise_no_alarm_and_change_no_loss(ranks: Ranks, train: Any) -> None:
+    def losses(events: Events) -> list[float]:
+        assert not of_kind(events, "anomaly")
+        return [one["loss"] for one in of_kind(events, "train")]
+
+    plain = losses(train("--strategy=ddp", "--resume=never", steps=4))
+    assert losses(train("--strategy=ddp", "--resume=never", "--check-replicas=1", steps=4)) == plain
+
+
+def test_who_differs() -> None:
+    assert replicas.different([5, 6, 5, 6], 2) == []
+    assert replicas.different([5, 6, 5, 7], 2) == [1, 3]
+    assert replicas.different([5, 5, 9, 5], 4) == [2]
+    assert replicas.different([1, 2, 1, 2, 1, 3, 4, 2], 4) == [5, 6]  # two columns of a mesh (4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_a_checksum_sees_each_bit_and_the_order(dtype: torch.dtype) -> None:
+    device = torch.device("cpu")
+    one, other = torch.randn(7, 3).to(dtype), torch.zeros(4).to(dtype)
+    before = replicas.checksum([one, other, other.new_empty(0)], device)
+    assert before.dtype == torch.int64
+    assert replicas.checksum([other, one], device) != before
+    raw = one.view(torch.uint8) if dtype != torch.complex64 else torch.view_as_real(one).view(torch.uint8)
+    for bit in range(8):
+        raw[3, 1] ^= 1 << bit
+        assert replicas.checksum([one, other], device) != before
+        raw[3, 1] ^= 1 << bit
+
+
+@pytest.mark.parametrize("flags", ["", "--strategy=fsdp1", "--strategy=none", "--replicas=1"])
+def test_what_has_no_replicas_refuses_to_compare_them(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--check-replicas with --(replicas 1|strategy \w+): .*(add|use) --"):
+        parse(["--check-replicas=10", *flags.split()])
+
+
+def _slow_rank(line: list[str]) -> Events:
+    """Rank 1's batches take long in the first two thirds of the run."""
+    real = Batches.__iter__
+    pace.WINDOW, pace.FEWEST = 1.0, 10
+
+    def slow_batches(self: Batches) -> Iterator[Any]:
+        for count, batch in enumerate(real(self)):
+            time.sleep(0.12 if dist.get_rank() == 1 and count < 40 else 0.01)
+            yield batch
+
+    events: Events = []
+    try:
+        Batches.__iter__ = slow_batches  # type: ignore[method-assign]
+        main(parse(line), lambda kind, data: events.append((kind, data)))
+    finally:
+        Batches.__iter__ = real  # type: ignore[method-assign]
+    return events
+
+
+def test_a_rank_that_the_others_wait_for_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    line = small(tmp_path / "run", "--max-steps=40", "--no-save-model", "--batch-size=8")
+    first, _ = ranks.run(_slow_rank, line)
+    found = of_kind(first, "anomaly")
+    assert found
+    assert (found[0]["about"], found[0]["ranks"]) == ("pace", [1])
+    assert found[0]["what"].startswith("the others wait for rank 1 (")
+
+
+def test_who_is_slow() -> None:
+    assert slow({0: 0.5, 1: 0.55, 2: 0.4}) == ()
+    assert slow({0: 0.5, 1: 0.95}) == (1,)
+    assert slow({0: 0.5, 1: 0.9, 2: 0.45, 3: 0.8}) == (1, 3)
+
+
+class _Looks(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen = waits_in(sys._getframe().f_back)
+        return inputs
+
+
+def test_a_module_that_is_recomputed_is_no_wait() -> None:
+    looks = _Looks()
+    nn.Sequential(checkpoint_wrapper(looks))(torch.zeros(1))
+    assert looks.seen == ""
