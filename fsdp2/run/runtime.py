@@ -230,10 +230,12 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     require_address(address, say=world.local_rank == 0)
-    serve = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = world.rank == 0 and not of_torchrun
     with _port_refused():
         store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_torchrun else ""
     return dist.PrefixStore(f"{attempt}/{name}", store)
 
 
