@@ -1,11 +1,11 @@
 """Unpickle a stranger's bytes without his classes: what comes out is plain values and inert `Unread` objects.
 
-Python's own unpickler hands out real classes, and a pickle's BUILD sets attributes of what it is given: that changes this
-process. One whose `find_class` hands out stand-ins, in C, reads a `.metadata` in an eighth of the time, and isn't enough:
-it makes a table as long as the highest number of a memo (LONG_BINPUT), hashes whatever tuple is a key (nested in itself
-60 times that takes ages; a million deep, Python dies of its stack), and calls `extend`, `add`, `__setitem__` and
-`__setstate__` of the tensors that a file's names make. This one knows the few opcodes that today's writers emit, touches
-nothing but what it made itself, and takes time and memory in proportion to the file's size.
+Python's own unpickler hands out real classes, and a pickle's BUILD sets attributes of what it is given: that changes
+this process. One whose `find_class` hands out stand-ins, in C, reads a `.metadata` in an eighth of the time, and
+isn't enough: it makes a table as long as the highest number of a memo (LONG_BINPUT), hashes whatever tuple is a key
+(nested in itself 60 times that takes ages; a million deep, Python dies of its stack), and calls `extend`, `add`,
+`__setitem__` and `__setstate__` of the tensors that a file's names make. This one knows the few opcodes that today's
+writers emit, touches nothing but what it made itself, and takes time and memory in proportion to the file's size.
 
 Source: https://docs.python.org/3/library/pickletools.html
 """
