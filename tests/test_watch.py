@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pdb
+import re
 import signal
 import socket
 import sys
@@ -147,6 +148,8 @@ def test_a_rank_that_sleeps_is_named_and_all_end(tmp_path: Path) -> None:
     assert "stopped: behind is rank 1" in said
     assert "step 3" in said
     assert "test_watch.py" in said
+    last = r"\d+ collectives, the last gloo:\w+ \d+ of ranks 0, 1: \[\[\d+\]\] to \[\[.*\]\] of \w+"
+    assert re.search(f"{last}; runs at .*; others have begun {last};", said)
     written = (tmp_path / "run" / "hang.txt").read_text()
     assert "time.sleep(1000)" in written
     assert "rank 0" in written
@@ -187,7 +190,7 @@ def test_nothing_ends_while_someone_debugs(tmp_path: Path) -> None:
 
 
 def _at(rank: int, **changed: Any) -> Standing:
-    usual = Standing(rank, "a", 7, "step", 40.0, 100, "all_reduce", "train.py:212 (train_step)", "", "")
+    usual = Standing(rank, "a", 7, "step", 40.0, 100, "", "all_reduce", "train.py:212 (train_step)", "", "")
     return dataclasses.replace(usual, **changed)
 
 
@@ -221,3 +224,24 @@ def _counts() -> list[int]:
 
 def test_torch_counts_collectives_of_a_group(ranks: Ranks) -> None:
     assert ranks.run(_counts) == [[0, 1, 2, 3]] * 2
+
+
+def _last() -> list[str]:
+    """What the others wait for, if the last rank is late."""
+    one: Any = dist.new_group([0, 1])
+    found = []
+    for group in (None, one):
+        dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=group)
+        found.append(standing.last_collective([dist.group.WORLD, one]))
+    dist.all_reduce(torch.ones(2, 3))
+    return [*found, standing.last_collective([])]
+
+
+def test_torch_records_the_last_collective(ranks: Ranks) -> None:
+    if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        pytest.skip(f"torch {torch.__version__} records no collectives of gloo")
+    for first, second, third in ranks.run(_last):
+        number = int(first.split()[1])
+        assert first == f"gloo:all_gather {number} of ranks 0, 1: [[2]] to [[2, 2]] of Float"
+        assert second == "gloo:all_gather 1 of ranks 0, 1: [[2]] to [[2, 2]] of Float"
+        assert third == f"gloo:all_reduce {number + 1} of group default_pg: [[2, 3]] to [[2, 3]] of Float"

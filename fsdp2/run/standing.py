@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import traceback
@@ -35,8 +36,9 @@ BUSY = {
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank says of itself: `waits_in` is the call in which it waits for other ranks, "" if it doesn't; `at` the
-    innermost line of its code outside of torch."""
+    """What a rank says of itself: `last` is the collective that it has begun last, "" if torch doesn't tell; `waits_in`
+    the call in which it waits for other ranks, "" if it doesn't; `at` the innermost line of its code outside of torch.
+    """
 
     rank: int
     host: str
@@ -44,6 +46,7 @@ class Standing:
     phase: str
     seconds: float
     collectives: int
+    last: str
     waits_in: str
     at: str
     busy: str
@@ -56,7 +59,11 @@ class Standing:
     def __str__(self) -> str:
         doing = f"waits in {self.waits_in}" if self.waits_in else f"is in {self.busy}" if self.busy else "runs"
         place = f"{self.phase} {self.step}" if self.phase == "step" else f"{self.phase}, step {self.step}"
-        return f"{self.name}: {place}, for {self.seconds:.0f} s; {self.collectives} collectives; {doing} at {self.at}"
+        return f"{self.name}: {place}, for {self.seconds:.0f} s; {self.begun}; {doing} at {self.at}"
+
+    @property
+    def begun(self) -> str:
+        return f"{self.collectives} collectives" + (f", the last {self.last}" if self.last else "")
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -70,6 +77,28 @@ def collectives_begun(groups: Iterable[Any]) -> int:
     """How many collectives this rank has begun. In a program that is the same on all ranks, equal numbers are equal
     places. torch has the number of a group under a private name alone."""
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def last_collective(groups: Iterable[Any]) -> str:
+    """The collective that this rank has begun last: its name, its number in its group, the group's ranks, and shapes.
+
+    torch gives its record of collectives under private names alone: gloo's in newer versions, nccl's as
+    `TORCH_FR_BUFFER_SIZE` says. "" where there is none.
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    """
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries = json.loads(dump()).get("entries") if dump is not None else None
+        found += [(one["time_created_ns"], index, one) for index, one in enumerate(entries or [])]
+    if not found:
+        return ""
+    *_, entry = max(found, key=lambda each: each[:2])
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in groups}
+    name, description = entry["process_group"]
+    members = f"ranks {some(ranks[name])}" if name in ranks else f"group {description}"
+    shapes = f"{entry['input_sizes']} to {entry['output_sizes']} of {', '.join(entry['output_dtypes'])}"
+    return f"{entry['profiling_name']} {entry['collective_seq_id']} of {members}: {shapes}"
 
 
 def waits_in(frame: FrameType | None) -> str:
@@ -112,8 +141,8 @@ def verdict(standings: Mapping[int, Standing], world_size: int) -> str:
     ranks = list(standings.values())
     behind = _those(ranks, min, lambda one: one.collectives)
     if behind:
-        most = max(one.collectives for one in ranks)
-        return f"behind is {behind[0]}; others have begun {most} collectives{_more(behind)}"
+        ahead = max(ranks, key=lambda one: one.collectives)
+        return f"behind is {behind[0]}; others have begun {ahead.begun}{_more(behind)}"
     behind = [one for one in ranks if not one.waits_in]
     if behind and len(behind) < len(ranks):
         return f"behind is {behind[0]}; others wait{_more(behind)}"

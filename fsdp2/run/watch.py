@@ -26,7 +26,7 @@ from fsdp2.config import Config
 from fsdp2.run.pace import Pace
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import LONG, broadcast, world
-from fsdp2.run.standing import Standing, collectives_begun, groups_of, look, verdict
+from fsdp2.run.standing import Standing, collectives_begun, groups_of, last_collective, look, verdict
 
 EXIT_STATUS = 3
 FILE = "hang.txt"
@@ -179,6 +179,7 @@ class Watch:
             phase=place.phase,
             seconds=time.monotonic() - place.began,
             collectives=collectives_begun(self._groups),
+            last=last_collective(self._groups),
         )
 
     def _write(self, text: str) -> None:
