@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import parse
+from fsdp2.evaluate import evaluate
 from fsdp2.run import standing
 from fsdp2.run.runtime import exit_status
 from fsdp2.run.standing import Standing, verdict
+from fsdp2.run.watch import Watch
 from fsdp2.train import main
-from tests.harness import _PROCESSES, Ranks, small
+from tests.harness import _PROCESSES, Ranks, make_engine, one_step, small
 
 SECONDS = 3.0  # that rank 1 takes by itself, where --timeout is 2
 
@@ -47,18 +49,26 @@ class Slow:
 
 
 def _slow_but_sound(line: list[str]) -> str:
+    """A run whose rank 1 takes its time in the first step, in a save and in an evaluation."""
     begun = time.monotonic()
+
+    def slow(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(SECONDS)
+        return evaluate(*arguments)
 
     def on_event(kind: str, data: dict[str, Any]) -> None:
         if dist.get_rank() == 1 and kind == "start":  # which is in the first step
             time.sleep(SECONDS)
 
-    end = main(parse(line), on_event, {"slow": Slow()})
-    assert time.monotonic() - begun > 2 * SECONDS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2.train.evaluate", slow)
+        end = main(parse(line), on_event, {"slow": Slow()})
+    assert time.monotonic() - begun > 3 * SECONDS
     return str(end["reason"])
 
 
-def test_the_first_step_and_a_save_may_take_their_time(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_first_step_a_save_and_an_evaluation_may_take_their_time(ranks: Ranks, tmp_path: Path) -> None:
     line = small(tmp_path / "run", "--timeout=2", "--max-steps=3", "--checkpoint-every=2")
     assert ranks.run(_slow_but_sound, line) == ["finished", "finished"]
     assert not (tmp_path / "run" / "hang.txt").exists()
@@ -92,6 +102,21 @@ def _debug(rank: int) -> None:
         pdb.Pdb(nosigint=True).set_trace()
 
 
+def _go_on_when_asked(rank: int) -> None:
+    """Sleep until this rank has said where it stands."""
+    if rank == 1:
+        asked, real = threading.Event(), Watch._standing
+
+        def say(watch: Watch) -> Standing:
+            found = real(watch)
+            asked.set()
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Watch, "_standing", say)
+            assert asked.wait(60)
+
+
 def _run_rank(rank: int, port: int, agent: bool, line: list[str], fault: Callable[[int], None], output: Path) -> None:
     with open(output, "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
@@ -111,7 +136,9 @@ def _run_rank(rank: int, port: int, agent: bool, line: list[str], fault: Callabl
         main(parse(line), on_event)
 
 
-def _start(fault: Callable[[int], None], folder: Path, agent: bool = True) -> tuple[list[Any], str]:
+def _start(
+    fault: Callable[[int], None], folder: Path, agent: bool = True, flags: Sequence[str] = ()
+) -> tuple[list[Any], str]:
     """Exit codes of two ranks, None of one that still runs, and what they printed.
 
     Args:
@@ -121,7 +148,7 @@ def _start(fault: Callable[[int], None], folder: Path, agent: bool = True) -> tu
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
-    line = small(folder / "run", "--timeout=2", "--max-steps=8", "--no-save-model")
+    line = small(folder / "run", "--timeout=2", "--max-steps=8", "--no-save-model", *flags)
     outputs = [folder / f"rank{rank}.log" for rank in range(2)]
     processes = [
         _PROCESSES.Process(target=_run_rank, args=(rank, port, agent, line, fault, outputs[rank])) for rank in range(2)
@@ -167,6 +194,14 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
+def test_a_rank_that_sleeps_is_named_under_each_strategy(tmp_path: Path, strategy: str) -> None:
+    codes, printed = _start(_sleep, tmp_path, flags=[f"--strategy={strategy}"])
+    assert codes == [3, 3], printed
+    assert "stopped: behind is rank 1" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [True, False])
 def test_rank_0_is_stopped_whoever_has_the_store(agent: bool, tmp_path: Path) -> None:
     codes, printed = _start(_stop_first, tmp_path, agent)
@@ -187,6 +222,12 @@ def test_nothing_ends_while_someone_debugs(tmp_path: Path) -> None:
     codes, printed = _start(_debug, tmp_path)
     assert codes == [0, 0], printed
     assert "(Pdb)" in printed
+
+
+@pytest.mark.slow
+def test_nothing_ends_if_a_rank_goes_on_while_all_are_asked(tmp_path: Path) -> None:
+    codes, printed = _start(_go_on_when_asked, tmp_path)
+    assert codes == [0, 0], printed
 
 
 def _at(rank: int, **changed: Any) -> Standing:
@@ -245,3 +286,56 @@ def test_torch_records_the_last_collective(ranks: Ranks) -> None:
         assert first == f"gloo:all_gather {number} of ranks 0, 1: [[2]] to [[2, 2]] of Float"
         assert second == "gloo:all_gather 1 of ranks 0, 1: [[2]] to [[2, 2]] of Float"
         assert third == f"gloo:all_reduce {number + 1} of group default_pg: [[2, 3]] to [[2, 3]] of Float"
+
+
+def _counted(flags: str) -> tuple[list[int], int]:
+    """How many collectives each of two steps has begun, and how many groups of torch's had some that weren't counted.
+
+    torch knows all groups under a private name alone."""
+    engine = make_engine(flags)
+    groups = standing.groups_of(engine.model)
+    every = list(dist.distributed_c10d._world.pg_map)
+    before = {group: standing.collectives_begun([group]) for group in every}
+    found = [standing.collectives_begun(groups)]
+    for _ in range(2):
+        one_step(engine)
+        found.append(standing.collectives_begun(groups))
+    used = [group for group in every if standing.collectives_begun([group]) > before[group]]
+    return [found[1] - found[0], found[2] - found[1]], sum(group not in groups for group in used)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--replicas=2",
+        "--strategy=ddp",
+        "--strategy=fsdp1",
+        "--strategy=fsdp1 --fsdp1-sharding=hybrid-shard --replicas=2",
+    ],
+)
+def test_each_strategys_collectives_are_counted(ranks: Ranks, flags: str) -> None:
+    first, *others = ranks.run(_counted, flags, ranks=4 if "replicas" in flags else 2)
+    assert all(one == first for one in others)
+    steps, left_out = first
+    assert min(steps) > 0
+    assert left_out == 0
+
+
+def _while_compiling() -> list[str]:
+    """In what this thread is busy whenever the compiler of a function, and of its backward, calls a pass of ours."""
+    found: list[str] = []
+
+    def see(graph: torch.fx.Graph) -> None:
+        place = standing.look(threading.get_ident(), rank=0, step=1, phase="step", seconds=0.0, collectives=0, last="")
+        found.append(place.busy)
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=see, force_disable_caches=True):
+        compiled = torch.compile(lambda x: (x.sin() * x).sum())
+        compiled(torch.ones(8, requires_grad=True)).backward()
+    return found
+
+
+@pytest.mark.slow
+def test_a_compilation_is_no_hang(ranks: Ranks) -> None:
+    assert ranks.run(_while_compiling, ranks=1) == [["a compilation"] * 2]

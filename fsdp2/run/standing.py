@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp2.options.errors import some
@@ -67,9 +68,14 @@ class Standing:
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups in which a training has its collectives: of all ranks, and of the meshes of parameters."""
+    """The process groups in which a training has its collectives: of all ranks, and of the meshes of parameters.
+
+    FSDP1's parameters know of no mesh, but its units know their groups; that of their replicas by a private name alone.
+    """
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     found = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    found += [getattr(unit, name, None) for unit in units for name in ("process_group", "_inter_node_pg")]
     return list({id(group): group for group in found if group is not None}.values())
 
 

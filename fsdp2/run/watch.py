@@ -33,6 +33,7 @@ FILE = "hang.txt"
 # Of a step's limit, if --timeout gives none: seconds, and a multiple of the slowest of the last steps.
 LEAST, FACTOR, REMEMBERED = 30.0, 10.0, 16
 ANSWER = 5.0  # seconds for every rank to say where it stands
+STILL = 2.0  # seconds in which nothing may move after that, before the run ends
 TICK, TALK = 0.05, 1.0
 STEP = "step"
 
@@ -145,7 +146,8 @@ class Watch:
         while not store.check([f"{prefix}/verdict"]):
             everyone = self._rank == 0 and store.check([f"{prefix}/{rank}" for rank in ranks])
             if everyone or time.monotonic() - began > patience:
-                self._judge(prefix)
+                if store.add(f"{prefix}/judges", 1) == 1:
+                    self._judge(prefix)
                 break
             time.sleep(0.1)
         text = store.get(f"{prefix}/verdict").decode()
@@ -164,11 +166,18 @@ class Watch:
         answered = [rank for rank in range(self._world.world_size) if store.check([f"{prefix}/{rank}"])]
         standings = {rank: Standing(**json.loads(store.get(f"{prefix}/{rank}"))) for rank in answered}
         text = verdict(standings, self._world.world_size)
+        if text and self._goes_on(standings[self._rank]):
+            text = ""
         if text:
             stacks = "\n".join(f"{one}\n{one.stack}" for one in standings.values())
             self._write(f"{text}\n\n{stacks}")
             self._say(text)
         store.set(f"{prefix}/verdict", text)
+
+    def _goes_on(self, stood: Standing) -> bool:
+        """Whether this rank stands no longer there: what the ranks waited for, a debugger perhaps, has just ended."""
+        time.sleep(STILL)
+        return (self._place.step, collectives_begun(self._groups)) != (stood.step, stood.collectives)
 
     def _standing(self) -> Standing:
         place = self._place
