@@ -15,21 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.config import parser as train_parser
-from fsdp2.options.errors import ConfigError, flag_of
+from fsdp2.options.errors import ConfigError
 from fsdp2.tune.__main__ import OWN, add_own, check, take_own, tune
 from fsdp2.tune.launch import KILLED, Launch
 from fsdp2.tune.rounds import Candidate
 from launchers import ray_train, ray_tune
-from launchers.ray_options import RayOptions, Workers, read_groups
+from launchers.ray_options import RayOptions, read_groups, without_a_run
 
 # As Ray words that a process of its own was killed.
 LOST = ("worker process has died", "The actor died", "ActorDiedError")
-# Flags of a run through Ray that these trials have no use for.
-NO_MEANING = {
-    "storage_path": "the trials leave no runs; give --out, a folder that all nodes see",
-    "name": "the trials leave no runs; give --out, a folder that all nodes see",
-    "max_failures": "a trial that dies is a result, and isn't started again; drop it",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
@@ -38,19 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
     parser = train_parser("launchers.ray_fastest")
     add_own(parser, [name for name in OWN if name != "nproc"])
     (options,), config, own = read_groups(parser, words, {"Ray, for each launch": RayOptions}, take_own)
-    workers: Workers = options.num_workers
-    if workers.least != workers.most:
-        raise ConfigError(f"--num-workers {workers}: compares on one number of workers; give {workers.most}")
-    for name, why in NO_MEANING.items():
-        if getattr(options, name) != getattr(RayOptions, name):
-            raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: {why}")
-    check(config, workers.most)
+    workers = without_a_run(options)
+    check(config, workers)
     ray_tune.prepare()
     with ray_train.cluster(options, log_to_driver=False), tempfile.TemporaryDirectory() as storage:
         gpu = ray_train.wants_gpu(options, config, ray_train.resources())
         command = f"python -m launchers.ray_fastest {shlex.join(words)}"
         with ray_tune.interruptible():
-            return tune(own, config, workers.most, through_ray(options, gpu, storage), command)
+            return tune(own, config, workers, through_ray(options, gpu, storage), command)
 
 
 def through_ray(options: RayOptions, gpu: bool, storage: str) -> Launch:

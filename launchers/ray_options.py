@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.config import TRAIN, Config
 from fsdp2.config import parser as train_parser
-from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.errors import ConfigError, flag_of, shown
 from fsdp2.options.parser import add_options, read_values
 from fsdp2.options.values import check_values, location, number, one_of, option, text, whole
 
@@ -125,6 +125,25 @@ def place(options: RayOptions, config: Config, *, prefix: str = "fsdp") -> tuple
     if "://" not in storage:
         storage = str(Path(storage).absolute())
     return storage, name, dataclasses.replace(config, run_dir=f"{storage.rstrip('/')}/{name}")
+
+
+# Flags of a run through Ray that make no sense for what leaves no run and is started once.
+_OF_RUNS = {
+    "storage_path": "it leaves no run there; drop it",
+    "name": "it leaves no run of that name; drop it",
+    "max_failures": "what dies is a result, and isn't started again; drop it",
+}
+
+
+def without_a_run(options: RayOptions) -> int:
+    """How many workers. Raises ConfigError for flags that only a run has a use for."""
+    workers = options.num_workers
+    if workers.least != workers.most:
+        raise ConfigError(f"--num-workers {workers}: is measured on one number of workers; give {workers.most}")
+    for name, why in _OF_RUNS.items():
+        if getattr(options, name) != getattr(RayOptions, name):
+            raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: {why}")
+    return workers.most
 
 
 def same_global_batch(workers: Workers, config: Config) -> Config:

@@ -10,6 +10,9 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from fsdp2.config import Config
+from fsdp2.doctor import examine
+from fsdp2.doctor.rows import BAD, VERDICTS
+from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.rundir import RunDir
 from fsdp2.train import main
@@ -48,6 +51,21 @@ def trial_worker(job: dict[str, Any]) -> None:
     """
     _as_started(job)
     trial.main(job["trials"])
+
+
+def doctor_worker(job: dict[str, Any]) -> dict[str, int]:
+    """Take a part in an examination. Called by Ray on each worker, with a process group made.
+
+    Args:
+        job: `config`, `folder` and `environment` as of `train_worker`; `examination`, the rest of `doctor`'s Options.
+
+    Raises ConfigError, after the report, if a rank can't train: Ray would wait for one that hangs.
+    """
+    _as_started(job)
+    status = examine.reported(examine.Options(Config(**job["config"]), **job["examination"]))
+    if status == VERDICTS.index(BAD):
+        raise ConfigError("the cluster can't train, for what the report says is bad")
+    return {"status": status}
 
 
 def _as_started(job: dict[str, Any]) -> None:

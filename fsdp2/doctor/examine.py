@@ -19,8 +19,9 @@ from fsdp2.doctor import clock, collectives, compute, machine, network, storage
 from fsdp2.doctor.asking import STARTING, Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
 from fsdp2.options.errors import ConfigError
+from fsdp2.run import runtime
 from fsdp2.run.rundir import default_path
-from fsdp2.run.runtime import World, meeting_point, set_threads
+from fsdp2.run.runtime import World
 
 QUESTIONS: dict[str, Question] = {
     "hello": network.hello,
@@ -44,11 +45,13 @@ class Options:
     Attributes:
         seconds: that a rank has to answer a question.
         quick: leave out what takes more than a few seconds.
+        json: print the rows as data.
     """
 
     config: Config
-    seconds: float
-    quick: bool
+    seconds: float = SECONDS
+    quick: bool = False
+    json: bool = False
 
 
 def examine(asker: Asker, options: Options) -> list[Row]:
@@ -106,6 +109,20 @@ def run(
     return rows
 
 
+def reported(options: Options) -> int:
+    """The exit status of an examination, after rank 0 has printed it. A collective call, also in a launcher's group."""
+    world = runtime.world()
+    device = runtime.pick_device(options.config.device, world)
+    runtime.set_threads(options.config.threads, world)
+
+    def show(rows: list[Row], took: float) -> None:
+        text = as_json(rows, world) if options.json else "\n".join(lines(rows, world.world_size, took))
+        print(text, flush=True)
+
+    store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
+    return status(run(options, world, device, store, show))
+
+
 def lines(rows: Sequence[Row], ranks: int, seconds: float, *, findings: bool = False) -> list[str]:
     """The report for a terminal: each row, or the findings alone; below one, whom it is about and what to do."""
     shown = [row for row in rows if row.verdict != OK or not findings]
@@ -139,9 +156,9 @@ def before_training(config: Config, world: World, device: torch.device) -> None:
     def show(rows: list[Row], took: float) -> None:
         print("\n".join(f"doctor: {line}" for line in lines(rows, world.world_size, took, findings=True)), flush=True)
 
-    set_threads(config.threads, world)
-    store = meeting_point(world, STARTING + SECONDS, "doctor")
-    rows = run(Options(config, SECONDS, quick=True), world, device, store, show)
+    runtime.set_threads(config.threads, world)
+    store = runtime.meeting_point(world, STARTING + SECONDS, "doctor")
+    rows = run(Options(config, quick=True), world, device, store, show)
     for row in rows:
         if row.verdict == BAD:
             raise ConfigError(

@@ -59,7 +59,7 @@ def measure(here: Here, place: str, folder: str, size: int) -> dict[str, Any]:
     while not found["sees"] and time.monotonic() < deadline:
         try:
             found["sees"] = files.read(f"{folder}/nonce") == folder.encode()
-        except FileNotFoundError:
+        except OSError:  # not there yet; or it can't be, which the steps below say
             time.sleep(0.1)
     name = f"{folder}/rank-{here.world.rank}"
     steps = {

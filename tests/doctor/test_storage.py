@@ -51,6 +51,13 @@ def test_a_place_that_two_hosts_have_each_for_itself_names_one(tmp_path: Path) -
     assert [list((tmp_path / host).iterdir()) for host in "ab"] == [[], []]
 
 
+def test_a_place_that_cannot_be_a_folder_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    row, *_ = findings(str(tmp_path / "file" / "runs"))
+    assert (row.name, row.verdict) == ("rights and room", BAD)
+    assert row.measured.startswith("mkdir: ")
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for two ranks' files."""

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from launchers import ray_train
+from fsdp2.options.errors import ConfigError
+from launchers import ray_doctor, ray_train
+from tests.doctor.launch import start as doctor_of_torchrun
 from tests.harness import losses, python_environment, small
 from tests.launchers.through_ray import losses_in, workers_of_ray
 from tests.test_resume import metrics_of
@@ -173,3 +175,20 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, flags: list[str], pa
     assert result.stderr.startswith(part)
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_the_doctor_reports_on_ray_s_workers_as_under_torchrun(tmp_path: Path) -> None:
+    flags = ["--quick", "--json", "--threads=1", f"--run-dir={tmp_path / 'run'}"]
+    line = [sys.executable, "-m", "launchers.ray_doctor", "--num-workers=2", *flags]
+    done = subprocess.run(line, capture_output=True, text=True, env=python_environment(), timeout=400)
+    report = json.loads(done.stdout)
+    assert (report["ranks"], report["status"]) == (2, done.returncode), done.stderr
+    first, *_ = doctor_of_torchrun(flags, ranks=2, cwd=tmp_path)
+    there = json.loads(first.communicate(timeout=100)[0])
+    assert {row["name"] for row in report["rows"]} == {row["name"] for row in there["rows"]}
+
+
+def test_what_is_bad_ends_the_doctor_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the cluster can't train"):
+        ray_doctor.main(["--quick", "--threads=1", f"--run-dir={tmp_path / 'file' / 'run'}"])

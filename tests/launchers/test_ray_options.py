@@ -11,7 +11,7 @@ import pytest
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from launchers import ray_train
-from launchers.ray_options import Workers, parse, place, same_global_batch
+from launchers.ray_options import Workers, parse, place, same_global_batch, without_a_run
 
 
 def placed(*flags: str) -> tuple[str, str, str | None]:
@@ -78,3 +78,10 @@ def test_bad_input_is_one_line(flags: str, part: str) -> None:
         placed(*flags.split())
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", ["--num-workers=1:2", "--name=a", "--storage-path=a", "--max-failures=3"])
+def test_flags_of_a_run_are_refused_where_none_is_left(flags: str) -> None:
+    with pytest.raises(ConfigError, match=flags.replace("=", " ")):
+        without_a_run(parse([flags], "x")[0])
+    assert without_a_run(parse(["--num-workers=3"], "x")[0]) == 3

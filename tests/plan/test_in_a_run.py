@@ -56,7 +56,7 @@ def test_a_run_says_what_the_plan_said(ranks: Any, tmp_path: Path, capsys: pytes
 def test_other_flags_and_other_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = small(tmp_path, "--batch-size=8")
     plan([*flags, "--ranks=2"])
-    there = planned.read(parse([*flags, "--batch-size=4", "--lr=0.1", "--shard-granularity=root"]), 2)
+    there = planned.read(parse([*flags, "--batch-size=4", "--lr=0.1", "--doctor", "--shard-granularity=root"]), 2)
     assert isinstance(there, planned.Planned)
     assert there.other == ("--batch-size", "--shard-granularity")
     assert "is for 2 ranks; python -m fsdp2.plan --ranks 3" in str(planned.read(parse(flags), 3))
