@@ -228,12 +228,9 @@ class TrainingFailed(RuntimeError):
 
 
 def refusal_in(error: Exception) -> str | None:
-    """The text of a ConfigError that a worker raised, in Ray's account of what its workers raised."""
-    for _, failure in sorted(getattr(error, "worker_failures", {}).items()):
-        lines = str(failure).strip().splitlines()
-        if lines and lines[-1].startswith(f"{ConfigError.__module__}.{ConfigError.__name__}: "):
-            return lines[-1].partition(": ")[2]
-    return None
+    """The text of a ConfigError that a worker raised, among what Ray says its workers raised."""
+    failures = [failure for _, failure in sorted(getattr(error, "worker_failures", {}).items())]
+    return next((str(failure) for failure in failures if isinstance(failure, ConfigError)), None)
 
 
 def cause(error: Exception) -> str:

@@ -16,7 +16,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.rundir import RunDir
 from fsdp2.tune.launch import KILLED
 from fsdp2.tune.rounds import LAST_STEPS
-from launchers import ray_fastest, ray_train, ray_tune
+from launchers import ray_doctor, ray_fastest, ray_train, ray_tune
 from tests.harness import SMALL, full_files, losses, of_kind, same
 from tests.launchers.test_ray_train import goes_on_after_a_kill
 from tests.launchers.through_ray import kill_at, losses_in, through_ray
@@ -173,3 +173,9 @@ def test_flags_without_a_meaning_are_refused_before_ray_starts(flags: str, part:
 def test_a_worker_that_was_killed_is_told_apart() -> None:
     assert ray_fastest.reason_of("rank 1:\nThe actor died unexpectedly before finishing this task.\n…") == KILLED
     assert ray_fastest.reason_of("rank 0:\nTraceback:\n x\nValueError: no\n") == "ValueError: no"
+
+
+def test_what_is_bad_ends_the_doctor_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the cluster can't train"):
+        ray_doctor.main(["--quick", "--threads=1", f"--run-dir={tmp_path / 'file' / 'run'}"])
