@@ -217,15 +217,14 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
     has to listen at a port that is taken, and after so many seconds without rank 0's store.
 
     Args:
-        purpose: ranks that call with the same one, equally often, get the same store.
+        purpose: ranks that call with the same one, equally often at one port, get the same store.
     """
-    name = f"{purpose}/{next(_MEETINGS[purpose])}"
     if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
         address = os.environ.get("MASTER_ADDR", "localhost")
         serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
-        port = broadcast(serves.port if serves is not None else 0)
+        port, number = broadcast((serves.port, next(_MEETINGS[address, 0, purpose])) if serves is not None else (0, 0))
         store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
-        return dist.PrefixStore(name, store)
+        return dist.PrefixStore(f"{purpose}/{number}", store)
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -236,10 +235,10 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
         store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
     # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_torchrun else ""
-    return dist.PrefixStore(f"{attempt}/{name}", store)
+    return dist.PrefixStore(f"{attempt}/{purpose}/{next(_MEETINGS[address, port, purpose])}", store)
 
 
-_MEETINGS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by purpose, of this process
+_MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
 
 
 @cache  # alive until this process ends: meetings share a server, and others may still read

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp2.data.loader import Batches
 from fsdp2.data.random_tokens import load
 from fsdp2.run import runtime
+from fsdp2.run.standing import last_collective
 from tests.gpu.harness import DEVICE, ON_GPU, ROOT, Ranks, launched, needs, rank, small
 
 
@@ -22,6 +23,7 @@ def _collectives() -> tuple[list[float], list[str]]:
         tensors = [torch.ones(4, device=device), torch.ones(4)]
         for tensor in tensors:  # nccl takes the first, gloo the second
             dist.all_reduce(tensor)
+            assert "all_reduce" in last_collective([dist.group.WORLD])
         placed = [str(tensor.device.type) for tensor in tensors]
         assert runtime.gather({"rank": world.rank}) == [{"rank": i} for i in range(world.world_size)]
         assert runtime.broadcast(device.type) == DEVICE
