@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_in_a_launcher_s_group_is_named(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_never_comes_to_a_collective_is_named(tmp_path: Path) -> None:
-    first, *others = start(["--quick", "--answer-within=3"], ranks=3, cwd=tmp_path, fault="late", at=1)
+    first, *others = start(["--quick", "--answer-within=6"], ranks=3, cwd=tmp_path, fault="late", at=1)
     try:
         text, _ = first.communicate(timeout=100)
         assert first.returncode == 2, text
