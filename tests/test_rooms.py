@@ -47,9 +47,9 @@ def test_no_circle_between_rooms() -> None:
     assert {room for room in ROOMS if room in reached(room, frozenset())} == set()
 
 
-def test_only_the_tuner_uses_the_planner() -> None:
+def test_only_the_tuner_and_the_doctor_use_the_planner() -> None:
     users = {file for file in SOURCES if any(name.startswith("fsdp2.plan.") for name in _modules(file))}
-    assert {file.parent.name for file in users} == {"plan", "tune"}
+    assert {file.parent.name for file in users} == {"plan", "tune", "doctor"}
 
 
 def test_run_and_report_know_nothing_of_each_other() -> None:

@@ -34,7 +34,9 @@ def parser(prog: str = "fsdp2.doctor", *, add_help: bool = True) -> argparse.Arg
 def take_own(given: dict[str, Any]) -> dict[str, Any]:
     """The examination's own flags, taken out of a namespace, as arguments of `Options`. Raises ConfigError."""
     seconds = checked("--answer-within", given.pop("answer_within", str(examine.SECONDS)), number(1, 3600))
-    return {"seconds": seconds, "quick": given.pop("quick", False), "json": given.pop("json", False)}
+    # A model that the flags name is one that somebody wants to train.
+    step = not given.keys().isdisjoint({"model", "model_size", "config"})
+    return {"seconds": seconds, "quick": given.pop("quick", False), "json": given.pop("json", False), "step": step}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import Config
-from fsdp2.doctor import clock, collectives, compute, machine, network, storage
+from fsdp2.doctor import clock, collectives, compute, machine, network, step, storage
 from fsdp2.doctor.asking import STARTING, Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
 from fsdp2.options.errors import ConfigError
@@ -46,12 +46,14 @@ class Options:
         seconds: that a rank has to answer a question.
         quick: leave out what takes more than a few seconds.
         json: print the rows as data.
+        step: plan a step of the training.
     """
 
     config: Config
     seconds: float = SECONDS
     quick: bool = False
     json: bool = False
+    step: bool = False
 
 
 def examine(asker: Asker, options: Options) -> list[Row]:
@@ -65,24 +67,30 @@ def examine(asker: Asker, options: Options) -> list[Row]:
     place = options.config.run_dir or str(default_path(options.config.model).parent)
     stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
     rows += storage.rows(stored, hosts, place, storage.kept_bytes(options.config))
-    rows += compute.rows(compute.ask_compute(asker, 0.3 if options.quick else 0.5), hosts)
+    computed = compute.ask_compute(asker, 0.3 if options.quick else 0.5)
+    rows += compute.rows(computed, hosts)
     if asker.here.world.world_size > 1:
-        rows += _exchanges(asker, hosts, found, quick=options.quick)
+        rows += _exchanges(asker, hosts, found, computed, options)
     return [*asker.rows(hosts, judged=("collectives",)), *rows]
 
 
-def _exchanges(asker: Asker, hosts: Hosts, found: Mapping[int, Any], *, quick: bool) -> list[Row]:
+def _exchanges(
+    asker: Asker, hosts: Hosts, found: Mapping[int, Any], computed: Mapping[int, Any], options: Options
+) -> list[Row]:
     """Pairs first: a group connects each rank with each, so it can't be made where a pair is dead."""
-    size = (4 << 20) if quick else (16 << 20)
+    size = (4 << 20) if options.quick else (16 << 20)
     pairs = network.ask_pairs(asker, hosts, size)
     rows = network.rows(pairs, hosts, size)
     rates = [one["rate"] for one in pairs.values() if "rate" in one]
     if len(rates) < len(pairs) or asker.silent or not rates:
         return rows
-    sizes = [64 << 10, 1 << 20] if quick else [64 << 10, 1 << 20, 32 << 20]
+    sizes = [64 << 10, 1 << 20] if options.quick else [64 << 10, 1 << 20, 32 << 20]
     crowding = max(len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items())
     done, stuck = collectives.ask_collectives(asker, sizes)
-    return rows + collectives.rows(done, stuck, sizes, collectives.expected(min(rates), crowding), hosts)
+    rows += collectives.rows(done, stuck, sizes, collectives.expected(min(rates), crowding), hosts)
+    if options.step and not options.quick:
+        rows += step.rows(options.config, asker.here.device, step.measured(computed, pairs, done, hosts))
+    return rows
 
 
 def run(

@@ -212,7 +212,7 @@ def _collect(found: dict[Pair, dict[str, Any]], answers: Mapping[int, Any]) -> N
         found[pair] = better
 
 
-def _kinds(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts) -> list[tuple[str, dict[Pair, Mapping[str, Any]]]]:
+def kinds(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts) -> list[tuple[str, dict[Pair, Mapping[str, Any]]]]:
     """The pairs that have been measured, within hosts and between hosts apart."""
     good = {pair: one for pair, one in found.items() if "error" not in one}
     inside = {pair: one for pair, one in good.items() if hosts.of[pair[0]] == hosts.of[pair[1]]}
@@ -237,7 +237,7 @@ def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int 
     """Those that are worth a second look, dead ones included."""
     dead = [pair for pair, one in found.items() if "error" in one]
     late = [
-        pair for kind, part in _kinds(found, hosts) for some in _findings(kind, part, size).values() for pair in some
+        pair for kind, part in kinds(found, hosts) for some in _findings(kind, part, size).values() for pair in some
     ]
     return list(dict.fromkeys([*dead, *late]))
 
@@ -293,7 +293,7 @@ def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> li
                 "open all TCP ports between the hosts; or name their interface in GLOO_SOCKET_IFNAME",
             )
         )
-    for kind, pairs in _kinds(found, hosts):
+    for kind, pairs in kinds(found, hosts):
         slow = _findings(kind, pairs, size)
         trip, rate = (statistics.median(one[key] for one in pairs.values()) for key in ("trip", "rate"))
         units = {

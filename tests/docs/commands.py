@@ -10,7 +10,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 # Programs that are started by others, or read as a page: they take no flags of a user.
-WITHOUT_FLAGS = {"fsdp2.minimal", "fsdp2.tune.trial"}
+WITHOUT_FLAGS = {"fsdp2.minimal", "fsdp2.tune.trial", "fsdp2.doctor.planned_step"}
 
 # Others take the flags of these two.
 FIRST, RAY = "python -m fsdp2.train", "python -m launchers.ray_train"
