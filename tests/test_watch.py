@@ -9,11 +9,13 @@ import pdb
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from fsdp2.config import parse
 from fsdp2.evaluate import evaluate
 from fsdp2.run import standing
+from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import exit_status
 from fsdp2.run.standing import Standing, verdict
 from fsdp2.run.watch import Watch
@@ -100,6 +103,13 @@ def _debug(rank: int) -> None:
         threading.Timer(4 * SECONDS, lambda: os.write(writing, b"c\n")).start()
         sys.stdin = os.fdopen(reading)
         pdb.Pdb(nosigint=True).set_trace()
+
+
+def _suspend(rank: int) -> None:
+    """Stand still for longer than a step may take, as all ranks of a suspended job do."""
+    pid = os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {2 * SECONDS}; kill -CONT {pid}"]):
+        os.kill(pid, signal.SIGSTOP)
 
 
 def _go_on_when_asked(rank: int) -> None:
@@ -194,9 +204,9 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
-def test_a_rank_that_sleeps_is_named_under_each_strategy(tmp_path: Path, strategy: str) -> None:
-    codes, printed = _start(_sleep, tmp_path, flags=[f"--strategy={strategy}"])
+@pytest.mark.parametrize(("strategy", "agent"), [("ddp", True), ("fsdp1", True), ("fsdp2", False)])
+def test_a_rank_that_sleeps_is_named_under_each_strategy(tmp_path: Path, strategy: str, agent: bool) -> None:
+    codes, printed = _start(_sleep, tmp_path, agent, [f"--strategy={strategy}"])
     assert codes == [3, 3], printed
     assert "stopped: behind is rank 1" in printed
 
@@ -228,6 +238,43 @@ def test_nothing_ends_while_someone_debugs(tmp_path: Path) -> None:
 def test_nothing_ends_if_a_rank_goes_on_while_all_are_asked(tmp_path: Path) -> None:
     codes, printed = _start(_go_on_when_asked, tmp_path)
     assert codes == [0, 0], printed
+
+
+@pytest.mark.slow
+def test_nothing_ends_because_a_job_was_suspended(tmp_path: Path) -> None:
+    codes, printed = _start(_suspend, tmp_path)
+    assert codes == [0, 0], printed
+
+
+def _alone(folder: Path, *flags: str) -> Watch:
+    """The watch of a run of one process, whose threads don't run."""
+    return Watch(parse(small(folder, *flags)), torch.nn.Linear(1, 1), RunDir(str(folder)), lambda text: None)
+
+
+def test_the_limit_of_a_step_follows_from_the_slowest_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("fsdp2.run.watch.time", SimpleNamespace(monotonic=lambda: now))
+    for flags, expected in (([], [1800, 30, 70, 1800, *[1800] * 15, 30]), (["--timeout=7"], [1800, *[7] * 19])):
+        watch, limits = _alone(tmp_path, *flags), []
+        for step, seconds in enumerate([2.0, 7.0, 300.0, *[0.5] * 17], 1):
+            watch.begin_step(step)
+            limits.append(watch._place.limit)
+            now += seconds
+        assert limits == expected
+        with watch.phase("evaluation"):
+            assert watch._place.limit == 1800
+        assert watch._place.limit == 1800
+
+
+def test_a_run_directory_that_is_gone_does_not_hide_the_stacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _alone(tmp_path / "gone")._write("the stacks")
+    said = capsys.readouterr().err
+    assert "hang.txt was not written: [Errno 2]" in said
+    assert "the stacks" in said
 
 
 def _at(rank: int, **changed: Any) -> Standing:
