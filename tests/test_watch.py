@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fsdp2.config import parse
 from fsdp2.evaluate import evaluate
-from fsdp2.run import standing
+from fsdp2.run import standing, watch
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import exit_status
 from fsdp2.run.standing import Standing, verdict
@@ -66,6 +66,8 @@ def _slow_but_sound(line: list[str]) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp2.train.evaluate", slow)
+        for name in ("STILL", "TALK"):  # so that an alarm would end the run before rank 1 goes on
+            patch.setattr(watch, name, 0.1)
         end = main(parse(line), on_event, {"slow": Slow()})
     assert time.monotonic() - begun > 3 * SECONDS
     return str(end["reason"])
@@ -98,6 +100,7 @@ def _leave_one_out(rank: int) -> None:
 
 def _debug(rank: int) -> None:
     """A breakpoint at which a user looks around for longer than a step may take."""
+    watch.ANSWER = 2.0
     if rank == 1:
         reading, writing = os.pipe()
         threading.Timer(4 * SECONDS, lambda: os.write(writing, b"c\n")).start()
@@ -107,8 +110,8 @@ def _debug(rank: int) -> None:
 
 def _suspend(rank: int) -> None:
     """Stand still for longer than a step may take, as all ranks of a suspended job do."""
-    pid = os.getpid()
-    with subprocess.Popen(["sh", "-c", f"sleep {2 * SECONDS}; kill -CONT {pid}"]):
+    watch.ANSWER, pid = 1.0, os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {4 * SECONDS}; kill -CONT {pid}"]):
         os.kill(pid, signal.SIGSTOP)
 
 
@@ -117,8 +120,8 @@ def _go_on_when_asked(rank: int) -> None:
     if rank == 1:
         asked, real = threading.Event(), Watch._standing
 
-        def say(watch: Watch) -> Standing:
-            found = real(watch)
+        def say(self: Watch) -> Standing:
+            found = real(self)
             asked.set()
             return found
 
@@ -257,15 +260,15 @@ def test_the_limit_of_a_step_follows_from_the_slowest_of_the_last(
     now = 0.0
     monkeypatch.setattr("fsdp2.run.watch.time", SimpleNamespace(monotonic=lambda: now))
     for flags, expected in (([], [1800, 30, 70, 1800, *[1800] * 15, 30]), (["--timeout=7"], [1800, *[7] * 19])):
-        watch, limits = _alone(tmp_path, *flags), []
+        one, limits = _alone(tmp_path, *flags), []
         for step, seconds in enumerate([2.0, 7.0, 300.0, *[0.5] * 17], 1):
-            watch.begin_step(step)
-            limits.append(watch._place.limit)
+            one.begin_step(step)
+            limits.append(one._place.limit)
             now += seconds
         assert limits == expected
-        with watch.phase("evaluation"):
-            assert watch._place.limit == 1800
-        assert watch._place.limit == 1800
+        with one.phase("evaluation"):
+            assert one._place.limit == 1800
+        assert one._place.limit == 1800
 
 
 def test_a_run_directory_that_is_gone_does_not_hide_the_stacks(
@@ -370,19 +373,25 @@ def test_each_strategys_collectives_are_counted(ranks: Ranks, flags: str) -> Non
 
 
 def _while_compiling() -> list[str]:
-    """In what this thread is busy whenever the compiler of a function, and of its backward, calls a pass of ours."""
+    """In what this thread is busy whenever the compiler of a function, and of its backward, calls a pass of ours; and
+    in a backend of ours."""
     found: list[str] = []
 
-    def see(graph: torch.fx.Graph) -> None:
+    def see(*_: object) -> None:
         place = standing.look(threading.get_ident(), rank=0, step=1, phase="step", seconds=0.0, collectives=0, last="")
         found.append(place.busy)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        see()
+        return graph.forward
 
     with torch._inductor.config.patch(post_grad_custom_pre_pass=see, force_disable_caches=True):
         compiled = torch.compile(lambda x: (x.sin() * x).sum())
         compiled(torch.ones(8, requires_grad=True)).backward()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(8))
     return found
 
 
 @pytest.mark.slow
 def test_a_compilation_is_no_hang(ranks: Ranks) -> None:
-    assert ranks.run(_while_compiling, ranks=1) == [["a compilation"] * 2]
+    assert ranks.run(_while_compiling, ranks=1) == [["a compilation"] * 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -92,16 +93,35 @@ def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(train: Train, 
     goes_on_after_a_kill(train, tmp_path, which=1)
 
 
-def goes_on_after_a_kill(train: Train, folder: Path, *further: str, which: int) -> None:
-    flags = ["--checkpoint-every=2", "--model=cnn", *further]
-    expected = losses(train(*flags, run="whole", steps=30))
-    killer = kill_at(folder / "run", 5, which)
-    result = through_ray(folder / "run", *flags, steps=30)
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_with_a_worker_that_stands_still_is_started_again(train: Train, tmp_path: Path) -> None:
+    """The watch ends the other worker, which Ray takes for a failure; it ends the one that stands still itself."""
+    # Long before the next save, which may take its time.
+    fault = {"which": 1, "number": signal.SIGSTOP, "every": 60, "at": 65, "steps": 130}
+    goes_on_after_a_kill(train, tmp_path, "--timeout=2", **fault)
+    assert "rank " in (tmp_path / "run" / "hang.txt").read_text()
+
+
+def goes_on_after_a_kill(
+    train: Train,
+    folder: Path,
+    *further: str,
+    which: int,
+    number: int = signal.SIGKILL,
+    every: int = 2,
+    at: int = 5,
+    steps: int = 30,
+) -> None:
+    flags = [f"--checkpoint-every={every}", "--model=cnn", *further]
+    expected = losses(train(*flags, run="whole", steps=steps))
+    killer = kill_at(folder / "run", at, which, number)
+    result = through_ray(folder / "run", *flags, steps=steps)
     killer.join(timeout=10)
     assert not killer.is_alive()
     assert losses_in(folder / "run") == expected
     assert of_kind([(r["kind"], r) for r in metrics_of(folder / "run")], "resume"), "it was not restarted"
-    assert result.metrics["step"] == 30
+    assert result.metrics["step"] == steps
 
 
 @pytest.mark.ray

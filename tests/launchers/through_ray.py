@@ -40,15 +40,15 @@ def workers_of_ray() -> list[int]:
     return processes(rb"^ray::\S*TrainWorker")
 
 
-def kill_at(run: Path, step: int, which: int) -> threading.Thread:
-    """Kill one of Ray's workers, in the order of their processes, with SIGKILL as soon as a run has done a step."""
+def kill_at(run: Path, step: int, which: int, number: int = signal.SIGKILL) -> threading.Thread:
+    """Send one of Ray's workers, in the order of their processes, a signal as soon as a run has done a step."""
 
     def watch() -> None:
         ended = threading.Event()
         while not ended.wait(0.01):
             metrics = run / "metrics.jsonl"
             if metrics.is_file() and f'"step":{step},' in metrics.read_text().replace(" ", ""):
-                os.kill(workers_of_ray()[which], signal.SIGKILL)
+                os.kill(workers_of_ray()[which], number)
                 ended.set()
 
     thread = threading.Thread(target=watch, daemon=True)
