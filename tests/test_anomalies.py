@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,26 @@ def test_a_loss_that_falls_to_nothing_or_is_negative_raises_no_alarm() -> None:
     assert _jumps([1.0] * 40 + [1.4], [1.0] * 41) == []  # no deviation at all
 
 
+def _run_with(method: str, replacement: Callable[..., Any], line: list[str]) -> tuple[str, Events]:
+    """How a run ends whose engine has another method, and its events."""
+    events: Events = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, method, replacement)
+        try:
+            main(parse(line), lambda kind, data: events.append((kind, data)))
+        except RunStopped as error:
+            return str(error), events
+    return "not stopped", events
+
+
 def _with_a_jump(line: list[str]) -> tuple[str, Events]:
-    real, count = Engine.backward, [0]
+    """The gradients of one step are a thousand times as large."""
+    real, count = Engine.backward, itertools.count(1)
 
     def backward(self: Engine, loss: torch.Tensor, last_microbatch: bool) -> None:
-        count[0] += 1
-        real(self, loss * (1000 if count[0] == FEWEST + 4 else 1), last_microbatch)
+        real(self, loss * (1000 if next(count) == FEWEST + 4 else 1), last_microbatch)
 
-    events: Events = []
-    try:
-        Engine.backward = backward  # type: ignore[method-assign]
-        main(parse(line), lambda kind, data: events.append((kind, data)))
-    except RunStopped as error:
-        return str(error), events
-    finally:
-        Engine.backward = real  # type: ignore[method-assign]
-    return "not stopped", events
+    return _run_with("backward", backward, line)
 
 
 @pytest.mark.parametrize("flags", [[], ["--on-anomaly=stop", "--async-checkpoint"]])
@@ -103,25 +108,16 @@ def test_a_step_whose_gradients_jump_is_reported_or_stops_the_run(
 
 def _with_a_flipped_bit(line: list[str], at: int, rank: int) -> tuple[str, Events]:
     """One bit of one parameter of one rank is flipped after a step: of the last bits, which no loss would show."""
-    real, count = Engine.step, [0]
+    real, count = Engine.step, itertools.count(1)
 
     def step(self: Engine, *, update: bool = True) -> bool:
         updated = real(self, update=update)
-        count[0] += 1
-        if count[0] == at and dist.get_rank() == rank:
+        if next(count) == at and dist.get_rank() == rank:
             part = local(next(p for p in self.model.parameters() if local(p).numel()).detach())
             part.view(torch.int32).view(-1)[-1] ^= 1
         return updated
 
-    events: Events = []
-    try:
-        Engine.step = step  # type: ignore[method-assign]
-        main(parse(line), lambda kind, data: events.append((kind, data)))
-    except RunStopped as error:
-        return str(error), events
-    finally:
-        Engine.step = real  # type: ignore[method-assign]
-    return "not stopped", events
+    return _run_with("step", step, line)
 
 
 @pytest.mark.parametrize(
@@ -185,21 +181,20 @@ def test_what_has_no_replicas_refuses_to_compare_them(flags: str) -> None:
 
 
 def _slow_rank(line: list[str]) -> Events:
-    """Rank 1's batches take long in the first two thirds of the run."""
+    """Rank 1's batches take long."""
     real = Batches.__iter__
-    pace.WINDOW, pace.FEWEST = 1.0, 10
+    events: Events = []
 
     def slow_batches(self: Batches) -> Iterator[Any]:
-        for count, batch in enumerate(real(self)):
-            time.sleep(0.12 if dist.get_rank() == 1 and count < 40 else 0.01)
+        for batch in real(self):
+            time.sleep(0.12 if dist.get_rank() == 1 else 0.01)
             yield batch
 
-    events: Events = []
-    try:
-        Batches.__iter__ = slow_batches  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pace, "WINDOW", 1.0)
+        patch.setattr(pace, "FEWEST", 10)
+        patch.setattr(Batches, "__iter__", slow_batches)
         main(parse(line), lambda kind, data: events.append((kind, data)))
-    finally:
-        Batches.__iter__ = real  # type: ignore[method-assign]
     return events
 
 
