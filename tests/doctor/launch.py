@@ -11,8 +11,11 @@ from pathlib import Path
 from tests.harness import python_environment
 
 # `stopped`: a rank has met the others and answers no more. `late`: it never comes to the collectives.
+# `frozen`: it comes, and each all-reduce hangs on it alone, as where its network does.
+# `quota`: it comes into a cgroup, and not before it has imported torch.
 RANK = """
 import os, signal, sys, time
+import torch
 from fsdp2.doctor import __main__ as doctor, examine
 from fsdp2.run import runtime
 fault, at = sys.argv.pop(1), sys.argv.pop(1)
@@ -20,23 +23,44 @@ if fault == "stopped" and at == os.environ["RANK"]:
     examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)
 if fault == "late" and at == os.environ["RANK"]:
     examine.QUESTIONS["collectives"] = lambda here, **arguments: time.sleep(3600)
+if fault == "frozen" and at == os.environ["RANK"]:
+    torch.distributed.all_reduce = lambda *tensors, **options: time.sleep(3600)
+if fault.startswith("quota ") and at == os.environ["RANK"]:
+    machine = examine.QUESTIONS["machine"]
+    def in_group(here):
+        with open(f"{fault.removeprefix('quota ')}/cgroup.procs", "w") as group:
+            group.write(str(os.getpid()))
+        return machine(here)
+    examine.QUESTIONS["machine"] = in_group
 with runtime.exit_status():
     examine.leave(doctor.main())
 """
 
 
 def start(
-    flags: Sequence[str], *, ranks: int, cwd: Path, fault: str = "none", at: int = 0, **variables: str
+    flags: Sequence[str],
+    *,
+    ranks: int,
+    cwd: Path,
+    fault: str = "none",
+    at: int = 0,
+    around: Sequence[Sequence[str]] = (),
+    **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """The processes of all ranks, rank 0 first; the output of each is one text."""
+    """The processes of all ranks, rank 0 first; the output of each is one text.
+
+    Args:
+        around: what goes before each rank's command, where each has a host of its own, the first of which is h0.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     found = []
     for rank in range(ranks):
+        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "h0"} if around else {}
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        place |= {"MASTER_ADDR": "localhost", "PYTHONPATH": Path(__file__).parents[2], **local, **variables}
         environment = python_environment() | {name: str(value) for name, value in place.items()}
-        environment |= {"MASTER_ADDR": "localhost", "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
-        line = [sys.executable, "-c", RANK, fault, str(at), "--threads=1", *flags]
+        line = [*(around[rank] if around else ()), sys.executable, "-c", RANK, fault, str(at), "--threads=1", *flags]
         out = subprocess.PIPE
         found.append(subprocess.Popen(line, cwd=cwd, env=environment, text=True, stdout=out, stderr=subprocess.STDOUT))
     return found
