@@ -19,6 +19,10 @@ from fsdp2.units import size
 from tests.harness import main_in_ranks, small
 
 
+# One for all, so that they are planned once.
+FLAGS = ["--max-steps=4", "--test-batch-size=16"]
+
+
 def _printed(flags: list[str]) -> tuple[list[str], list[str], list[str]]:
     """A run's header, what it prints, and the notes of its end if it is out of memory. In `Ranks`."""
     out = io.StringIO()
@@ -33,7 +37,7 @@ def _printed(flags: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def test_a_run_says_what_the_plan_said(ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = small(tmp_path / "run", "--max-steps=4", "--test-batch-size=32")
+    flags = small(tmp_path / "run", *FLAGS)
     plan([*flags, "--ranks=2"])
     capsys.readouterr()
     (header, printed, _), _ = ranks.run(_printed, [*flags, "--memory-limit=1GB"])
@@ -54,7 +58,7 @@ def test_a_run_says_what_the_plan_said(ranks: Any, tmp_path: Path, capsys: pytes
 
 
 def test_other_flags_and_other_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = small(tmp_path, "--batch-size=8")
+    flags = small(tmp_path, *FLAGS)
     plan([*flags, "--ranks=2"])
     there = planned.read(parse([*flags, "--batch-size=4", "--lr=0.1", "--doctor", "--shard-granularity=root"]), 2)
     assert isinstance(there, planned.Planned)
@@ -78,7 +82,7 @@ def test_what_was_measured_stands_beside_a_plan_with_a_time() -> None:
 def test_out_of_memory_offers_the_plan_that_finds_flags(
     ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = small(tmp_path / "run", "--max-steps=3", "--test-batch-size=16", "--memory-limit=1MB")
+    flags = small(tmp_path / "run", *FLAGS, "--memory-limit=1MB")
     for _, _, notes in ranks.run(_printed, flags):
         (command,) = [line for line in notes[-1].splitlines() if "python -m fsdp2.plan" in line]
     words = shlex.split(command)
@@ -92,7 +96,7 @@ def test_out_of_memory_offers_the_plan_that_finds_flags(
 def test_out_of_memory_says_what_the_plan_has_planned(
     ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = small(tmp_path / "run", "--max-steps=3", "--test-batch-size=16", "--memory-limit=1MB")
+    flags = small(tmp_path / "run", *FLAGS, "--memory-limit=1MB")
     plan([*flags, "--ranks=2"])
     found = json.loads((tmp_path / "run" / planned.FILE).read_text())["advice"]
     flag, saved = next(iter(found["singly"].items()))
