@@ -18,7 +18,6 @@ from fsdp2.report import planned
 from fsdp2.units import size
 from tests.harness import main_in_ranks, small
 
-
 # One for all, so that they are planned once.
 FLAGS = ["--max-steps=4", "--test-batch-size=16"]
 
