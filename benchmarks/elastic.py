@@ -1,9 +1,9 @@
-"""What the loss of a node costs under torchrun, and its return: seconds by phase.
+"""What the loss of a node costs under torchrun and under Ray, and its return: seconds by phase.
 
-    python benchmarks/elastic.py --rounds 3          # ten minutes; writes the table of docs/elastic.md
+    python benchmarks/elastic.py --rounds 3          # fifteen minutes; writes the table of docs/elastic.md
 
-Two torchruns on this machine are the nodes. A phase ends when a process ends or starts,
-or when the run writes a line to metrics.jsonl, which is looked at every 20 ms.
+Two torchruns on this machine are the nodes, or a cluster of Ray's with two nodes. A phase ends when a process ends or
+starts, or when the run writes a line to metrics.jsonl, which is looked at every 20 ms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +31,9 @@ from tables import machine, write_page
 
 from fsdp2.compare.report import markdown_table
 from fsdp2.options.parser import Parser
+from launchers import ray_train
+from tests.harness import python_environment
+from tests.launchers.through_ray import workers_of_ray
 from tests.launchers.two_nodes import OWN_MEMORY, SOON, Nodes
 
 PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
@@ -36,6 +41,7 @@ EVERY = 10
 FLAGS = ["--model-size=seed", "--device=cpu", "--threads=1", "--global-batch-size=32", "--epochs=100000"]
 PHASES = ("detect and stop", "rendezvous", "load", "first step")
 PATIENCE = 300.0
+RESIZE = 5  # seconds between two looks of Ray's for a node that has come
 
 
 @dataclass
@@ -136,6 +142,39 @@ def from_memory(folder: Path) -> Seen:
     return seen
 
 
+def under_ray(folder: Path) -> dict[str, Seen]:
+    ray_train.prepare()  # before Ray is imported: the launcher's process and the cluster must agree
+    from ray.cluster_utils import Cluster
+
+    run, log = folder / "run", folder / "ray.log"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    elastic = ["--num-workers=1:2", f"--resize-every={RESIZE}", "--max-failures=3", f"--address={cluster.address}"]
+    flags = [*FLAGS, f"--checkpoint-every={EVERY}", f"--run-dir={run}", *elastic]
+    with open(log, "w") as output:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "launchers.ray_train", *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=python_environment(),
+        )
+    try:
+        watch = Watch(run, lambda: set(workers_of_ray()))
+        watch.until("step 15", lambda: watch.step() >= 15)
+        lost = watch.through(lambda: cluster.remove_node(node, allow_graceful=False))
+        reached = watch.step()
+        watch.until("five steps", lambda: watch.step() >= reached + 5)
+        back = watch.through(lambda: cluster.add_node(num_cpus=1))
+        program.send_signal(signal.SIGINT)
+        program.wait(timeout=PATIENCE)
+    finally:
+        program.kill()
+        program.wait()
+        cluster.shutdown()
+    return {"lost": lost, "back": back}
+
+
 def main() -> None:
     parser = Parser(prog="benchmarks/elastic.py", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=3)
@@ -147,6 +186,7 @@ def main() -> None:
             ("torchrun as it is", lambda folder: under_torchrun(folder, "")),
             ("torchrun", lambda folder: under_torchrun(folder, SOON)),
             ("torchrun, from memory", lambda folder: {"replaced": from_memory(folder)}),
+            ("Ray", under_ray),
         ):
             with tempfile.TemporaryDirectory() as folder:
                 for what, seen in measure(Path(folder)).items():
@@ -164,6 +204,8 @@ WORDS = {
     "torchrun: lost": "torchrun with the settings above: a node is lost",
     "torchrun: back": "the same: it comes back",
     "torchrun, from memory: replaced": "torchrun, `--memory-checkpoint`: another node takes a lost one's place",
+    "Ray: lost": f"Ray, `--resize-every {RESIZE}`: a node is lost",
+    "Ray: back": "the same: it comes back",
 }
 
 

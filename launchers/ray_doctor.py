@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = doctor.parser("launchers.ray_doctor")
     (options,), config, own = read_groups(parser, arguments, {"Ray": RayOptions}, doctor.take_own)
     without_a_run(options)
-    ray_train.prepare()
+    ray_train.prepare(options.address)
     job = {**ray_train.surroundings(), "config": dataclasses.asdict(config), "examination": own}
     with plain_lines(), ray_train.cluster(options), tempfile.TemporaryDirectory() as storage:
         from launchers.ray_worker import doctor_worker

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
     (options,), config, own = read_groups(parser, words, {"Ray, for each launch": RayOptions}, take_own)
     workers = without_a_run(options)
     check(config, workers)
-    ray_tune.prepare()
+    ray_tune.prepare(options.address)
     with ray_train.cluster(options, log_to_driver=False), tempfile.TemporaryDirectory() as storage:
         gpu = ray_train.wants_gpu(options, config, ray_train.resources())
         command = f"python -m launchers.ray_fastest {shlex.join(words)}"

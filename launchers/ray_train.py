@@ -52,20 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     # All of `fsdp2.train`'s refusals, before Ray is started. Nothing is run here.
     check_world(config, World(0, workers.least, 0, workers.least))
     preflight(config, World(0, workers.most, 0, workers.most)).release(refused=True)
-    prepare()
+    prepare(options.address)
     with plain_lines(), cluster(options):
         result = fit(options, config, storage, name, surroundings())
         print("\n".join(artifacts(RunDir(str(config.run_dir)).files)))
         return result
 
 
-def prepare() -> None:
-    """To be called before Ray is imported. Raises ConfigError if it isn't installed."""
+def prepare(address: str | None = None) -> None:
+    """To be called before Ray is imported. Raises ConfigError if it isn't installed.
+
+    Args:
+        address: of a cluster that is there already.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray isn't installed; pip install 'fsdp2-reference[ray]'")
     settings = dict(ENVIRONMENT)
-    if "ray" in sys.modules:
-        # What a program that has imported it already can't change any more, but its Ray's processes would follow.
+    if "ray" in sys.modules or address is not None or "RAY_ADDRESS" in os.environ:
+        # A cluster and its programs must agree on this. One that is there has chosen, and a program that has imported
+        # Ray can't change it any more, but its Ray's processes would follow.
         del settings["RAY_AUTH_MODE"]
     os.environ.update({key: value for key, value in settings.items() if key not in os.environ})
 

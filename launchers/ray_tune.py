@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     check_world(config, World(0, options.num_workers.most, 0, options.num_workers.most))
     what = {**to_flags(tune), **to_flags(config)}
     refuse_another_search(f"{storage}/{name}", what)
-    prepare()
+    prepare(options.address)
     with ray_train.cluster(options, log_to_driver=False):
         ray_train.wants_gpu(options, config, ray_train.resources())
         remember(f"{storage}/{name}", what)
@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     return results
 
 
-def prepare() -> None:
-    """To be called before Ray is imported. Raises ConfigError if it isn't installed."""
-    ray_train.prepare()
+def prepare(address: str | None) -> None:
+    """`ray_train.prepare`, and what Ray Tune reads."""
+    ray_train.prepare(address)
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its boxes come even when nothing is to be printed
 
 

@@ -32,12 +32,20 @@ class Nodes:
         hosts: name -> address, all that the nodes can resolve; unset, their own two names.
         second_interface: each node also has an interface `aside`, which stands first and leads nowhere,
             since its addresses are in two networks.
+        own: a folder of which each node has its own.
     """
 
-    def __init__(self, folder: Path, hosts: dict[str, str] | None = None, *, second_interface: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: dict[str, str] | None = None,
+        *,
+        second_interface: bool = False,
+        own: Path | None = None,
+    ) -> None:
         if os.geteuid() != 0 or subprocess.run(["ip", "netns", "list"], capture_output=True).returncode != 0:
             pytest.skip("needs root, and network namespaces (ip netns)")
-        self.folder = folder
+        self.folder, self._own = folder, own
         self._spaces = [f"fsdp2-test-{os.getpid()}-{next(_count)}" for _ in range(2)]
         self._started: list[Started] = []
         names = {"n0": "10.77.0.1", "n1": "10.77.0.2"} if hosts is None else hosts
@@ -65,6 +73,8 @@ class Nodes:
         """Start a command on a node."""
         # No name server: a query would wait for one that can't be reached.
         prepare = f"hostname n{node} && mount --bind hosts /etc/hosts && mount --bind /dev/null /etc/resolv.conf"
+        if self._own is not None:
+            prepare += f" && mount -t tmpfs tmpfs {self._own}"
         around = ["ip", "netns", "exec", self._spaces[node], "unshare", "-m", "-u", "sh", "-c"]
         process = start([*around, f'{prepare} && exec "$@"', "sh", *command], self.folder, **environment)
         self._started.append(process)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from tests.harness import Ranks, losses, main_in_ranks, small
 from tests.launchers.two_nodes import OWN_MEMORY, Nodes
+from tests.test_launch import ROOT
 
 COMMON = ["--global-batch-size=32", "--checkpoint-every=10", "--keep=100000", "--epochs=100000"]
 
@@ -79,6 +82,29 @@ def test_a_lost_node_is_gone_on_without_and_taken_in_when_it_is_back(
         flags = small(tmp_path / f"by-hand-{world}", *COMMON, f"--resume={resumed['checkpoint']}")
         events = ranks.run(main_in_ranks, [*flags, f"--max-steps={steps[-1]}", "--no-save-model"], ranks=world)[0]
         assert losses(events) == [found[step] for step in steps]
+
+
+@pytest.mark.slow
+def test_the_first_node_is_lost_and_a_store_elsewhere_keeps_the_run(tmp_path: Path) -> None:
+    """With the store that docs/elastic.md starts."""
+    run = tmp_path / "run"
+    with Nodes(tmp_path, server=None) as nodes:
+        (command,) = re.findall(r"^python -c '(.*TCPStore.*)'$", (ROOT / "docs" / "elastic.md").read_text(), re.M)
+        with subprocess.Popen([sys.executable, "-c", command.replace("29500", str(nodes.port))]) as store:
+            try:
+                for node in (0, 1):
+                    nodes.start(node, small(run, *COMMON))
+                until("step 15 on two nodes", nodes, lambda: step_of(run) >= 15)
+                nodes.lose(0)
+                until("a run on one node", nodes, lambda: len(records(run, "resume")) == 1)
+                reached = records(run, "resume")[0]["step"]
+                until("10 steps on one node", nodes, lambda: step_of(run) >= reached + 10)
+                nodes.start(0, small(run, *COMMON))
+                until("a run on two nodes", nodes, lambda: len(records(run, "resume")) == 2)
+                assert world_size(run) == 2
+                nodes.stop()
+            finally:
+                store.kill()
 
 
 def test_a_batch_that_follows_the_number_of_ranks_is_said(ranks: Ranks, tmp_path: Path) -> None:

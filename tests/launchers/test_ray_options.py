@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,17 @@ def test_an_elastic_run_keeps_the_global_batch_of_its_most_workers() -> None:
     assert same_global_batch(Workers(1, 4), config).global_batch_size == 64
     assert same_global_batch(Workers(4, 4), config) == config
     assert same_global_batch(Workers(1, 4), Config(global_batch_size=10)).global_batch_size == 10
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_cluster_that_is_there_has_chosen_its_authentication(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """A program with a token and a cluster without one: Ray says that the controller died."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    ray_train.prepare(address)
+    assert ("RAY_AUTH_MODE" in os.environ) == (address is None)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.harness import small
+from tests.harness import Ranks, losses, main_in_ranks, small
 from tests.namespaces import Nodes
 from tests.test_launch import ROOT, finish, metrics, start
 
@@ -50,6 +51,45 @@ def test_two_nodes_train(tmp_path: Path, network: str) -> None:
     assert json.loads((run / "config.json").read_text())["environment"]["world_size"] == 2
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3]
     assert "next: python -m fsdp2.infer" in "".join(out for _, out, _ in results)
+
+
+@pytest.mark.slow
+def test_nodes_with_different_numbers_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    flags = ["--max-steps=5", "--global-batch-size=24", "--no-save-model"]
+    with Nodes(tmp_path) as nodes:
+        for node in (0, 1):
+            variables = {**environment({"HOST": "n0"}, node), "RANKS_PER_NODE": str(node + 1)}
+            command: list[str | Path] = [SCRIPT, *small(tmp_path / "run", *flags)]
+            nodes.start(node, command, variables)
+        results = nodes.finish()
+    assert [status for status, _, _ in results] == [0, 0], results
+    expected = losses(ranks.run(main_in_ranks, small(tmp_path / "one-node", *flags), ranks=3)[0])
+    assert [record["loss"] for record in metrics(tmp_path / "run", "train")] == expected
+
+
+@pytest.mark.slow
+def test_a_run_directory_of_each_nodes_own_is_refused(tmp_path: Path) -> None:
+    """After the time that a network file system may take to show what another node has written."""
+    own = tmp_path / "disk"
+    own.mkdir()
+    with Nodes(tmp_path, own=own) as nodes:
+        for node in (0, 1):
+            command: list[str | Path] = [SCRIPT, *small(own / "run", "--max-steps=3")]
+            nodes.start(node, command, environment({"HOST": "n0", "NODE_RANK": "{node}"}, node))
+        results = nodes.finish(timeout=240)
+    assert [status for status, _, _ in results] == [1, 1], results
+    line = f"fsdp2: error: --run-dir {own / 'run'}: 1 ranks, on n1, don't see what rank 0 writes there; give a folder "
+    assert line in results[0][2]
+
+
+@pytest.mark.slow
+def test_a_time_limit_saves(tmp_path: Path) -> None:
+    limit = ["timeout", "-s", "INT", "25"]
+    flags = small(tmp_path / "run", "--epochs=100000", "--no-save-model")
+    status, out, err = finish(start([*limit, SCRIPT, *flags], tmp_path, NNODES="1", RANKS_PER_NODE="2"))
+    assert status == 124, err
+    (saved,) = re.findall(r"SIGINT: saved at step (\d+) ", out)
+    assert metrics(tmp_path / "run", "checkpoint")[-1]["step"] == int(saved)
 
 
 @pytest.mark.parametrize(
