@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 from fsdp2.doctor.asking import Asker, Here
+from fsdp2.doctor.examine import as_json
 from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row, far_above, same, status
+from fsdp2.run.runtime import World
 from tests.doctor.launch import start
 from tests.doctor.threads import examined
 
@@ -78,3 +82,10 @@ def test_whoever_differs_from_most_is_named() -> None:
 def test_the_status_is_that_of_the_worst_row() -> None:
     rows = [Row("a", "", "", OK), Row("b", "", "", WORSE)]
     assert [status([]), status(rows[:1]), status(rows), status([*rows, Row("c", "", "", BAD)])] == [0, 0, 1, 2]
+
+
+def test_the_keys_of_json_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    sentence = page.partition("`--json` prints ")[2].partition("[^json]")[0]
+    report = json.loads(as_json([Row("a", "1", "2")], World(0, 1, 0, 1)))
+    assert re.findall("`([a-z]+)`", sentence) == [*report, *report["rows"][0]]
