@@ -20,7 +20,7 @@ from fsdp2.plan.calibration import FITTED, Trial, calibrate, changed
 from fsdp2.plan.device import gpu
 from fsdp2.plan.memory import Runs, run
 
-SMALL = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
+SMALL = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 SETTINGS = ("", "--shard-granularity=root", "--fused-optimizer", "--replicas=2", "--batch-size=8", "--seq-len=24")
 CPU = gpu("cpu")
 

@@ -12,7 +12,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.plan.__main__ import main, parser
 from fsdp2.units import size
 
-LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
+LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from fsdp2.units import size
 from tests.harness import main_in_ranks, small
 
 # One for all, so that they are planned once.
-FLAGS = ["--max-steps=4", "--test-batch-size=16"]
+FLAGS = ["--max-steps=4", "--test-batch-size=16", "--no-save-model"]
 
 
 def _printed(flags: list[str]) -> tuple[list[str], list[str], list[str]]:

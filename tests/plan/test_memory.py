@@ -13,15 +13,15 @@ from fsdp2.plan.saving import CHECKPOINT
 from tests.harness import Ranks, main_in_ranks
 from tests.plan.taken import planned, taken
 
-LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens"
-DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens"
+LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --no-save-model"
+DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens --no-save-model"
 
 
 def _config(flags: str) -> Config:
     return parse(flags.split())
 
 
-CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16"
+CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16 --no-save-model"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16"
     ],
 )
 def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str) -> None:
-    line = f"{flags} --threads=1 --device=cpu --no-save-model --max-steps=3 --memory-snapshot"
+    line = f"{flags} --threads=1 --device=cpu --max-steps=3 --memory-snapshot"
     ranks.run(main_in_ranks, [*line.split(), f"--run-dir={tmp_path}"])
     for rank in range(2):
         assert taken(tmp_path, rank) == planned(flags, rank=rank).peak.bytes

@@ -21,7 +21,7 @@ from fsdp2.plan.search import (
     varied,
 )
 
-LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96"]
+LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 WAYS: dict[str, list[dict[str, Any]]] = {
     "replicas": [{"replicas": 1}, {"replicas": 2}],
     "shard_granularity": [{"shard_granularity": 1}, {"shard_granularity": "root"}],
@@ -65,7 +65,7 @@ def test_the_search_finds_what_brute_force_finds() -> None:
 
 
 def test_what_is_heavier_takes_no_less_memory_and_is_not_planned_where_less_does_not_fit() -> None:
-    config = parse(["--model=llama", "--model-size=debug", "--batch-size=2", "--seq-len=16"])
+    config = parse(["--model=llama", "--model-size=debug", "--batch-size=2", "--seq-len=16", "--no-save-model"])
     ways = choices(config, 4, gpu=True)
     ways = {name: ways[name] for name in ("replicas", *HEAVIER)}
     ways["replicas"], ways["shard_granularity"] = ways["replicas"][:2], ways["shard_granularity"][::3]

@@ -18,6 +18,7 @@ from fsdp2.train import train_step
 from tests.plan.taken import planned
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --test-batch-size=1"
+LLAMA += " --no-save-model"
 # What a plan counts beside: the order of an epoch's 1,024 samples, and what the step before has to report.
 BESIDE = 4 * 1024 + 32
 

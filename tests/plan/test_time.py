@@ -20,6 +20,7 @@ from fsdp2.plan.steptime import StepTime, step_time
 from tests.plan.test_schedule import SPEED
 
 LLAMA = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens --mixed-precision"
+LLAMA += " --no-save-model"
 # Links so slow that a step is exchanges, and a GPU so slow that it is computation.
 SLOW_LINKS = dataclasses.replace(SPEED, link=1e8)
 SLOW_GPU = dataclasses.replace(SPEED, memory=1e7, flops=dict.fromkeys(SPEED.flops, 1e10))
