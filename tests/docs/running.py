@@ -44,6 +44,11 @@ def shorter(arguments: list[str], has_output: bool, by_hand: bool, done: int) ->
     return [*more, *arguments] if "--config" in given else [*arguments, *more]
 
 
+def smaller(arguments: list[str]) -> list[str]:
+    """The flags of a plan of the model that `shorter` trains."""
+    return arguments if {"--model", "--model-size"} & set(arguments) else [*arguments, "--model-size=tiny"]
+
+
 def masked(text: str) -> str:
     """Numbers, and how lines are broken, don't count."""
     text = re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,}\b", "#", text)
@@ -139,6 +144,8 @@ class Shell:
             arguments = words[3:]
             if words[2] == "fsdp2.train":
                 arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
+            if words[2] == "fsdp2.plan" and not has_output:
+                arguments = smaller(arguments)
             return self._in_a_process(f"-m {words[2]}", arguments, by_hand)
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr

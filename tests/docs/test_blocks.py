@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp2.checkpoint import full_dtensor
+from fsdp2.config import Config
+from fsdp2.plan.__main__ import parser as plan_parser
 from tests.docs.running import ROOT, Shell, commands, missing
 from tests.harness import Ranks, small
 from tests.others.common import save
@@ -66,6 +70,10 @@ NOT_RUN = {
         "python -m fsdp2.plan --model vit --ranks 2 --gpu cpu --calibration",
     ): "needs what a search has measured; run by tests/plan/test_calibration.py",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 8b"): "takes minutes; run by tests/plan",
+    (
+        "docs/own-models.md",
+        "$ python -m fsdp2.plan",
+    ): "takes half a minute; run by tests/plan",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 1b"): "takes minutes; run by tests/plan",
     ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
 }
@@ -214,6 +222,16 @@ def _places(page: Path, folder: Path) -> dict[str, str]:
         (notes / "a.txt").write_text("To be, or not to be: that is the question. " * 400)
         places["/data/notes"] = str(notes)
     return places
+
+
+def test_the_flags_of_a_plan_on_a_page_are_there_and_go_together() -> None:
+    """Of each plan, run or not."""
+    commands = re.findall(r"^(?:\$ )?python -m fsdp2\.plan (.*)", "\n".join(map(Path.read_text, PAGES)), re.MULTILINE)
+    assert len(commands) > 5
+    names = {field.name for field in dataclasses.fields(Config)}
+    for command in commands:
+        given = vars(plan_parser().parse_args(shlex.split(command, comments=True)))
+        Config(**{name: value for name, value in given.items() if name in names})
 
 
 def test_each_reason_is_that_of_a_block() -> None:
