@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.config import Config
 from fsdp2.doctor.asking import Asker, Here
-from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, near
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
 from fsdp2.units import size as in_units
 
 TIMES_SLOWER = 3.0  # than the median rank
@@ -88,11 +87,11 @@ def clean(here: Here, place: str, folder: str, ranks: list[int]) -> None:
     if here.world.rank not in ranks:
         return
     files = open_files(place)
-    for name in files.list(folder):
-        with suppress(FileNotFoundError):
-            files.unlink(f"{folder}/{name}")
-    if "://" not in place:
-        with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # the other one has removed the folder
+        for name in files.list(folder):
+            with suppress(FileNotFoundError):
+                files.unlink(f"{folder}/{name}")
+        if "://" not in place:
             files.rmdir(folder)
 
 
@@ -131,8 +130,7 @@ def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, neede
             continue
         slow = set(far_above(times, TIMES_SLOWER, NOISE))
         slow |= {rank for rank, took in times.items() if step != "write" and took > SLOWEST}
-        middle = statistics.median(times.values())
-        row = Row(f"storage {step}", f"{max(times.values()):.3f} s at worst", near(times, "rank", f"{middle:.3f} s"))
+        row = beside_median(f"storage {step}", times.values(), max, "{:.3f} s".format)
         result.append(row.judged(slow, hosts, WORSE, "look at the file system's load there; a save waits for it"))
     free = {rank: one["free"] for rank, one in good.items() if one["free"] is not None}
     if free and needed is not None:
