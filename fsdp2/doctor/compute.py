@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp2.doctor.asking import Asker, Here
-from fsdp2.doctor.rows import WORSE, Hosts, Row, far_above, near
+from fsdp2.doctor.rows import WORSE, Hosts, Row, beside_median, far_above
 
 TIMES_SLOWER = 2.0  # than the median rank: all ranks wait for the slowest one in each step
 AGAIN = 3  # measurements in which a rank has to be slow: what else runs on a machine makes any rank late once
@@ -72,10 +71,9 @@ def rows(found: Mapping[int, Mapping[str, float]], hosts: Hosts) -> list[Row]:
     """Judge all ranks' rates."""
     fix = "look what else runs there, at its CPU quota, and at its GPU's clocks and heat"
     result = []
-    for name, title, unit, scale in (("flops", "matrix product", "TFLOP/s", 1e12), ("memory", "copy", "GB/s", 1e9)):
-        rates = [one[name] / scale for one in found.values()]
+    for name, title, unit in (("flops", "matrix product", "{:.3g} TFLOP/s"), ("memory", "copy", "{:.3g} GB/s")):
+        rates = [one[name] / (1e12 if name == "flops" else 1e9) for one in found.values()]
         if rates:
-            worst, middle = min(rates), statistics.median(rates)
-            row = Row(title, f"{worst:.3g} {unit} at worst", near(rates, "rank", f"{middle:.3g} {unit}"))
+            row = beside_median(title, rates, min, unit.format)
             result.append(row.judged(stragglers(found, name), hosts, WORSE, fix))
     return result

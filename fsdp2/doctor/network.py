@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from fsdp2.doctor.asking import Asker, Here
-from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, near
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
 
 FEW = 8  # ranks of which every pair is measured, in 7 rounds
 PINGS = 30
@@ -295,26 +294,18 @@ def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> li
         )
     for kind, pairs in kinds(found, hosts):
         slow = _findings(kind, pairs, size)
-        trip, rate = (statistics.median(one[key] for one in pairs.values()) for key in ("trip", "rate"))
-        units = {
-            "round trip": (max(one["trip"] for one in pairs.values()) * 1e3, "ms", trip * 1e3),
-            "bandwidth": (min(one["rate"] for one in pairs.values()) / 1e9, "GB/s", rate / 1e9),
-        }
+        trips, rates = [one["trip"] * 1e3 for one in pairs.values()], [one["rate"] / 1e9 for one in pairs.values()]
+        trip = beside_median(f"round trip {kind}", trips, max, "{:.3g} ms".format, "pair")
+        rate = beside_median(f"bandwidth {kind}", rates, min, "{:.3g} GB/s".format, "pair")
         fixes = {
             "round trip": "look at the path between them: a switch, a VPN, or a wrong interface",
             "bandwidth": "look at the port's speed and errors: ethtool, ibstat",
         }
-        for name, (worst, unit, middle) in units.items():
-            row = Row(f"{name} {kind}", f"{worst:.3g} {unit} at worst", near(pairs, "pair", f"{middle:.3g} {unit}"))
-            result.append(_about(row, slow[name], pairs, hosts, fixes[name]))
+        for row, (name, fix) in zip((trip, rate), fixes.items(), strict=True):
+            result.append(row.about(blame(slow[name], pairs, hosts), WORSE, fix))
         if kind == BETWEEN:
             lost = max(one["lost"] for one in pairs.values())
             row = Row(f"loss {kind}", f"{lost:.2%} of segments sent again at worst", f"at most {LOSS:.1%}")
-            result.append(_about(row, slow["loss"], pairs, hosts, "look for a bad cable or a full queue: ip -s link"))
+            fix = "look for a bad cable or a full queue: ip -s link"
+            result.append(row.about(blame(slow["loss"], pairs, hosts), WORSE, fix))
     return result
-
-
-def _about(row: Row, guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts, fix: str) -> Row:
-    if not guilty:
-        return row
-    return Row(row.name, row.measured, row.expected, WORSE, blame(guilty, every, hosts), fix)

@@ -38,9 +38,11 @@ class Row:
 
     def judged(self, ranks: Collection[int], hosts: Hosts, verdict: str, fix: str) -> Row:
         """The same with a verdict about these ranks; as it is if there are none."""
-        if not ranks:
-            return self
-        return dataclasses.replace(self, verdict=verdict, who=hosts.named(ranks), fix=fix)
+        return self.about(hosts.named(ranks) if ranks else "", verdict, fix)
+
+    def about(self, who: str, verdict: str, fix: str) -> Row:
+        """The same with a verdict about a rank, host or pair that has a name already; as it is if that is empty."""
+        return dataclasses.replace(self, verdict=verdict, who=who, fix=fix) if who else self
 
 
 def status(rows: Iterable[Row]) -> int:
@@ -107,9 +109,16 @@ def same(name: str, found: Mapping[int, Any], hosts: Hosts, verdict: str, fix: s
     return [Row(name, theirs, f"{usual}, as on the others", verdict, hosts.named(others), fix)]
 
 
-def near(values: Collection[Any], what: str, text: str) -> str:
-    """What is expected where the norm is the median's `text`."""
-    return f"near the median {what}'s {text}" if len(values) > 1 else "nothing to compare it with"
+def beside_median(
+    name: str,
+    values: Collection[float],
+    worst: Callable[[Collection[float]], float],
+    show: Callable[[float], str],
+    of: str = "rank",
+) -> Row:
+    """A row about the worst of several values, whose norm is their median."""
+    norm = f"near the median {of}'s {show(statistics.median(values))}"
+    return Row(name, f"{show(worst(values))} at worst", norm if len(values) > 1 else "nothing to compare it with")
 
 
 def limit(
