@@ -59,7 +59,7 @@ STRATEGIES: dict[str, Rules] = {"fsdp2": FSDP2, **BASELINES}
 PARTICULAR = {
     "cpu_offload": "keeps parameters, gradients and optimizer state on the device",
     "replicas": "has no two-dimensional mesh",
-    "check_replicas": "has no two ranks that hold the same",
+    "check_replicas": "isn't compared between ranks that hold the same",
     "memory_checkpoint": "has no shards of which each node could hold a whole copy",
     "shard_granularity": "has no groups of modules",
     "reshard_after_forward": "has no such policy",

@@ -177,6 +177,8 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
             store.wait(keys, waited.more)
             return ""
         late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        if not late:  # the last of them has come in between
+            return ""
         line = f"rank{'s' if len(late) > 1 else ''} {some(late)}, not there for {waited.seconds:g} s"
         if say and not waited.last:
             print(f"fsdp2: waiting for {line}", file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@
 In a step all ranks take the same time, since they wait for each other: a slow one is the one that waits least. Each
 rank looks at its training thread twenty times a second, and says through the process group's store in what part of
 the looks it computed. On a GPU the thread only issues work, so that a rank with slow data or a slow CPU is found there,
-and not one whose GPU is slow: `python -m fsdp2.doctor` measures those.
+and not one whose GPU is slow: `python -m fsdp2.doctor` measures those. Nor is one found under DDP, whose backward waits
+where Python doesn't see it, or where each step waits for the GPU: fp16's scaler and `--on-nonfinite skip`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Pace:
 
     def look(self) -> None:
         """See what the training does. Called in a step, by one thread."""
-        self._looks += 1
-        self._computed += not waits_in(sys._current_frames()[self._thread])
+        computes = not waits_in(sys._current_frames()[self._thread])
+        self._looks += 1  # at once with the next: the other thread sets both to 0
+        self._computed += computes
 
     def exchange(self, store: dist.Store) -> dict[str, object] | None:
         """Tell the others of this rank's last window, if it is over; on rank 0, a finding about the ranks' if it is

@@ -35,8 +35,9 @@ def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def different(sums: Sequence[int], replicas: int) -> list[int]:
-    """The ranks whose sum is another than most of the ranks' with the same part; all of these where there is no most.
+def different(sums: Sequence[int], replicas: int) -> tuple[list[int], bool]:
+    """The ranks whose sum is another than most of the ranks' with the same part, and whether there is such a majority
+    wherever some differ: without one all of its ranks are among them.
 
     Args:
         sums: of the ranks, which stand in `replicas` rows of the mesh.
@@ -45,11 +46,13 @@ def different(sums: Sequence[int], replicas: int) -> list[int]:
     for rank in range(len(sums)):
         holders[rank % (len(sums) // replicas)].append(rank)
     wrong: list[int] = []
+    majority = True
     for ranks in holders.values():
         (usual, count), *_ = Counter(sums[rank] for rank in ranks).most_common()
         most = count > len(ranks) / 2
+        majority = majority and most
         wrong += [] if count == len(ranks) else [rank for rank in ranks if not most or sums[rank] != usual]
-    return sorted(wrong)
+    return sorted(wrong), majority
 
 
 def compare(tensors: Iterable[Tensor], replicas: int, device: torch.device) -> tuple[list[int], str]:
@@ -60,11 +63,10 @@ def compare(tensors: Iterable[Tensor], replicas: int, device: torch.device) -> t
     mine, world = checksum(tensors, device), runtime.world()
     sums = torch.empty(world.world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sums, mine.reshape(1))
-    wrong = different(sums.tolist(), replicas)
+    wrong, majority = different(sums.tolist(), replicas)
     if not wrong:
         return [], ""
     hosts = runtime.gather(socket.gethostname())
     names = some([f"rank {rank} ({hosts[rank]})" for rank in wrong])
-    few = replicas == 2
-    hold = "differ, and one of them is wrong" if few else "hold other bits than most of their replicas"
+    hold = "hold other bits than most of their replicas" if majority else "differ, and which is right isn't known"
     return wrong, f"replicas differ: parameters of {names} {hold}"

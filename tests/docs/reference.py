@@ -151,6 +151,12 @@ RECORDS: dict[str, dict[str, str]] = {
         "stall_seconds": "that training waited",
     },
     "checkpoint_skipped": {"step": "of the save that was skipped", "reason": "why"},
+    "anomaly": {
+        "step": "after which it was found",
+        "about": "`loss` or `grad_norm` for a jump, `replicas` that differ, `pace` for a rank that others wait for",
+        "what": "a line about it",
+        "[ranks]": "that it names",
+    },
     "failure": {
         "[rank], [step]": "where it happened",
         "error": "the message",
