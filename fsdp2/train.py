@@ -64,8 +64,7 @@ def main(
     Args:
         also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
             each checkpoint holds it, and a resume restores it.
-        on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late, and
-            on rank 0 alone an `anomaly` about the ranks' pace.
+        on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late.
 
     Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
     sense here. Any later error ends the run without saving, since other ranks may be elsewhere.

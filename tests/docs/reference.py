@@ -155,7 +155,7 @@ RECORDS: dict[str, dict[str, str]] = {
         "step": "after which it was found",
         "about": "`loss` or `grad_norm` for a jump, `replicas` that differ, `pace` for a rank that others wait for",
         "what": "a line about it",
-        "[ranks]": "that it names",
+        "[ranks]": "that it names; one about `pace` is an event of rank 0 alone",
     },
     "failure": {
         "[rank], [step]": "where it happened",

@@ -35,7 +35,7 @@ RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sb
 NOT_RUN = {
     ("docs/clusters.md", "# on each of two nodes"): "needs two machines; run by tests/launchers/test_torchrun.py",
     ("docs/elastic.md", "# the same on each node"): "needs two machines; run by tests/launchers/test_elastic.py",
-    ("docs/elastic.md", "torchrun"): "needs two machines; run by tests/launchers/test_elastic.py",
+    ("docs/elastic.md", "export"): "needs two machines; run by tests/launchers/test_elastic.py",
     ("docs/elastic.md", "python -c"): "waits until it is ended",
     ("docs/clusters.md", "sbatch"): "needs SLURM; run by tests/slurm/test_slurm.py",
     (
