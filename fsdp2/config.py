@@ -313,7 +313,7 @@ class Config:
         "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = only up to 4 GB",
         optional_switch,
     )
-    dcp_api: bool = option(False, "make full state dicts with the DCP API instead of the DTensor API", switch)
+    dcp_api: bool = option(False, "gather full state dicts with the DCP API instead of the DTensor API", switch)
     inspect: bool = option(
         False, "print and check how each parameter is sharded, and its dtypes", switch, section="reports"
     )

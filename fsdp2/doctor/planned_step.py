@@ -15,6 +15,7 @@ from fsdp2.plan import links
 from fsdp2.plan.device import Gpu, gpu
 from fsdp2.plan.plans import plan
 from fsdp2.plan.report_time import described, duration
+from fsdp2.plan.schedule import Group
 from fsdp2.plan.speed import Speed
 from fsdp2.plan.steptime import StepTime
 from fsdp2.run import runtime
@@ -72,17 +73,16 @@ def other_way(config: Config, measured: Mapping[str, Any]) -> Config | None:
 def lines(plain: StepTime, other: StepTime | None, replicas: int) -> list[str]:
     """The exchange of a block that a step waits for most, and the step."""
     blocks = [group for group in plain.groups if group.name == "block"] or list(plain.groups)
-    also = "" if other is None else f"; with --replicas {replicas}: "
-    result = []
-    for group in blocks[:1]:
-        same = (group.name, group.phase, group.exchange)
-        there = (
-            next((one for one in other.groups if (one.name, one.phase, one.exchange) == same), None) if other else None
-        )
-        exposed = f"{there.exposed:.2g} ms" if there is not None and there.exposed >= 0.005 else "none"
-        result.append(described(group) + (f"{also}{exposed}" if also else ""))
-    shown = f"{also}{_step(other)}" if other is not None else ""
-    return [*result, f"{_step(plain)}{shown}"]
+    found = [(described(group), "" if other is None else _exposed(group, other)) for group in blocks[:1]]
+    found.append((_step(plain), "" if other is None else _step(other)))
+    return [one + (f"; with --replicas {replicas}: {there}" if there else "") for one, there in found]
+
+
+def _exposed(group: Group, other: StepTime) -> str:
+    """How long a step waits for the same exchange there."""
+    same = (group.name, group.phase, group.exchange)
+    waits = next((one.exposed for one in other.groups if (one.name, one.phase, one.exchange) == same), 0.0)
+    return f"{waits:.2g} ms" if waits >= 0.005 else "none"
 
 
 def _step(time: StepTime) -> str:

@@ -11,10 +11,6 @@ from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.replicas import compare
-from fsdp2.run.runtime import world
-
-# The ranks of DDP hold the same model, as replicas do of which each is one rank.
-ALL_RANKS = ("ddp",)
 
 
 class Anomalies:
@@ -32,7 +28,6 @@ class Anomalies:
     ) -> None:
         """`step`: until which the run is done already."""
         self._every, self._stops = config.check_replicas, config.on_anomaly == "stop"
-        self._replicas = world().world_size if config.strategy in ALL_RANKS else config.replicas
         self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, emit, device
         self._agreed = step
 
@@ -47,7 +42,7 @@ class Anomalies:
         """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `jumped`."""
         if self._every is None or step % self._every:
             return
-        wrong, what = compare(self._engine.held()["parameters"], self._replicas, self._device)
+        wrong, what = compare(self._engine.held()["parameters"], self._device)
         if not wrong:
             self._agreed = step
             return

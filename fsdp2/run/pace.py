@@ -71,12 +71,11 @@ class Pace:
         if any(one != agreed for one in self._slow) or agreed == self._told:
             return None
         self._told = agreed
-        if not agreed:
-            return {"about": "pace", "what": "no rank is slower than the others any more", "ranks": []}
         usual = statistics.median_low([part for _, part, _ in told])
         names = some([f"rank {rank} ({told[rank][2]})" for rank in agreed])
         theirs = some([f"{told[rank][1]:.0%}" for rank in agreed])
         what = f"the others wait for {names}: of its steps it computes {theirs}, others {usual:.0%}"
+        what = what if agreed else "no rank is slower than the others any more"
         return {"about": "pace", "what": what, "ranks": list(agreed)}
 
 

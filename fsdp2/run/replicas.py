@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp2.options.errors import some
 from fsdp2.parallel.inspect import local
@@ -55,15 +56,20 @@ def different(sums: Sequence[int], replicas: int) -> tuple[list[int], bool]:
     return sorted(wrong), majority
 
 
-def compare(tensors: Iterable[Tensor], replicas: int, device: torch.device) -> tuple[list[int], str]:
+def copies(tensors: Sequence[Tensor], world_size: int) -> int:
+    """How many ranks hold each element: the rows of HSDP's mesh, and all ranks if tensors are whole, as in DDP."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    return world_size if mesh is None else mesh.size(0) if mesh.ndim == 2 else 1
+
+
+def compare(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[int], str]:
     """The ranks that hold other bits than their replicas, and a line about them; ([], "") if all agree.
 
     A collective call, of 8 bytes a rank, with the same result on all of them. It waits for a GPU.
     """
-    mine, world = checksum(tensors, device), runtime.world()
-    sums = torch.empty(world.world_size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sums, mine.reshape(1))
-    wrong, majority = different(sums.tolist(), replicas)
+    sums = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sums, checksum(tensors, device).reshape(1))
+    wrong, majority = different(sums.tolist(), copies(tensors, len(sums)))
     if not wrong:
         return [], ""
     hosts = runtime.gather(socket.gethostname())
