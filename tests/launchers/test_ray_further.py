@@ -157,9 +157,9 @@ def test_the_fastest_flags_are_found_through_ray(tmp_path: Path, capfd: pytest.C
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--num-workers=1:2", "--num-workers 1:2: compares on one number of workers; give 2"),
-        ("--name=mine", "--name mine: the trials leave no runs; give --out"),
-        ("--max-failures=3", "--max-failures 3: a trial that dies is a result"),
+        ("--num-workers=1:2", "--num-workers 1:2: is measured on one number of workers; give 2"),
+        ("--name=mine", "--name mine: it leaves no run of that name; drop it"),
+        ("--max-failures=3", "--max-failures 3: what dies is a result"),
         ("--nproc=2", "--nproc=2: no such flag"),
         ("--strategy=ddp", "--strategy ddp: the settings that are tried are FSDP2's"),
     ],
