@@ -193,13 +193,14 @@ def train_step(
     may_skip = config.on_nonfinite == "skip" and not engine.scaler.is_enabled()
     updated = engine.step(update=not may_skip or bool(norm.isfinite()))
     total = torch.stack(losses).double().sum()
-    sums = torch.stack([total, *(torch.full_like(total, vote) for vote in votes)])
+    sums = torch.stack([total, norm.to(total), *(torch.full_like(total, vote) for vote in votes)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
     scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
     skipped = {"skipped": not updated} if may_skip or scale else {}
     lr = engine.optimizer.param_groups[0]["lr"]
     facts: dict[str, Any] = {"lr": lr, "samples": batch.samples, **scale, **skipped}
-    return facts, torch.stack([sums[0] / batch.target_count, norm.to(sums), *sums[1:]])
+    # All ranks judge the same norm, also where replicas have come to differ. The mean of equal ones is exact.
+    return facts, torch.stack([sums[0] / batch.target_count, sums[1] / world.world_size, *sums[2:]])
 
 
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:

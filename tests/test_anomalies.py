@@ -109,14 +109,34 @@ def test_a_step_whose_gradients_jump_is_reported_or_stops_the_run(
     assert [one["step"] for one in metrics_of(run) if one["kind"] == "anomaly"] == [step]
 
 
-def _with_a_flipped_bit(line: list[str], at: int, rank: int) -> tuple[str, Events]:
-    """One bit of one parameter of one rank is flipped after a step: of the last bits, which no loss would show."""
+def _with_another_norm(line: list[str]) -> tuple[str, Events]:
+    """Rank 1 reads a larger gradient norm than its replica, as if its gradients had gone wrong after the reduction."""
+    real, count = Engine.clip, itertools.count(1)
+
+    def clip(self: Engine, *arguments: Any) -> torch.Tensor:
+        return real(self, *arguments) * (1000 if next(count) == FEWEST + 4 and dist.get_rank() == 1 else 1)
+
+    return _run_with("clip", clip, line)
+
+
+def test_ranks_that_disagree_about_the_norm_stop_together(ranks: Ranks, tmp_path: Path) -> None:
+    line = small(tmp_path / "run", f"--max-steps={FEWEST + 6}", "--strategy=ddp", "--on-anomaly=stop")
+    (message, events), (other, others) = ranks.run(_with_another_norm, line)
+    assert message == other
+    assert message.startswith(f"step {FEWEST + 4}: the gradient norm jumps to ")
+    assert [one["grad_norm"] for one in of_kind(events, "train")] == [
+        one["grad_norm"] for one in of_kind(others, "train")
+    ]
+
+
+def _with_a_flipped_bit(line: list[str], at: int, rank: int, held: str) -> tuple[str, Events]:
+    """One bit that one rank holds is flipped after a step: of the last bits, which no loss would show."""
     real, count = Engine.step, itertools.count(1)
 
     def step(self: Engine, *, update: bool = True) -> bool:
         updated = real(self, update=update)
         if next(count) == at and dist.get_rank() == rank:
-            part = local(next(p for p in self.model.parameters() if local(p).numel()).detach())
+            part = local(next(one for one in self.held()[held] if local(one).numel() > 1).detach())
             part.view(torch.int32).view(-1)[-1] ^= 1
         return updated
 
@@ -124,27 +144,35 @@ def _with_a_flipped_bit(line: list[str], at: int, rank: int) -> tuple[str, Event
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks_", "wrong", "words"),
+    ("flags", "ranks_", "wrong", "held", "words"),
     [
-        ("--replicas=2", 4, [0, 2], "differ, and which is right isn't known"),
-        ("--replicas=2 --mixed-precision --cpu-offload", 2, [0, 1], "differ, and which is right isn't known"),
-        ("--strategy=ddp", 3, [2], "hold other bits than most of their replicas"),
+        ("--check-replicas=2 --replicas=2", 4, [0, 2], "parameters", "differ, and which is right isn't known"),
+        (
+            "--check-replicas=2 --replicas=2 --mixed-precision --cpu-offload",
+            2,
+            [0, 1],
+            "optimizer",
+            "differ, and which is right isn't known",
+        ),
+        # Compared by the save alone.
+        ("--check-replicas=100 --strategy=ddp", 3, [2], "parameters", "hold other bits than most of their replicas"),
     ],
 )
 def test_a_flipped_bit_is_found_and_its_rank_named(
-    ranks: Ranks, tmp_path: Path, flags: str, ranks_: int, wrong: list[int], words: str
+    ranks: Ranks, tmp_path: Path, flags: str, ranks_: int, wrong: list[int], held: str, words: str
 ) -> None:
-    run, common = tmp_path / "run", ["--check-replicas=2", "--checkpoint-every=3", "--max-steps=8", "--no-save-model"]
+    run, common = tmp_path / "run", ["--checkpoint-every=3", "--max-steps=8", "--no-save-model"]
     line = small(run, *common, "--on-anomaly=stop", *flags.split())
-    for message, events in ranks.run(_with_a_flipped_bit, line, 5, wrong[-1], ranks=ranks_):
+    for message, events in ranks.run(_with_a_flipped_bit, line, 5, wrong[-1], held, ranks=ranks_):
         (found,) = of_kind(events, "anomaly")
         assert (found["step"], found["about"], found["ranks"]) == (6, "replicas", wrong)
         assert f"rank {wrong[-1]} (" in found["what"]
         assert words in found["what"]
         assert message.startswith("step 6: replicas differ: ")
-        # The newest checkpoint until step 4, the last time when they were known to agree.
-        assert "; they agreed after step 4; " in message
+        agreed = 4 if "=2" in flags.split()[0] else 3
+        assert f"; they agreed after step {agreed}; nothing was saved after it; " in message
         assert f"the last checkpoint of that time is {run}/checkpoints/step-00000003; " in message
+    assert [marker.parent.name for marker in run.glob("checkpoints/*/COMMIT.json")] == ["step-00000003"]
 
 
 def test_replicas_that_agree_raise_no_alarm_and_change_no_loss(ranks: Ranks, train: Any) -> None:

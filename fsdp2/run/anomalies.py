@@ -29,7 +29,8 @@ class Anomalies:
         """`step`: until which the run is done already."""
         self._every, self._stops = config.check_replicas, config.on_anomaly == "stop"
         self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, emit, device
-        self._agreed = step
+        self._agreed = self._compared = step
+        checkpoints.before_save = self.before_save
 
     def jumped(self, step: int, name: str, what: str) -> None:
         """Report a step whose loss or gradient norm jumps. Raises RunStopped if the run is to stop then."""
@@ -40,14 +41,23 @@ class Anomalies:
 
     def after_step(self, step: int) -> None:
         """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `jumped`."""
-        if self._every is None or step % self._every:
-            return
-        wrong, what = compare(self._engine.held()["parameters"], self._device)
+        if self._every is not None and step % self._every == 0:
+            self._compare(step)
+
+    def before_save(self, step: int) -> None:
+        """With `--check-replicas` the same, so that no checkpoint of replicas that differ becomes the newest one."""
+        if self._every is not None and self._compared != step:
+            self._compare(step)
+
+    def _compare(self, step: int) -> None:
+        self._compared = step
+        held = self._engine.held()
+        wrong, what = compare(held["parameters"] + held["optimizer"], self._device)
         if not wrong:
             self._agreed = step
             return
         what += f"; they agreed after step {self._agreed}"
         self._emit("anomaly", {"step": step, "about": "replicas", "what": what, "ranks": wrong})
         if self._stops:
-            advice = "examine these hosts (python -m fsdp2.doctor), and go on from that checkpoint with --resume STEP"
+            advice = "examine these hosts (python -m fsdp2.doctor); a resume goes on from that checkpoint"
             self._checkpoints.stop(f"step {step}: {what}", "checkpoint of that time", self._agreed, advice)

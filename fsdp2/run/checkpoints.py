@@ -77,6 +77,7 @@ class Checkpoints:
         self._saved_step = -1 if job.in_memory else progress.step
         memory.open(config, app, device)
         self._epochs: dict[int, int] = {}
+        self.before_save: Callable[[int], None] = lambda step: None  # what else a state has to pass; may raise
         self._failed: Outcome | None = None
 
     def open(self, reports: Reports, info: Mapping[str, Any], watch: Watch) -> None:
@@ -100,6 +101,7 @@ class Checkpoints:
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
         self._end(self._failed or self._saver.wait())
+        self.before_save(step)
         known = runtime.gather((self._reports.position(), is_finite(self._weights())))
         finite = all(finite for _, finite in known)
         if not finite:
@@ -126,6 +128,7 @@ class Checkpoints:
 
     def _keep_in_memory(self) -> None:
         with self._watch.phase("save"):
+            self.before_save(self.progress.step)
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
             mine = (position, is_finite(self._weights()), self._memory.failure, self._memory.busy, rng)
             positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)

@@ -2,8 +2,8 @@
 
 Replicas of HSDP, and all ranks of DDP, start from the same parameters and get the same averaged gradients. They stay
 equal to the bit, unless a GPU or a memory computes wrongly and says nothing: silent data corruption
-(https://arxiv.org/abs/2102.11245). Parameters are compared, since what goes wrong in gradients after their
-reduction, or in the optimizer's state, arrives there with the next step.
+(https://arxiv.org/abs/2102.11245). What goes wrong in gradients after their reduction arrives with the next step in the
+parameters and the optimizer's state, which are compared.
 """
 
 from __future__ import annotations
@@ -75,4 +75,4 @@ def compare(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[int],
     hosts = runtime.gather(socket.gethostname())
     names = some([f"rank {rank} ({hosts[rank]})" for rank in wrong])
     hold = "hold other bits than most of their replicas" if majority else "differ, and which is right isn't known"
-    return wrong, f"replicas differ: parameters of {names} {hold}"
+    return wrong, f"replicas differ: parameters or optimizer state of {names} {hold}"
