@@ -121,8 +121,8 @@ def main(
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            anomalies = Anomalies(config, engine, checkpoints, reports.emit, device, first_step)
-            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, anomalies.jumped, speed)
+            anomalies = Anomalies(config, engine, checkpoints, reports, device, first_step)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, anomalies.look, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:

@@ -22,8 +22,8 @@ from fsdp2.data.loader import Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
-from fsdp2.report.jumps import FEWEST, REMEMBERED, Jumps
 from fsdp2.run import pace, replicas
+from fsdp2.run.jumps import FEWEST, REMEMBERED, Jumps
 from fsdp2.run.pace import slow
 from fsdp2.run.runtime import RunStopped
 from fsdp2.run.standing import waits_in
@@ -80,12 +80,12 @@ def _run_with(method: str, replacement: Callable[..., Any], line: list[str]) -> 
     return "not stopped", events
 
 
-def _with_a_jump(line: list[str]) -> tuple[str, Events]:
-    """The gradients of one step are a thousand times as large."""
+def _with_a_jump(line: list[str], at: int = FEWEST + 4) -> tuple[str, Events]:
+    """The gradients of one step of this start are a thousand times as large."""
     real, count = Engine.backward, itertools.count(1)
 
     def backward(self: Engine, loss: torch.Tensor, last_microbatch: bool) -> None:
-        real(self, loss * (1000 if next(count) == FEWEST + 4 else 1), last_microbatch)
+        real(self, loss * (1000 if next(count) == at else 1), last_microbatch)
 
     return _run_with("backward", backward, line)
 
@@ -107,6 +107,13 @@ def test_a_step_whose_gradients_jump_is_reported_or_stops_the_run(
         else:
             assert message == "not stopped"
     assert [one["step"] for one in metrics_of(run) if one["kind"] == "anomaly"] == [step]
+
+
+def test_a_resumed_run_knows_what_was_usual(ranks: Ranks, tmp_path: Path) -> None:
+    line = small(tmp_path / "run", "--strategy=ddp", "--no-save-model")
+    assert not of_kind(ranks.run(_with_a_jump, [*line, f"--max-steps={FEWEST}"])[0][1], "anomaly")
+    for _, events in ranks.run(_with_a_jump, [*line, f"--max-steps={FEWEST + 6}"], 3):
+        assert [one["step"] for one in of_kind(events, "anomaly")] == [FEWEST + 3]
 
 
 def _with_another_norm(line: list[str]) -> tuple[str, Events]:

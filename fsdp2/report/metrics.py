@@ -21,7 +21,6 @@ from torch import Tensor
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.report import records
-from fsdp2.report.jumps import Jumps
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -74,6 +73,14 @@ class MetricsFile:
             position += len(line)
         self._file.truncate(position)
         return None
+
+    def last_steps(self, count: int) -> list[dict[str, Any]]:
+        """The newest `train` records, at most `count`, the oldest first; [] on ranks that don't write."""
+        if self._file is None:
+            return []
+        self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - count * records.USUAL_LINE))
+        found = [record for line in self._file if (record := records.parse(line)) and record["kind"] == "train"]
+        return found[-count:]
 
     def close(self) -> None:
         if self._file is not None:
@@ -138,7 +145,7 @@ class StepLog:
 
     Args:
         on_nonfinite: is called with the step and what of it was no number, when that is known.
-        on_jump: is called with the step, the field that is far above the last steps', and a line about it.
+        on_finite: is called with the record of each other step.
         speed: (samples, seconds) -> what the record says of a step's speed.
     """
 
@@ -147,11 +154,11 @@ class StepLog:
         emit: OnEvent,
         device: torch.device,
         on_nonfinite: Callable[[int, str], None] = lambda step, what: None,
-        on_jump: Callable[[int, str, str], None] = lambda step, name, what: None,
+        on_finite: Callable[[dict[str, Any]], None] = lambda record: None,
         speed: Callable[[int, float], dict[str, Any]] = _samples_per_second,
     ) -> None:
         self.emit, self.device, self.speed = emit, device, speed
-        self.on_nonfinite, self.on_jump, self._jumps = on_nonfinite, on_jump, Jumps()
+        self.on_nonfinite, self.on_finite = on_nonfinite, on_finite
         self.stop = self.failed = self.nonfinite = 0
         self._waiting: tuple[dict[str, Any], Tensor, torch.cuda.Event | None] | None = None
         self._clock = time.perf_counter()
@@ -197,8 +204,8 @@ class StepLog:
         if what := nonfinite(record):
             self.nonfinite += 1
             self.on_nonfinite(data["step"], what)
-        elif jump := self._jumps.look(record):
-            self.on_jump(data["step"], *jump)
+        else:
+            self.on_finite(record)
 
     def restart_clock(self) -> None:
         """Leave what was done between steps (evaluation, a checkpoint) out of the next step's time."""

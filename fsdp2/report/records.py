@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NoReturn
 
 # Longer than any record. A line without an end is not read into memory.
 LONGEST_LINE = 1 << 20
+USUAL_LINE = 1 << 12  # longer than a `train` record, with what stands between two of them
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

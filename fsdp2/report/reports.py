@@ -55,6 +55,10 @@ class Reports:
         """Bytes of the metrics file, durable when this returns; 0 on ranks that don't write it."""
         return self.metrics.position(durable=durable)
 
+    def last_steps(self, count: int) -> list[dict[str, Any]]:
+        """The newest `train` records of the metrics file; [] on ranks that don't write it."""
+        return self.metrics.last_steps(count)
+
     def end(
         self, data: dict[str, Any], log: StepLog, world_size: int, tensors: Callable[[], int | None]
     ) -> dict[str, Any]:

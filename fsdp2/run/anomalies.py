@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
-from fsdp2.run.checkpoints import Checkpoints
+from fsdp2.run import runtime
+from fsdp2.run.checkpoints import Checkpoints, Reports
+from fsdp2.run.jumps import REMEMBERED, Jumps
 from fsdp2.run.replicas import compare
 
 
 class Anomalies:
-    """Jumps of the loss or the gradient norm, and replicas that have become different. Every method is called by all
-    ranks after the same step."""
+    """Jumps of the loss or the gradient norm, and replicas that have become different.
+
+    It is made, and every method called, by all ranks after the same step.
+    """
 
     def __init__(
         self,
         config: Config,
         engine: Engine,
         checkpoints: Checkpoints,
-        emit: Callable[[str, dict[str, Any]], None],
+        reports: Reports,
         device: torch.device,
         step: int,
     ) -> None:
-        """`step`: until which the run is done already."""
+        """`step`: until which the run is done already; what is usual is read from the records of its last steps."""
         self._every, self._stops = config.check_replicas, config.on_anomaly == "stop"
-        self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, emit, device
+        self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, reports.emit, device
         self._agreed = self._compared = step
         checkpoints.before_save = self.before_save
+        self._jumps = Jumps()
+        for record in runtime.broadcast(reports.last_steps(REMEMBERED)):
+            self._jumps.look(record)
 
-    def jumped(self, step: int, name: str, what: str) -> None:
-        """Report a step whose loss or gradient norm jumps. Raises RunStopped if the run is to stop then."""
+    def look(self, record: dict[str, Any]) -> None:
+        """Report a step whose loss or gradient norm jumps, by its record, the same on all ranks.
+
+        Raises RunStopped if the run is to stop then.
+        """
+        jump = self._jumps.look(record)
+        if jump is None:
+            return
+        step, (name, what) = record["step"], jump
         self._emit("anomaly", {"step": step, "about": name, "what": what})
         if self._stops:
             advice = "look at that step's data, --lr and --clip-grad-norm, or use --on-anomaly report"
             self._checkpoints.stop(f"step {step}: {what}", "checkpoint before it", step - 1, advice)
 
     def after_step(self, step: int) -> None:
-        """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `jumped`."""
+        """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `look`."""
         if self._every is not None and step % self._every == 0:
             self._compare(step)
 

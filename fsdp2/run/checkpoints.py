@@ -33,12 +33,16 @@ from fsdp2.run.watch import Watch
 
 
 class Reports(Protocol):
-    """What a save needs of the run's reports: this room doesn't know the one they come from."""
+    """What this room needs of the run's reports. It doesn't know the one that they come from."""
 
     def emit(self, kind: str, data: dict[str, Any]) -> None: ...
 
     def position(self, *, durable: bool = True) -> int:
         """Bytes of the metrics file, durable ones by default; 0 on ranks that don't write it."""
+        ...
+
+    def last_steps(self, count: int) -> list[dict[str, Any]]:
+        """The newest `train` records, the oldest first; [] on ranks that don't write them."""
         ...
 
 
