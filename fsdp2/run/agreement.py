@@ -39,7 +39,7 @@ SAME_COMMAND = "give each rank the same command"
 
 # How long rank 0, which may hold the store, stays for the others to read why the run ends.
 SECONDS_TO_READ = 20.0
-# How long a rank that hasn't come is waited for before the wait is said.
+# How long a rank may take to come before the others say that they wait for it.
 SECONDS_IN_SILENCE = 60.0
 
 
