@@ -37,6 +37,7 @@ class Here:
         seconds: within which it has to answer.
         doing: what it is about to do, for the case that it never ends.
         kept: what one question leaves for a later one.
+        left: a thread or a group of this rank never ends, so that the process has to `leave`.
     """
 
     world: World
@@ -45,6 +46,7 @@ class Here:
     seconds: float
     doing: str = ""
     kept: dict[str, Any] = field(default_factory=dict)
+    left: bool = False
 
 
 Question = Callable[..., Any]
@@ -78,6 +80,7 @@ def bounded(function: Callable[[], Any], here: Here) -> dict[str, Any]:
     thread.start()
     thread.join(here.seconds)
     if thread.is_alive():
+        here.left = True
         frame = sys._current_frames().get(thread.ident or 0)
         code = frame.f_code if frame else None
         place = f"{PurePath(code.co_filename).name}, {code.co_name}" if code else "unknown"

@@ -1,4 +1,7 @@
-"""All-reduce and all-gather among all ranks, under a time-out; the rank at which one hangs is found by halves."""
+"""All-reduce and all-gather among all ranks. Where one hangs, the rank is found by how far each has come, or by halves.
+
+Parts of the ranks can be tried with gloo alone: what hangs in nccl occupies its GPU until the process ends.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,22 @@ PART = 0.1  # of the slowest pair's bandwidth that a ring has to reach; below, t
 TRIALS = 5
 
 
+def patience(here: Here) -> timedelta:
+    """How long a group waits for a collective.
+
+    gloo's gives up before the question's time is over, so that its ranks can meet again in another group. nccl's never
+    does so within an examination: its watchdog would end the process, and with it the report.
+    """
+    return timedelta(days=1) if here.device.type == "cuda" else timedelta(seconds=0.6 * here.seconds)
+
+
+def no_parts(device: torch.device) -> str:
+    """Why parts of the ranks can't be tried after a collective hangs; empty if they can."""
+    if device.type == "cuda":
+        return "on GPUs"
+    return "in a launcher's group" if dist.is_initialized() else ""
+
+
 def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
     """Seconds of each collective by its name and bytes, the best of five, in a group of its own.
 
@@ -28,14 +47,12 @@ def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
     if here.world.rank not in members:
         return None
     here.doing = "0. connecting"
-    # A hanging group ends before the question does, so that its ranks say at what.
-    patience = timedelta(seconds=0.6 * here.seconds)
     backend = "nccl" if here.device.type == "cuda" else "gloo"
     own = not dist.is_initialized()
     if own:
         store, rank = dist.PrefixStore(f"group/{key}", here.store), members.index(here.world.rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=patience)
-    group: Any = dist.group.WORLD if own else dist.new_group(members, timeout=patience, backend=backend)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=patience(here))
+    group: Any = dist.group.WORLD if own else dist.new_group(members, timeout=patience(here), backend=backend)
     found: dict[str, float] = {}
     try:
         for size in sizes:
@@ -54,13 +71,17 @@ def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
                         torch.cuda.synchronize(here.device)
                     times.append(time.perf_counter() - before)
                 found[f"{name} {size}"] = min(times)
+    except Exception:
+        here.left = here.device.type == "cuda"
+        raise
     finally:
-        dist.destroy_process_group(group if not own else None)
+        if not here.left:  # nccl would wait for its collectives
+            dist.destroy_process_group(group if not own else None)
     return found
 
 
-def ask_collectives(asker: Asker, sizes: list[int]) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Seconds by rank of what all ranks did together, and the ranks at which that hangs; one of both is empty."""
+def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[int, dict[str, float]], list[Row]]:
+    """Seconds by rank of what all ranks did together; if that hangs, a row that says where, in place of seconds."""
     world = asker.here.world.world_size
     members = [rank for rank in range(world) if rank not in asker.silent]
     groups = iter(range(1000))
@@ -73,12 +94,17 @@ def ask_collectives(asker: Asker, sizes: list[int]) -> tuple[dict[int, dict[str,
     if len(found) == len(members):
         return found, []
     # A rank that was never as far as the others is the one they wait for.
-    stood = {one.rank: one.doing for one in asker.troubles if one.question == "collectives"}
-    steps = {rank: int(doing.partition(".")[0] or -1) for rank, doing in stood.items()}
-    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
-    if len(behind) < len(members) or dist.is_initialized():  # parts of a launcher's group can't be tried
-        return {}, behind
-    return {}, guilty(lambda part: len(answers(part, sizes[:1])) < len(part), members)
+    troubles = {one.rank: one for one in asker.troubles if one.question == "collectives"}
+    steps = {rank: int(one.doing.partition(".")[0] or -1) for rank, one in troubles.items()}
+    stuck = [rank for rank, step in steps.items() if step == min(steps.values())]
+    first = troubles[stuck[0]]
+    text = ": ".join(filter(None, (first.doing.partition(". ")[2], first.text)))
+    if len(stuck) == len(members) and (where := no_parts(asker.here.device)):
+        text += f"; all ranks stand there, and parts of them can't be tried {where}"
+    elif len(stuck) == len(members):
+        stuck = guilty(lambda part: len(answers(part, sizes[:1])) < len(part), members)
+    fix = "look at that process, then at the path between the two: a firewall, an interface, an MTU"
+    return {}, [Row("collectives", text, "all end", BAD, hosts.named(stuck), fix)]
 
 
 def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:
@@ -106,9 +132,7 @@ def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> li
     return [rank for rank in pair if fails(sorted((rank, witness)))] or pair
 
 
-def rows(
-    found: Mapping[int, Mapping[str, float]], stuck: Sequence[int], sizes: Sequence[int], least: float, hosts: Hosts
-) -> list[Row]:
+def rows(found: Mapping[int, Mapping[str, float]], sizes: Sequence[int], least: float, hosts: Hosts) -> list[Row]:
     """Judge the bus bandwidth: what each rank's link carries, whatever the number of ranks.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -116,9 +140,6 @@ def rows(
     Args:
         least: bytes/s that an exchange of some size has to reach.
     """
-    if stuck:
-        fix = "look at that process, then at the path between the two: a firewall, an interface, an MTU"
-        return [Row("collectives", "one hangs", "all end").judged(stuck, hosts, BAD, fix)]
     result = []
     for name in KINDS if found else ():
         passes = (2 if name == "all-reduce" else 1) * (len(found) - 1) / len(found)

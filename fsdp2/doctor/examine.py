@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
@@ -86,8 +87,8 @@ def _exchanges(
         return rows
     sizes = [64 << 10, 1 << 20] if options.quick else [64 << 10, 1 << 20, 32 << 20]
     crowding = max(len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items())
-    done, stuck = collectives.ask_collectives(asker, sizes)
-    rows += collectives.rows(done, stuck, sizes, collectives.expected(min(rates), crowding), hosts)
+    done, hanging = collectives.ask_collectives(asker, sizes, hosts)
+    rows += [*hanging, *collectives.rows(done, sizes, collectives.expected(min(rates), crowding), hosts)]
     if options.step and not options.quick:
         rows += step.rows(options.config, asker.here.device, step.measured(computed, pairs, done, hosts))
     return rows
@@ -109,11 +110,14 @@ def run(
     """
     asker = Asker(Here(world, device, store, options.seconds), QUESTIONS)
     if world.rank != 0:
-        return [Row(**row) for row in asker.serve()]
-    began = time.monotonic()
-    rows = examine(asker, options)
-    show(rows, time.monotonic() - began)
-    asker.end([dataclasses.asdict(row) for row in rows])
+        rows = [Row(**row) for row in asker.serve()]
+    else:
+        began = time.monotonic()
+        rows = examine(asker, options)
+        show(rows, time.monotonic() - began)
+        asker.end([dataclasses.asdict(row) for row in rows])
+    if asker.here.left:  # a training that is refused ends by sys.exit
+        atexit.register(leave, VERDICTS.index(BAD))
     return rows
 
 

@@ -1,4 +1,7 @@
-"""Start the doctor as a launcher does: one process a rank, with the variables that tell it its place."""
+"""Start the doctor as a launcher does: one process a rank, with the variables that tell it its place.
+
+With `--doctor` among the flags it is the training that starts, and its examination.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,29 @@ from pathlib import Path
 from tests.harness import python_environment
 
 # `stopped`: a rank has met the others and answers no more. `late`: it never comes to the collectives.
-# `frozen`: it comes, and each all-reduce hangs on it alone, as where its network does.
+# `held`: it connects and does no more, and groups wait as nccl's do, so that no thread comes back from a collective.
+# `frozen all_reduce`: it comes, and each all-reduce hangs on it alone, as where its network does.
 # `quota`: it comes into a cgroup, and not before it has imported torch.
 RANK = """
 import os, signal, sys, time
 import torch
-from fsdp2.doctor import __main__ as doctor, examine
+from fsdp2 import config, train
+from fsdp2.doctor import __main__ as doctor, collectives, examine
 from fsdp2.run import runtime
 fault, at = sys.argv.pop(1), sys.argv.pop(1)
 if fault == "stopped" and at == os.environ["RANK"]:
     examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)
+if fault == "held":
+    here = examine.Here(None, torch.device("cuda"), None, 0)
+    forever = collectives.patience(here)
+    collectives.patience, collectives.no_parts = lambda here: forever, lambda device: "here"
+    if at == os.environ["RANK"]:
+        connect = torch.distributed.init_process_group
+        torch.distributed.init_process_group = lambda *a, **options: (connect(*a, **options), time.sleep(3600))
 if fault == "late" and at == os.environ["RANK"]:
     examine.QUESTIONS["collectives"] = lambda here, **arguments: time.sleep(3600)
-if fault == "frozen" and at == os.environ["RANK"]:
-    torch.distributed.all_reduce = lambda *tensors, **options: time.sleep(3600)
+if fault.startswith("frozen ") and at == os.environ["RANK"]:
+    setattr(torch.distributed, fault.removeprefix("frozen "), lambda *tensors, **options: time.sleep(3600))
 if fault.startswith("quota ") and at == os.environ["RANK"]:
     machine = examine.QUESTIONS["machine"]
     def in_group(here):
@@ -33,6 +45,8 @@ if fault.startswith("quota ") and at == os.environ["RANK"]:
         return machine(here)
     examine.QUESTIONS["machine"] = in_group
 with runtime.exit_status():
+    if "--doctor" in sys.argv:
+        train.main(config.parse(sys.argv[1:]))
     examine.leave(doctor.main())
 """
 

@@ -136,10 +136,10 @@ def exchange(hanging: int | None) -> Any:
     if rank != 0:
         asker.serve()
         return None
-    found, stuck = collectives.ask_collectives(asker, [1 << 16])
-    asker.end(None)
     hosts = Hosts(dict.fromkeys(range(3), ("vm", "127.0.0.1")))
-    return found, [(row.verdict, row.who) for row in collectives.rows(found, stuck, [1 << 16], 1.0, hosts)]
+    found, stuck = collectives.ask_collectives(asker, [1 << 16], hosts)
+    asker.end(None)
+    return found, [(row.verdict, row.who) for row in [*stuck, *collectives.rows(found, [1 << 16], 1.0, hosts)]]
 
 
 def test_collectives_are_timed(ranks: Ranks) -> None:
@@ -157,14 +157,60 @@ def test_a_rank_that_hangs_in_a_launcher_s_group_is_named(tmp_path: Path) -> Non
         pool.close()
 
 
-def test_a_rank_that_never_comes_to_a_collective_is_named(tmp_path: Path) -> None:
-    first, *others = start(["--quick", "--answer-within=6"], ranks=3, cwd=tmp_path, fault="late", at=1)
+@pytest.mark.parametrize(
+    ("fault", "flags"), [("late", ["--quick", "--answer-within=6"]), ("held", ["--doctor", "--max-steps=1"])]
+)
+def test_a_rank_that_never_comes_to_a_collective_is_named(tmp_path: Path, fault: str, flags: list[str]) -> None:
+    """Also where no thread returns from its collective: the report comes, and each process ends."""
+    ranks = start(flags, ranks=3, cwd=tmp_path, fault=fault, at=1)
     try:
-        text, _ = first.communicate(timeout=100)
-        assert first.returncode == 2, text
-        (row,) = (line for line in text.splitlines() if line.startswith("bad"))
-        assert row.split()[1] == "collectives"
+        text, _ = ranks[0].communicate(timeout=100)
+        assert ranks[0].returncode == 2, text
+        (row,) = (line for line in text.splitlines() if line.removeprefix("doctor: ").startswith("bad"))
+        assert row.removeprefix("doctor: ").split()[1] == "collectives"
         assert "rank 1 (" in text
+        for one in ranks[1:]:
+            assert one.wait(30) == 2
     finally:
-        for one in others:
+        for one in ranks:
             one.kill()
+
+
+@pytest.mark.parametrize(
+    ("device", "stood", "who", "asked"),
+    [
+        ("cuda", "2212", "rank 2 (n1)", 1),  # behind the others
+        ("cuda", "2222", "hosts n0, n1", 1),  # whose fault it is would need parts of them
+        ("cpu", "2222", "rank 2 (n1)", 5),
+    ],
+)
+def test_parts_of_the_ranks_are_tried_on_the_cpu_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, stood: str, who: str, asked: int
+) -> None:
+    """Rank 2's collectives hang with everyone, at the numbers that are given."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def hangs(here: Here, members: list[int], **arguments: Any) -> Any:
+        here.doing = f"{stood[here.world.rank]}. all-gather of 64 bytes"
+        if here.world.rank not in members:
+            return None
+        return time.sleep(3600) if 2 in members else {}
+
+    def ask(asker: Asker) -> Any:
+        asker.here.device = torch.device(device)
+        found, rows = collectives.ask_collectives(asker, [64], EIGHT)
+        assert found == {}
+        return rows, asker._number
+
+    ((row,), questions) = examined(4, {"collectives": hangs}, ask, seconds=0.3)
+    assert (row.name, row.verdict, row.who) == ("collectives", BAD, who)
+    assert ("parts of them can't be tried on GPUs" in row.measured) == (device == "cuda" and len(set(stood)) == 1)
+    assert row.measured.startswith("all-gather of 64 bytes: stands in ")
+    assert questions == asked
+
+
+def test_nccl_s_watchdog_never_ends_an_examination() -> None:
+    longest = 3600.0  # that --answer-within takes
+    here = {kind: Here(World(0, 2, 0, 2), torch.device(kind), None, longest) for kind in ("cpu", "cuda")}
+    assert collectives.patience(here["cpu"]).total_seconds() < longest
+    assert collectives.patience(here["cuda"]).total_seconds() > 10 * longest
