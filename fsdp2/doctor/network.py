@@ -1,7 +1,8 @@
 """The network between ranks, two by two: plain TCP, as gloo and nccl's bootstrap use it. A slow or dead pair is named.
 
-Few ranks are measured pair by pair. Many play a tournament: in round r rank i meets rank i ^ 2**r, so that each rank
-meets about log2 of them, near and far ones, and all pairs of a round run at once.
+Few ranks are measured in every pair. Many play a tournament: in round r rank i meets rank i ^ 2**r, so that each rank
+meets about log2 of them, near and far ones. All pairs of a round run at once and share the links between hosts, as a
+collective's ranks do; a pair that seems slow is measured again, alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -181,34 +183,42 @@ def ask_pairs(asker: Asker, hosts: Hosts, size: int) -> dict[Pair, dict[str, Any
     found: dict[Pair, dict[str, Any]] = {}
     for number in range(rounds(count)):
         away = [rank for rank in range(count) if rank in asker.silent or rank not in hosts.of]
-        _collect(found, asker.ask("meet", number=number, only=None, without=away, size=size))
+        _collect(found, asker.ask("meet", number=number, only=None, without=away, size=size), hosts)
     for _ in range(2):
         # One at a time: a rank that has been late for its pair makes the next one late, and so does a crowded link.
         for pair in slow_pairs(found, hosts)[:FEW]:
-            _collect(found, asker.ask("meet", number=0, only=[pair], without=[], size=size))
+            _collect(found, asker.ask("meet", number=0, only=[pair], without=[], size=size), hosts)
     return found
 
 
-def _collect(found: dict[Pair, dict[str, Any]], answers: Mapping[int, Any]) -> None:
-    """Both ends' results as one for their pair; of several measurements the better one."""
+def _collect(found: dict[Pair, dict[str, Any]], answers: Mapping[int, Any], hosts: Hosts) -> None:
+    """Both ends' results as one for their pair; of several measurements the better one.
+
+    `link` is the bytes/s of the link that the pair has used. A host's link to others carries all of its pairs at once,
+    so it is as fast as these together.
+    """
     merged: dict[Pair, list[dict[str, Any]]] = {}
     for rank, one in answers.items():
         if one is not None:
             merged.setdefault((min(rank, one["other"]), max(rank, one["other"])), []).append(one)
+    far = [pair for pair in merged if hosts.of[pair[0]] != hosts.of[pair[1]]]
+    sharing = Counter(hosts.of[rank] for pair in far for rank in pair)
     for pair, ends in merged.items():
         errors = [one["error"] for one in ends if "error" in one]
         if errors or len(ends) < 2:
             found.setdefault(pair, {}).setdefault("error", (errors or ["one of them doesn't answer"])[0])
             continue
+        rate = min(one["rate"] for one in ends)
         new = {
             "trip": min(one["trip"] for one in ends if "trip" in one),
-            "rate": min(one["rate"] for one in ends),
+            "rate": rate,
+            "link": rate * (max(sharing[hosts.of[rank]] for rank in pair) if pair in far else 1),
             "lost": max(one["again"] / max(1, one["sent"]) for one in ends),
             "again": max(one["again"] for one in ends),
         }
         before = found.get(pair, {})
-        better = {key: (max if key == "rate" else min)(value, before.get(key, value)) for key, value in new.items()}
-        found[pair] = better
+        better = {"rate": max, "link": max}
+        found[pair] = {key: better.get(key, min)(value, before.get(key, value)) for key, value in new.items()}
 
 
 def kinds(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts) -> list[tuple[str, dict[Pair, Mapping[str, Any]]]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import flags_of_table
 from fsdp2.plan import links
 from fsdp2.plan.device import Gpu, gpu
@@ -27,20 +28,21 @@ NEAREST = {"cpu": ("cpu", "fp32"), "cuda": ("h100", "bf16")}
 def speed_of(device: str, measured: Mapping[str, Any]) -> Speed:
     """The rates of the planner's table, with what `step.measured` found in their place.
 
-    Pairs of ranks say how far a host's own links and those between hosts are apart. Their collectives go another way
-    than the TCP of a pair does, so one factor of all latencies and one of all rates are fitted to the all-gathers.
+    Pairs of ranks say how far a host's own links and those between hosts are apart; on GPUs the table says it, since a
+    pair's TCP doesn't take NVLink. Collectives go another way than a pair's TCP in any case, so one factor of all
+    latencies and one of all rates are fitted to the all-gathers.
     """
     name, dtype = NEAREST[device]
     base = gpu(name).speed
     assert base is not None, "NEAREST names rows with a speed"
-    by_kind = [one or next(other for other in measured["links"] if other) for one in measured["links"]]
-    (trip, rate), (far_trip, far_rate) = by_kind
     per_host = measured["ranks"] // measured["hosts"]
     once = dict.fromkeys(base.efficiency, 1.0)
-    plain = dataclasses.replace(
-        base, efficiency=once, gpus_per_node=per_host, link=rate, link_latency=trip / 2, network=far_rate / per_host,
-        network_latency=far_trip / 2,
-    )  # fmt: skip
+    plain = dataclasses.replace(base, efficiency=once, gpus_per_node=per_host)
+    if device == "cpu":
+        near, far = (one or next(other for other in measured["links"] if other) for one in measured["links"])
+        plain = dataclasses.replace(
+            plain, link=near[1], link_latency=near[0] / 2, network=far[1] / per_host, network_latency=far[0] / 2
+        )
     # α and β by the smallest and the largest one: seconds = START + α latency + β bytes / rate.
     (small, took), (large, took_large) = measured["gathers"][0], measured["gathers"][-1]
     ranks = (measured["ranks"], 1)
@@ -70,6 +72,13 @@ def other_way(config: Config, measured: Mapping[str, Any]) -> Config | None:
     return dataclasses.replace(config, replicas=count)
 
 
+def not_apart(device: str, measured: Mapping[str, Any]) -> str:
+    """Why nothing is known of exchanges among a part of the ranks; empty if it is."""
+    if device == "cpu" or measured["hosts"] == 1:  # all-gathers on links of one kind tell about each part
+        return ""
+    return "not known, since GPUs' links within a host and between hosts aren't measured apart"
+
+
 def lines(plain: StepTime, other: StepTime | None, replicas: int) -> list[str]:
     """The exchange of a block that a step waits for most, and the step."""
     blocks = [group for group in plain.groups if group.name == "block"] or list(plain.groups)
@@ -94,12 +103,18 @@ def main() -> None:
     warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
     job = json.load(sys.stdin)
     config = Config(**flags_of_table(Config, job["flags"], "the doctor's job"))
-    measured, on_cpu = job["measured"], job["device"] == "cpu"
-    device = Gpu("measured", 0, "the doctor", speed_of(job["device"], measured), on_cpu)
+    measured, kind = job["measured"], job["device"]
+    unknown = not_apart(kind, measured)
+    if unknown and config.replicas > 1:
+        raise ConfigError(f"--replicas {config.replicas}: {unknown}")
+    device = Gpu("measured", 0, "the doctor", speed_of(kind, measured), kind == "cpu")
     other = other_way(config, measured)
-    times = [plan(one, measured["ranks"], device, None).time for one in (config, other) if one is not None]
+    planned = [config] if other is None or unknown else [config, other]
+    times = [plan(one, measured["ranks"], device, None).time for one in planned]
     assert times[0] is not None, "the device has a speed"
     found = lines(times[0], times[1] if len(times) > 1 else None, other.replicas if other else 1)
+    if other is not None and unknown:
+        found[-1] += f"; with --replicas {other.replicas}: {unknown}"
     print(json.dumps(found))
 
 

@@ -32,13 +32,13 @@ def measured(
 
     Returns a dict:
         flops, memory: of a rank, as `compute.measure` has them.
-        links: by kind of pair, the median round trip and bytes/s.
+        links: of a host's own ranks and between hosts, the median round trip and bytes/s of a link.
         gathers: bytes and seconds of each all-gather of all ranks.
     """
     if not computed or not gathered:
         return None
     links = {
-        kind: [statistics.median(one[key] for one in part.values()) for key in ("trip", "rate")]
+        kind: [statistics.median(one[key] for one in part.values()) for key in ("trip", "link")]
         for kind, part in kinds(pairs, hosts)
     }
     sizes = [int(name.split()[1]) for name in next(iter(gathered.values())) if name.startswith("all-gather")]

@@ -17,6 +17,7 @@ from tests.harness import python_environment
 # `held`: it connects and does no more, and groups wait as nccl's do, so that no thread comes back from a collective.
 # `frozen all_reduce`: it comes, and each all-reduce hangs on it alone, as where its network does.
 # `quota`: it comes into a cgroup, and not before it has imported torch.
+# `pairs`: nothing is wrong, and the rows are the bytes/s of each pair's link; at last the outermost pair's, alone.
 RANK = """
 import os, signal, sys, time
 import torch
@@ -37,6 +38,15 @@ if fault == "late" and at == os.environ["RANK"]:
     examine.QUESTIONS["collectives"] = lambda here, **arguments: time.sleep(3600)
 if fault.startswith("frozen ") and at == os.environ["RANK"]:
     setattr(torch.distributed, fault.removeprefix("frozen "), lambda *tensors, **options: time.sleep(3600))
+if fault == "pairs":
+    def pairs(asker, options):
+        hosts = examine.Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
+        found, alone = examine.network.ask_pairs(asker, hosts, 1 << 20), {}
+        answers = asker.ask("meet", number=0, only=[[0, asker.here.world.world_size - 1]], without=[], size=1 << 20)
+        examine.network._collect(alone, answers, hosts)
+        rows = [*found.items(), *alone.items()]
+        return [examine.Row(f"{a} {b}", str(one["link"]), "") for (a, b), one in rows]
+    examine.examine = pairs
 if fault.startswith("quota ") and at == os.environ["RANK"]:
     machine = examine.QUESTIONS["machine"]
     def in_group(here):

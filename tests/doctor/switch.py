@@ -43,11 +43,13 @@ class Faults:
         delay: seconds that a packet takes one way.
         loss: the part of packets that are lost.
         closed: hosts behind a firewall that drops what begins a connection to them.
+        rate: bytes/s that each host can send; None for what this process can forward.
     """
 
     delay: Mapping[Pair, float]
     loss: Mapping[Pair, float]
     closed: frozenset[int] = frozenset()
+    rate: float | None = None
 
 
 class Switch:
@@ -94,6 +96,7 @@ class Switch:
         """Each packet goes to whom it is for: at once, after its pair's delay, or not at all."""
         late: list[tuple[float, int, int, bytes]] = []  # when, in which order, to whom, what
         order = itertools.count()
+        sent = [0.0] * len(self._links)  # when a host's last packet has left it
         while not self._over.is_set():
             wait = 0.1 if not late else max(0.0, min(0.1, late[0][0] - time.monotonic()))
             ready, _, _ = select.select(self._links, [], [], wait)
@@ -105,9 +108,10 @@ class Switch:
                 pair = min(ends), max(ends)
                 if self._random.random() < self.faults.loss.get(pair, 0.0) or self._refused(packet, ends[1]):
                     continue
-                heapq.heappush(
-                    late, (time.monotonic() + self.faults.delay.get(pair, 0.0), next(order), ends[1], packet)
-                )
+                left = time.monotonic()
+                if self.faults.rate is not None:
+                    left = sent[ends[0]] = max(left, sent[ends[0]]) + len(packet) / self.faults.rate
+                heapq.heappush(late, (left + self.faults.delay.get(pair, 0.0), next(order), ends[1], packet))
             while late and late[0][0] <= time.monotonic():
                 _, _, host, packet = heapq.heappop(late)
                 os.write(self._links[host], packet)

@@ -18,18 +18,25 @@ pytestmark = pytest.mark.slow
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
-def findings(folder: Path, *flags: str, ranks: int = 3, **options: Any) -> dict[str, tuple[str, str]]:
-    """Verdict and whom it is about, by row, of an examination's findings."""
+def report(folder: Path, *flags: str, ranks: int = 3, **options: Any) -> list[dict[str, str]]:
+    """The rows of an examination."""
     first, *others = start(["--quick", "--json", *flags], ranks=ranks, cwd=folder, **options)
     try:
         text, _ = first.communicate(timeout=200)
-        report = json.loads(text[text.index("{\n") :])
-        assert first.returncode == report["status"]
-        return {row["name"]: (row["verdict"], row["who"]) for row in report["rows"] if row["verdict"] != "ok"}
+        found = json.loads(text[text.index("{\n") :])
+        assert first.returncode == found["status"]
+        rows: list[dict[str, str]] = found["rows"]
+        return rows
     finally:
         for one in (first, *others):
             one.kill()
             one.wait()
+
+
+def findings(folder: Path, *flags: str, **options: Any) -> dict[str, tuple[str, str]]:
+    """Verdict and whom it is about, by row, of an examination's findings."""
+    rows = report(folder, *flags, **options)
+    return {row["name"]: (row["verdict"], row["who"]) for row in rows if row["verdict"] != "ok"}
 
 
 def on_three_hosts(folder: Path, faults: Faults, before: Sequence[str] = ("true", "true", "true")) -> dict[str, Any]:
@@ -49,6 +56,19 @@ def test_a_path_that_delays_or_loses_and_a_small_dev_shm_name_their_hosts(tmp_pa
 def test_a_firewall_in_front_of_a_host_names_it(tmp_path: Path) -> None:
     found = on_three_hosts(tmp_path, Faults(delay={}, loss={}, closed=frozenset({2})))
     assert found["connection"] == ("bad", "rank 2 (h2)")
+
+
+def test_a_link_that_pairs_share_is_measured_as_one_that_a_pair_has_alone(tmp_path: Path) -> None:
+    """Two hosts of two ranks. Two pairs may take turns at the two directions of their link: at most twice its rate."""
+    rate = 4e6
+    with Switch(tmp_path, 2, Faults(delay={}, loss={}, rate=rate)) as switch:
+        around = [switch.around(host) for host in (0, 0, 1, 1)]
+        rows = report(tmp_path, ranks=4, around=around, fault="pairs", LOCAL_WORLD_SIZE="2")
+    links = [(row["name"], float(row["measured"])) for row in rows]
+    between = [link for name, link in links if name not in ("0 1", "2 3")]
+    assert len(between) == 4 + 1
+    assert all(0.7 * rate < link < 2.1 * rate for link in between), links
+    assert 0.7 * rate < between[-1] < 1.1 * rate, links  # alone
 
 
 @pytest.mark.skipif(not FAKETIME.exists(), reason="needs libfaketime (apt-get install faketime)")

@@ -50,7 +50,7 @@ def test_many_ranks_meet_in_few_rounds_and_nobody_is_left_out(count: int) -> Non
 
 
 def measured(slow: Sequence[tuple[int, int]] = (), **changed: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    good = {"trip": 5e-5, "rate": 4e9, "lost": 0.0, "again": 0}
+    good = {"trip": 5e-5, "rate": 4e9, "link": 4e9, "lost": 0.0, "again": 0}
     return {pair: {**good, **(changed if pair in slow else {})} for pair in ALL}
 
 
@@ -84,6 +84,34 @@ def test_the_smallest_cause_is_named(slow: list[tuple[int, int]], who: str) -> N
 def test_a_pair_that_is_slow_lossy_or_dead_is_a_row(changed: dict[str, Any], name: str, verdict: str) -> None:
     findings = [row for row in network.rows(measured([(0, 6)], **changed), EIGHT, SIZE) if row.verdict != OK]
     assert [(row.name, row.verdict, row.who) for row in findings] == [(name, verdict, "ranks 0 and 6 (n0, n3)")]
+
+
+def on_shared_links(hosts: Hosts) -> Any:
+    """Pairs whose hosts have a link of 10 GB/s each, where a host's pairs share it; the first pair is late at first."""
+    late = iter([0.01])
+
+    def meet(here: Here, number: int, only: Any, **arguments: Any) -> Any:
+        count = here.world.world_size
+        met = {(rank, network.partner(rank, number, count)) for rank in range(count)}
+        pairs = [tuple(pair) for pair in only or [(a, b) for a, b in met if b is not None and a < b]]
+        mine = next((pair for pair in pairs if here.world.rank in pair), None)
+        if mine is None:
+            return None
+        far = [pair for pair in pairs if hosts.of[pair[0]] != hosts.of[pair[1]]]
+        beside = [sum(hosts.of[rank] in (hosts.of[a], hosts.of[b]) for a, b in far) for rank in mine if mine in far]
+        rate = 10e9 / max([1, *beside]) * (next(late, 1.0) if here.world.rank == 0 else 1.0)
+        return {"other": sum(mine) - here.world.rank, "rate": rate, "trip": 1e-4, "again": 0, "sent": 9}
+
+    return meet
+
+
+@pytest.mark.parametrize("a_host", [1, 2, 4, 8])
+def test_a_link_is_as_fast_as_the_pairs_that_share_it_together(a_host: int) -> None:
+    """In every pair and in a tournament, whether a host's pairs met at once or one was measured again, alone."""
+    ranks = max(4, 2 * a_host)
+    hosts = Hosts({rank: (f"n{rank // a_host}", "") for rank in range(ranks)})
+    found = examined(ranks, {"meet": on_shared_links(hosts)}, lambda asker: network.ask_pairs(asker, hosts, SIZE))
+    assert {pair: one["link"] for pair, one in found.items()} == pytest.approx(dict.fromkeys(found, 10e9))
 
 
 def refusing(here: Here, **arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from fsdp2.config import Config
 from fsdp2.doctor import planned_step, step
 from fsdp2.doctor.rows import OK, Hosts
 from fsdp2.plan import links
+from fsdp2.plan.device import gpu
 from tests.doctor.test_network import EIGHT, measured
 
 CPU = torch.device("cpu")
@@ -24,13 +25,14 @@ def figures(hosts: Hosts, **changed: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "fp32"), ("cuda", "bf16")])
 @pytest.mark.parametrize("hosts", [EIGHT, Hosts(dict.fromkeys(range(8), ("vm", "127.0.0.1")))])
-def test_a_plan_s_exchanges_and_products_take_what_was_measured(hosts: Hosts) -> None:
+def test_a_plan_s_exchanges_and_products_take_what_was_measured(hosts: Hosts, device: str, dtype: str) -> None:
     found = figures(hosts)
-    speed = planned_step.speed_of("cpu", found)
+    speed = planned_step.speed_of(device, found)
     for size, seconds in found["gathers"]:
         assert links.seconds("all-gather", size, (8, 1), speed) == pytest.approx(seconds)
-    assert speed.flops["fp32"] * speed.efficiency["matrix"] == pytest.approx(5e10)  # of the slowest rank
+    assert speed.flops[dtype] * speed.efficiency["matrix"] == pytest.approx(5e10)  # of the slowest rank
     assert speed.memory * speed.efficiency["memory"] == pytest.approx(2e10)
 
 
@@ -51,7 +53,17 @@ def test_replicas_shard_within_a_host(count: int, hosts: int, flags: dict[str, A
     assert (None if other is None else other.replicas) == replicas
 
 
-@pytest.mark.slow  # two processes plan
+def test_links_of_gpus_keep_the_proportion_of_the_planner_s_table() -> None:
+    """A pair's TCP takes no NVLink."""
+    found, table = figures(EIGHT), gpu("h100").speed
+    assert table is not None
+    first, second = (planned_step.speed_of("cuda", found | {"links": [one, one]}) for one in ([1e-5, 8e9], [1e-3, 1e9]))
+    assert first == second
+    assert first.link / first.network == pytest.approx(table.link / table.network)
+    assert not planned_step.not_apart("cuda", figures(Hosts(dict.fromkeys(range(8), ("vm", "127.0.0.1")))))
+
+
+@pytest.mark.slow  # processes plan
 def test_a_step_is_planned_or_the_reason_is_said_and_neither_is_a_finding() -> None:
     found = figures(EIGHT)
     exchange, whole = step.rows(Config(model_size="tiny"), CPU, found)
@@ -62,7 +74,12 @@ def test_a_step_is_planned_or_the_reason_is_said_and_neither_is_a_finding() -> N
     assert "wait for exchanges; with --replicas 4: " in whole.measured
     (refused,) = step.rows(Config(strategy="ddp"), CPU, found)
     assert refused.measured.startswith("not planned: --strategy ddp: ")
+    *_, on_gpus = step.rows(Config(model_size="tiny"), torch.device("cuda"), found)
+    unknown = "not known, since GPUs' links within a host and between hosts aren't measured apart"
+    assert on_gpus.measured.endswith(f"wait for exchanges; with --replicas 4: {unknown}")
+    (refused_there,) = step.rows(Config(model_size="tiny", replicas=2), torch.device("cuda"), found)
+    assert refused_there.measured == f"not planned: --replicas 2: {unknown}"
     (late,) = step.rows(Config(), CPU, found, patience=0.05)
     assert late.measured == "not planned in 0.05 s"
-    assert {row.verdict for row in (exchange, whole, refused, late)} == {OK}
+    assert {row.verdict for row in (exchange, whole, on_gpus, refused, refused_there, late)} == {OK}
     assert step.rows(Config(), CPU, None) == []
