@@ -25,8 +25,13 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 # Set alike on all ranks, or some of them compute or communicate in another way.
-PREFIXES = ("CUBLAS", "CUDNN", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
-PER_RANK = ("NVIDIA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_PLACES")
+PREFIXES = (
+    "CUBLAS", "CUDA_", "CUDNN", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_", "UCX_",
+)  # fmt: skip
+# Ray gives each rank its own GPU, hosts may name their interfaces differently, and ranks may be bound to cores.
+PER_RANK = (
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_PLACES",
+)  # fmt: skip
 
 SHM_PER_RANK = 128 << 20  # nccl's and a data loader's segments; the 64 MB that Docker gives are known to fail
 NOFILE_BASE, NOFILE_PER_RANK = 512, 4  # files of Python and torch; gloo's and nccl's connections to each other rank

@@ -64,6 +64,15 @@ def test_a_rank_that_differs_is_named(
     assert row.fix
 
 
+def test_variables_of_cuda_are_compared_but_for_a_rank_s_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray gives each rank its own
+    here = Here(World(0, 1, 0, 1), torch.device("cpu"), None, 5.0)
+    assert [name for name in machine.measure(here)["environment"] if name.startswith("CUDA")] == [
+        "CUDA_DEVICE_MAX_CONNECTIONS"
+    ]
+
+
 def test_ranks_that_share_a_core_are_named(facts: dict[int, Any]) -> None:
     (row,) = found(facts, 2, cores=[1])  # rank 3's
     assert (row.name, row.who) == ("cores", "host b")
