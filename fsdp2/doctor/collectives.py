@@ -17,7 +17,9 @@ from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row
 
 KINDS = ("all-reduce", "all-gather")
-PART = 0.1  # of the slowest pair's bandwidth that a ring has to reach; below, the ranks are in each other's way
+# Of the slowest pair's bandwidth that a ring has to reach; below, the ranks are in each other's way. Where ranks share
+# cores it is the less: a pair had the machine for itself.
+PART = 0.1
 TRIALS = 5
 
 
@@ -149,13 +151,3 @@ def rows(found: Mapping[int, Mapping[str, float]], sizes: Sequence[int], least: 
         fix = "see the rows of pairs; if they are good, ranks are in each other's way: fewer a host, or bind them"
         result.append(row.judged([*hosts.of] if max(rates) < least else [], hosts, WORSE, fix))
     return result
-
-
-def expected(slowest_pair: float, crowding: float) -> float:
-    """Bytes/s for a collective of all ranks.
-
-    Args:
-        slowest_pair: bytes/s between two ranks that had the machine for themselves.
-        crowding: ranks for each core, where more than one.
-    """
-    return PART * slowest_pair / max(1.0, crowding)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp2.config import Config
 from fsdp2.doctor import clock, collectives, compute, machine, network, step, storage
@@ -88,7 +87,7 @@ def _exchanges(
     sizes = [64 << 10, 1 << 20] if options.quick else [64 << 10, 1 << 20, 32 << 20]
     crowding = max(len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items())
     done, hanging = collectives.ask_collectives(asker, sizes, hosts)
-    rows += [*hanging, *collectives.rows(done, sizes, collectives.expected(min(rates), crowding), hosts)]
+    rows += [*hanging, *collectives.rows(done, sizes, collectives.PART * min(rates) / max(1.0, crowding), hosts)]
     if options.step and not options.quick:
         rows += step.rows(options.config, asker.here.device, step.measured(computed, pairs, done, hosts))
     return rows
@@ -98,7 +97,6 @@ def run(
     options: Options,
     world: World,
     device: torch.device,
-    store: dist.Store,
     show: Callable[[list[Row], float], None],
 ) -> list[Row]:
     """Every rank's part of an examination; the rows, on all ranks. A collective call, which no rank waits in forever.
@@ -108,6 +106,8 @@ def run(
 
     Raises RunStopped on a rank to which rank 0 is silent.
     """
+    runtime.set_threads(options.config.threads, world)
+    store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
     asker = Asker(Here(world, device, store, options.seconds), QUESTIONS)
     if world.rank != 0:
         rows = [Row(**row) for row in asker.serve()]
@@ -125,14 +125,12 @@ def reported(options: Options) -> int:
     """The exit status of an examination, after rank 0 has printed it. A collective call, also in a launcher's group."""
     world = runtime.world()
     device = runtime.pick_device(options.config.device, world)
-    runtime.set_threads(options.config.threads, world)
 
     def show(rows: list[Row], took: float) -> None:
         text = as_json(rows, world) if options.json else "\n".join(lines(rows, world.world_size, took))
         print(text, flush=True)
 
-    store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
-    return status(run(options, world, device, store, show))
+    return status(run(options, world, device, show))
 
 
 def lines(rows: Sequence[Row], ranks: int, seconds: float, *, findings: bool = False) -> list[str]:
@@ -168,10 +166,7 @@ def before_training(config: Config, world: World, device: torch.device) -> None:
     def show(rows: list[Row], took: float) -> None:
         print("\n".join(f"doctor: {line}" for line in lines(rows, world.world_size, took, findings=True)), flush=True)
 
-    runtime.set_threads(config.threads, world)
-    store = runtime.meeting_point(world, STARTING + SECONDS, "doctor")
-    rows = run(Options(config, quick=True), world, device, store, show)
-    for row in rows:
+    for row in run(Options(config, quick=True), world, device, show):
         if row.verdict == BAD:
             raise ConfigError(
                 f"--doctor: {row.name}: {row.measured}; expected: {row.expected}; {row.who}: {row.fix}, or drop it"

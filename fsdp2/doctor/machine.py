@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from fsdp2.doctor.asking import Here
-from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, far_above, limit, same
+from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above, limit, same
 from fsdp2.run.agreement import code
 from fsdp2.units import size
 
@@ -26,19 +26,20 @@ except ImportError:  # Windows
 
 # Set alike on all ranks, or some of them compute or communicate in another way.
 PREFIXES = (
-    "CUBLAS", "CUDA_", "CUDNN", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_", "UCX_",
+    "CUBLAS", "CUDA_", "CUDNN", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "TORCH_",
+    "UCX_",
 )  # fmt: skip
 # Ray gives each rank its own GPU, hosts may name their interfaces differently, and ranks may be bound to cores.
 PER_RANK = (
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_PLACES",
 )  # fmt: skip
 
+CLOCK_LOWER = 1.25  # than the median GPU, at work; less is what GPUs of one model differ by
 SHM_PER_RANK = 128 << 20  # nccl's and a data loader's segments; the 64 MB that Docker gives are known to fail
 NOFILE_BASE, NOFILE_PER_RANK = 512, 4  # files of Python and torch; gloo's and nccl's connections to each other rank
 GPU_QUERY = {
     "driver": "driver_version",
     "clock": "clocks.current.sm",
-    "most clock": "clocks.max.sm",
     "throttled": "clocks_throttle_reasons.active",
     "ecc": "ecc.errors.uncorrected.volatile.total",
     "width": "pcie.link.width.current",
@@ -67,7 +68,9 @@ def measure(here: Here) -> dict[str, Any]:
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "same": same_on_all,
-        "environment": {name: value for name, value in os.environ.items() if is_shared_variable(name)},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and name not in PER_RANK
+        },
         "shm": [shm.total, shm.free] if shm else None,
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if resource else None,
@@ -79,10 +82,6 @@ def measure(here: Here) -> dict[str, Any]:
         "gpu": gpu,
         "loopback": resolves_to_loopback(),
     }
-
-
-def is_shared_variable(name: str) -> bool:
-    return name.startswith(PREFIXES) and name not in PER_RANK
 
 
 def free_memory(limit_and_use: list[int] | None, meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -105,21 +104,18 @@ def cgroup_limits(root: Path = Path("/")) -> dict[str, Any]:
         return {"memory": None, "cpus": None}
     memory: list[list[int]] = []
     cpus: list[float] = []
+    hierarchies = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        names = controllers.split(",") if controllers else [""]
-        for controller in names:
-            place = root / "sys/fs/cgroup" / controller / path.lstrip("/")
-            for folder in [place, *place.parents]:
-                if not folder.is_relative_to(root / "sys/fs/cgroup"):
-                    break
-                files = {"memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}.get(
-                    controller, ("memory.max", "memory.current")
-                )
-                found = [_number(folder / name) for name in files]
-                if found[0] is not None and found[0] < 1 << 60:  # v1 writes a huge number for none
-                    memory.append([int(found[0]), int(found[1] or 0)])
-                quota = _number(folder / "cpu.cfs_quota_us") if controller == "cpu" else _number(folder / "cpu.max")
+        for controller in controllers.split(","):  # v2 has one hierarchy, without a name
+            place = hierarchies / controller / path.lstrip("/")
+            for folder in [one for one in (place, *place.parents) if one.is_relative_to(hierarchies)]:
+                old = controller == "memory"
+                most = _number(folder / ("memory.limit_in_bytes" if old else "memory.max"))
+                used = _number(folder / ("memory.usage_in_bytes" if old else "memory.current"))
+                if most is not None and most < 1 << 60:  # v1 writes a huge number for none
+                    memory.append([int(most), int(used or 0)])
+                quota = _number(folder / ("cpu.cfs_quota_us" if controller == "cpu" else "cpu.max"))
                 period = _number(folder / "cpu.cfs_period_us") or _number(folder / "cpu.max", 1)
                 if quota is not None and quota > 0 and period:
                     cpus.append(quota / period)
@@ -245,21 +241,32 @@ def gpus(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
         return []
     used = {rank: gpu["total"] - gpu["free"] for rank, gpu in there.items()}
     crowded = [rank for rank, count in used.items() if count > 0.1 * there[rank]["total"]]
-    holds = Row("GPU memory in use", size(max(used.values())), "less than a tenth")
+    clocks = {rank: float(gpu["clock"]) for rank, gpu in there.items() if gpu.get("clock", "").isdigit()}
     reasons = {rank: throttle_reasons(gpu.get("throttled", "")) for rank, gpu in there.items()}
-    slowed = [rank for rank, names in reasons.items() if names]
     text = ", ".join(sorted({name for names in reasons.values() for name in names}))
-    throttled = Row("GPU throttled", text or "no reason", "no reason")
+    throttled = [rank for rank, names in reasons.items() if names]
     broken = [rank for rank, gpu in there.items() if gpu.get("ecc", "0") not in ("0", "[N/A]")]
-    errors = Row("GPU memory errors", f"on {len(broken)} GPUs", "none uncorrected since the start")
     narrow = [rank for rank, gpu in there.items() if gpu.get("width") != gpu.get("most width")]
-    lanes = Row("GPU PCIe lanes", ", ".join(sorted({gpu.get("width", "unknown") for gpu in there.values()})), "all")
-    return [
-        holds.judged(crowded, hosts, WORSE, "end the process that holds it: nvidia-smi lists them"),
-        throttled.judged(slowed, hosts, WORSE, "cool it, or give it power"),
-        errors.judged(broken, hosts, BAD, "reset or replace the GPU"),
-        lanes.judged(narrow, hosts, WORSE, "seat the GPU again"),
+    lanes = ", ".join(sorted({gpu.get("width", "unknown") for gpu in there.values()}))
+    result = [
+        Row("GPU memory in use", size(max(used.values())), "less than a tenth").judged(
+            crowded, hosts, WORSE, "end the process that holds it: nvidia-smi lists them"
+        ),
+        Row("GPU throttled", text or "no reason", "no reason").judged(
+            throttled, hosts, WORSE, "cool it, or give it power"
+        ),
+        Row("GPU memory errors", f"on {len(broken)} GPUs", "none uncorrected since the start").judged(
+            broken, hosts, BAD, "reset or replace the GPU"
+        ),
+        Row("GPU PCIe lanes", lanes, "all").judged(narrow, hosts, WORSE, "seat the GPU again"),
     ]
+    if clocks:
+        slow = far_above({rank: 1 / max(1.0, clock) for rank, clock in clocks.items()}, CLOCK_LOWER)
+        row = beside_median("GPU clock", clocks.values(), min, "{:.0f} MHz".format, "GPU")
+        result.append(
+            row.judged(slow, hosts, WORSE, "look at its clocks and power limit: nvidia-smi -q -d CLOCK,POWER")
+        )
+    return result
 
 
 def throttle_reasons(bits: str) -> list[str]:

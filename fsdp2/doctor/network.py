@@ -19,7 +19,7 @@ from typing import Any
 from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
 
-FEW = 8  # ranks of which every pair is measured, in 7 rounds
+FEW = 8  # ranks of which every pair is measured, in at most 7 rounds
 PINGS = 30
 TIMES_SLOWER = 3.0  # than the median pair of its kind, within a host or between hosts
 # What a busy core adds to a round trip, and to a transfer. Smaller differences aren't the network's.
@@ -29,6 +29,12 @@ LOSS = 0.001  # part of the segments that may be sent again; TCP halves its rate
 FEW_LOST = 5  # segments, which say nothing about a part
 _HELLO = struct.Struct("!I")
 _TCP_INFO_RETRANSMITTED, _TCP_INFO_SENT = 100, 136  # offsets in Linux's struct tcp_info
+
+FIXES = {
+    "round trip": "look at the path between them: a switch, a VPN, or a wrong interface",
+    "bandwidth": "look at the port's speed and errors: ethtool, ibstat",
+    "loss": "look for a bad cable or a full queue: ip -s link",
+}
 
 Pair = tuple[int, int]
 INSIDE, BETWEEN = "within hosts", "between hosts"
@@ -66,21 +72,13 @@ def own_address(alone: bool) -> str:
 
 
 def rounds(ranks: int) -> int:
-    return ranks - 1 + ranks % 2 if ranks <= FEW else (ranks - 1).bit_length()
+    bits = (ranks - 1).bit_length()
+    return (1 << bits) - 1 if ranks <= FEW else bits
 
 
 def partner(rank: int, number: int, ranks: int) -> int | None:
     """Whom a rank meets in a round; None if it has nobody."""
-    if ranks > FEW:
-        other = rank ^ 1 << number
-        return other if other < ranks else None
-    # The circle method: everybody turns around the last seat, which stays empty with an odd number.
-    seats = ranks + ranks % 2
-    if rank == seats - 1:
-        other = next(one for one in range(seats - 1) if (number - one) % (seats - 1) == one)
-    else:
-        other = (number - rank) % (seats - 1)
-        other = seats - 1 if other == rank else other
+    other = rank ^ (number + 1 if ranks <= FEW else 1 << number)
     return other if other < ranks else None
 
 
@@ -252,39 +250,27 @@ def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int 
 
 
 def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> str:
-    """Who explains these bad pairs: a host or a rank all of whose pairs are bad, else two hosts, else the pairs."""
+    """Who explains these bad pairs: a host or a rank all of whose pairs are bad, else two hosts, else the pairs.
+
+    A host is judged by its pairs with other hosts alone.
+    """
     left, named = set(guilty), []
     ranks = sorted({rank for pair in left for rank in pair})
-    # Hosts first, then ranks; of a large job only those that a bad pair has.
-    candidates: list[str | int] = [*dict.fromkeys(hosts.of[rank] for rank in ranks), *ranks]
-    while left:
-        best: set[int] = set()
-        covered: set[Pair] = set()
-        most = 1
-        for one in candidates:
-            members = set(hosts.ranks(one)) if isinstance(one, str) else {one}
-            its = {pair for pair in every if len(members & set(pair)) == 1 and hosts_differ(pair, one, hosts)}
-            if its and its <= set(guilty) and len(its & left) > most and len(its) < len(every):
-                best, most, covered = members, len(its & left), its
-        if not best:
-            break
-        named.append(hosts.named(best))
-        left -= covered
+    whole = [set(hosts.ranks(host)) for host in dict.fromkeys(hosts.of[rank] for rank in ranks)]
+    for members in [*whole, *({rank} for rank in ranks)]:
+        its = {pair for pair in every if len(members & set(pair)) == 1}
+        if its <= set(guilty) and len(its) < len(every) and len(its & left) > 1:
+            named.append(hosts.named(members))
+            left -= its
     ends: dict[tuple[str, str], list[Pair]] = {}
     for pair in sorted(left):
         ends.setdefault((hosts.of[pair[0]], hosts.of[pair[1]]), []).append(pair)
     for (a, b), pairs in ends.items():
         between = [pair for pair in every if {hosts.of[pair[0]], hosts.of[pair[1]]} == {a, b}]
-        whole = a != b and len(pairs) == len(between)
-        named.append(
-            f"hosts {a} and {b}" if whole else ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
-        )
+        all_of_two = a != b and len(pairs) == len(between)
+        shown = ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
+        named.append(f"hosts {a} and {b}" if all_of_two else shown)
     return "; ".join(named)
-
-
-def hosts_differ(pair: Pair, one: str | int, hosts: Hosts) -> bool:
-    """A host is judged by its pairs with other hosts alone."""
-    return isinstance(one, int) or hosts.of[pair[0]] != hosts.of[pair[1]]
 
 
 def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> list[Row]:
@@ -292,30 +278,19 @@ def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> li
     dead = [pair for pair, one in found.items() if "error" in one]
     result = []
     if dead:
-        result.append(
-            Row(
-                "connection",
-                f"{len(dead)} of {len(found)} pairs: {found[dead[0]]['error']}",
-                "each rank reaches each",
-                BAD,
-                blame(dead, found, hosts),
-                "open all TCP ports between the hosts; or name their interface in GLOO_SOCKET_IFNAME",
-            )
-        )
+        text = f"{len(dead)} of {len(found)} pairs: {found[dead[0]]['error']}"
+        fix = "open all TCP ports between the hosts; or name their interface in GLOO_SOCKET_IFNAME"
+        result.append(Row("connection", text, "each rank reaches each", BAD, blame(dead, found, hosts), fix))
     for kind, pairs in kinds(found, hosts):
         slow = _findings(kind, pairs, size)
         trips, rates = [one["trip"] * 1e3 for one in pairs.values()], [one["rate"] / 1e9 for one in pairs.values()]
-        trip = beside_median(f"round trip {kind}", trips, max, "{:.3g} ms".format, "pair")
-        rate = beside_median(f"bandwidth {kind}", rates, min, "{:.3g} GB/s".format, "pair")
-        fixes = {
-            "round trip": "look at the path between them: a switch, a VPN, or a wrong interface",
-            "bandwidth": "look at the port's speed and errors: ethtool, ibstat",
+        judged = {
+            "round trip": beside_median(f"round trip {kind}", trips, max, "{:.3g} ms".format, "pair"),
+            "bandwidth": beside_median(f"bandwidth {kind}", rates, min, "{:.3g} GB/s".format, "pair"),
         }
-        for row, (name, fix) in zip((trip, rate), fixes.items(), strict=True):
-            result.append(row.about(blame(slow[name], pairs, hosts), WORSE, fix))
         if kind == BETWEEN:
             lost = max(one["lost"] for one in pairs.values())
-            row = Row(f"loss {kind}", f"{lost:.2%} of segments sent again at worst", f"at most {LOSS:.1%}")
-            fix = "look for a bad cable or a full queue: ip -s link"
-            result.append(row.about(blame(slow["loss"], pairs, hosts), WORSE, fix))
+            text = f"{lost:.2%} of segments sent again at worst"
+            judged["loss"] = Row(f"loss {kind}", text, f"at most {LOSS:.1%}")
+        result += [row.about(blame(slow[name], pairs, hosts), WORSE, FIXES[name]) for name, row in judged.items()]
     return result

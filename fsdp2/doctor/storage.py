@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,15 @@ def measure(here: Here, place: str, folder: str, size: int) -> dict[str, Any]:
         except OSError:  # not there yet; or it can't be, which the steps below say
             time.sleep(0.1)
     name = f"{folder}/rank-{here.world.rank}"
-    steps = {
+    steps: dict[str, Callable[[], Any]] = {
         "mkdir": lambda: files.mkdir(folder),  # where the place isn't shared
         "write": lambda: files.write(name, bytes(size)),
-        "fsync": lambda: None if files.put_is_atomic else files.fsync(name),
-        "rename": lambda: None if files.put_is_atomic else files.rename(name, f"{name}-renamed"),
-        "read": lambda: files.read(name if files.put_is_atomic else f"{name}-renamed"),
-        "delete": lambda: files.unlink(name if files.put_is_atomic else f"{name}-renamed"),
     }
+    if not files.put_is_atomic:
+        steps["fsync"] = lambda: files.fsync(name)
+        steps["rename"] = lambda: files.rename(name, renamed)
+    renamed = name if files.put_is_atomic else f"{name}-renamed"
+    steps |= {"read": lambda: files.read(renamed), "delete": lambda: files.unlink(renamed)}
     for step, do in steps.items():
         here.doing = f"{step} in {place}"
         before = time.perf_counter()
@@ -125,7 +126,7 @@ def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, neede
     ]
     good = {rank: one for rank, one in found.items() if "error" not in one}
     for step in ("write", "fsync", "rename"):
-        times = {rank: one[step] for rank, one in good.items()}
+        times = {rank: one[step] for rank, one in good.items() if step in one}
         if not times:
             continue
         slow = set(far_above(times, TIMES_SLOWER, NOISE))

@@ -80,16 +80,17 @@ def test_ranks_that_share_a_core_are_named(facts: dict[int, Any]) -> None:
 
 def test_a_gpu_that_is_hot_broken_or_in_use_is_named(facts: dict[int, Any]) -> None:
     good = {"name": "H100", "free": 79 << 30, "total": 80 << 30, "throttled": "0x0000000000000001", "ecc": "0",
-            "width": "16", "most width": "16"}  # fmt: skip
+            "width": "16", "most width": "16", "clock": "1980"}  # fmt: skip
     ranks = {rank: one | {"gpu": good} for rank, one in facts.items()}
     assert found(ranks, 0) == []
-    changed = {"throttled": "0x0000000000000028", "ecc": "3", "free": 9 << 30, "width": "8"}
+    changed = {"throttled": "0x0000000000000028", "ecc": "3", "free": 9 << 30, "width": "8", "clock": "1200"}
     rows = found(ranks, 3, gpu=changed)
     assert [(row.name, row.verdict) for row in rows] == [
         ("GPU memory in use", WORSE),
         ("GPU throttled", WORSE),
         ("GPU memory errors", BAD),
         ("GPU PCIe lanes", WORSE),
+        ("GPU clock", WORSE),
     ]
     assert {row.who for row in rows} == {"rank 3 (b)"}
     assert rows[1].measured == "hardware slowdown, too hot"

@@ -19,7 +19,7 @@ def test_one_gpu_is_examined(tmp_path: Path) -> None:
     assert {"matrix product", "copy"} <= names, output
     assert not [name for name in names if name.startswith("answer: ")], output
     if ON_GPU:
-        assert {"GPU memory in use", "GPU throttled", "GPU memory errors", "GPU PCIe lanes"} <= names
+        assert {"GPU memory in use", "GPU throttled", "GPU memory errors", "GPU PCIe lanes", "GPU clock"} <= names
 
 
 @pytest.mark.parametrize("flags", [["--quick"], ["--doctor"]], ids=["doctor", "training"])
