@@ -29,6 +29,13 @@ STARTING = 60.0  # seconds that ranks may start later than rank 0
 PATIENCE = 120.0  # seconds in which rank 0, which judges and plans, asks nothing
 
 
+TROUBLES = {  # by kind, how bad it is and what to do
+    "silent": (BAD, "look at that process: it is stopped, swapping or dead, or its host is"),
+    "hung": (BAD, "look at what it stands in; --answer-within gives it more time"),
+    "failed": (WORSE, "mend what it says, and run the doctor again"),
+}
+
+
 @dataclass
 class Here:
     """What a question's function knows of the rank it runs on.
@@ -58,9 +65,13 @@ class Trouble:
 
     question: str
     rank: int
-    kind: str  # silent, hung, or failed
+    kind: str
     text: str
     doing: str
+
+    @property
+    def where(self) -> str:
+        return ": ".join(filter(None, (self.doing, self.text)))
 
 
 def bounded(function: Callable[[], Any], here: Here) -> dict[str, Any]:
@@ -109,17 +120,16 @@ class Asker:
         """By rank, what was answered. Called on rank 0. What wasn't answered is among the troubles."""
         self._number += 1
         self.here.store.set(f"question/{self._number}", json.dumps([name, arguments]))
-        later = STARTING if self._number == 1 else 0.0
-        deadline = time.monotonic() + self.here.seconds + GRACE + later
+        patience = self.here.seconds + GRACE + (STARTING if self._number == 1 else 0.0)
+        deadline = time.monotonic() + patience
         found = {0: self._measured(name, arguments)}
         for rank in range(1, self.here.world.world_size):
             if rank in self.silent:
                 continue
             text = self._read(f"answer/{self._number}/{rank}", deadline - time.monotonic())
-            waited = self.here.seconds + GRACE + later
-            found[rank] = {"silent": f"no answer in {waited:g} s"} if text is None else json.loads(text)
+            found[rank] = {"silent": f"no answer in {patience:g} s"} if text is None else json.loads(text)
         for rank, answer in found.items():
-            for kind in ("silent", "hung", "failed"):
+            for kind in TROUBLES:
                 if kind in answer:
                     self.troubles.append(Trouble(name, rank, kind, answer[kind], answer.get("doing", "")))
         return {rank: answer["value"] for rank, answer in found.items() if "value" in answer}
@@ -139,10 +149,8 @@ class Asker:
             self._number += 1
             text = self._read(f"question/{self._number}", 4 * self.here.seconds + PATIENCE)
             if text is None:
-                raise RunStopped(
-                    f"rank {self.here.world.rank}: rank 0 asks nothing any more: it has ended, or is stopped; look at "
-                    "that process"
-                )
+                mine = self.here.world.rank
+                raise RunStopped(f"rank {mine}: rank 0 is silent: it has ended, or is stopped; look at that process")
             name, arguments = json.loads(text)
             answer = {} if name == END else self._measured(name, arguments)
             self.here.store.set(f"answer/{self._number}/{self.here.world.rank}", json.dumps(answer))
@@ -170,19 +178,8 @@ class Asker:
         for one in self.troubles:
             if one.kind == "silent" or one.question not in judged:
                 found.setdefault((one.question, one.kind), []).append(one)
-        fixes = {
-            "silent": "look at that process: it is stopped, swapping or dead, or its host is",
-            "hung": "look at what it stands in; --answer-within gives it more time",
-            "failed": "mend what it says, and run the doctor again",
-        }
-        return [
-            Row(
-                f"answer: {question}",
-                found_here[0].text,
-                f"an answer in {self.here.seconds:g} s",
-                WORSE if kind == "failed" else BAD,
-                hosts.named(one.rank for one in found_here),
-                fixes[kind],
-            )
-            for (question, kind), found_here in found.items()
-        ]
+        result = []
+        for (question, kind), troubles in found.items():
+            row = Row(f"answer: {question}", troubles[0].where, f"an answer in {self.here.seconds:g} s")
+            result.append(row.judged([one.rank for one in troubles], hosts, *TROUBLES[kind]))
+        return result

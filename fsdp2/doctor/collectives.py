@@ -99,8 +99,7 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
     troubles = {one.rank: one for one in asker.troubles if one.question == "collectives"}
     steps = {rank: int(one.doing.partition(".")[0] or -1) for rank, one in troubles.items()}
     stuck = [rank for rank, step in steps.items() if step == min(steps.values())]
-    first = troubles[stuck[0]]
-    text = ": ".join(filter(None, (first.doing.partition(". ")[2], first.text)))
+    text = troubles[stuck[0]].where
     if len(stuck) == len(members) and (where := no_parts(asker.here.device)):
         text += f"; all ranks stand there, and parts of them can't be tried {where}"
     elif len(stuck) == len(members):

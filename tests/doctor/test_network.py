@@ -233,7 +233,7 @@ def test_parts_of_the_ranks_are_tried_on_the_cpu_alone(
     ((row,), questions) = examined(4, {"collectives": hangs}, ask, seconds=0.3)
     assert (row.name, row.verdict, row.who) == ("collectives", BAD, who)
     assert ("parts of them can't be tried on GPUs" in row.measured) == (device == "cuda" and len(set(stood)) == 1)
-    assert row.measured.startswith("all-gather of 64 bytes: stands in ")
+    assert row.measured.startswith(f"{stood[2]}. all-gather of 64 bytes: stands in ")
     assert questions == asked
 
 
