@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -229,17 +228,12 @@ def doctor(ranks: int) -> dict[str, str]:
     hosts = rows.Hosts(
         {rank: (f"node{rank // GPUS}", f"10.0.{rank // GPUS // 256}.{rank // GPUS % 256}") for rank in range(ranks)}
     )
-    count = network.rounds(ranks)
-    pairs: dict[Any, dict[str, Any]] = {}
-    for number in range(count):
-        for rank in range(ranks):
-            other = network.partner(rank, number, ranks)
-            if other is not None and rank < other:
-                pairs[rank, other] = {"trip": 1e-4, "rate": 1e9, "lost": 0.0, "again": 0}
+    rounds = network.schedule(ranks)
+    pairs = {pair: {"trip": 1e-4, "rate": 1e9, "lost": 0.0, "again": 0} for met in rounds for pair in met}
     pairs[0, 1]["trip"] = 1.0
     with Timer() as timer:
         network.rows(pairs, hosts, 1 << 20)
-    return {"doctor": f"{count} rounds, {shown(timer)}"}
+    return {"doctor": f"{len(rounds)} rounds, {shown(timer)}"}
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ def examine(asker: Asker, options: Options) -> list[Row]:
     hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
     found = asker.ask("machine")
     rows = machine.rows(found, hosts)
-    others = [rank for rank in hosts.first().values() if rank != 0 and rank in found]
-    if others and 0 in found:
-        rows += clock.rows(asker.ask("clock", key="once", asked=others).get(0) or {}, hosts)
+    if len(hosts.first()) > 1:
+        rows += clock.rows(clock.ask_clocks(asker), hosts)
     place = options.config.run_dir or str(default_path(options.config.model).parent)
     stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
     rows += storage.rows(stored, hosts, place, storage.kept_bytes(options.config))

@@ -71,32 +71,23 @@ def own_address(alone: bool) -> str:
     return "127.0.0.1"
 
 
-def rounds(ranks: int) -> int:
+def schedule(ranks: int) -> list[list[Pair]]:
+    """The pairs of each round, in which no rank is twice."""
     bits = (ranks - 1).bit_length()
-    return (1 << bits) - 1 if ranks <= FEW else bits
+    steps = range(1, 1 << bits) if ranks <= FEW else [1 << number for number in range(bits)]
+    return [[(rank, rank ^ step) for rank in range(ranks) if rank < rank ^ step < ranks] for step in steps]
 
 
-def partner(rank: int, number: int, ranks: int) -> int | None:
-    """Whom a rank meets in a round; None if it has nobody."""
-    other = rank ^ (number + 1 if ranks <= FEW else 1 << number)
-    return other if other < ranks else None
-
-
-def meet(here: Here, number: int, only: Sequence[Sequence[int]] | None, without: Sequence[int], size: int) -> Any:
+def meet(here: Here, pairs: Sequence[Sequence[int]], size: int) -> Any:
     """Measure the pair that this rank is in, if any: seconds of a round trip and bytes/s of this rank's sending.
 
     Args:
-        number: of the round.
-        only: pairs that meet now, in place of those of a round.
-        without: ranks that meet nobody.
+        pairs: that meet now.
         size: bytes to send each way.
     """
     rank = here.world.rank
-    if only is None:
-        other = partner(rank, number, here.world.world_size)
-    else:
-        other = next((a if b == rank else b for a, b in only if rank in (a, b)), None)
-    if other is None or rank in without or other in without:
+    other = next((a if b == rank else b for a, b in pairs if rank in (a, b)), None)
+    if other is None:
         return None
     here.doing = f"meeting rank {other}"
     try:
@@ -177,15 +168,14 @@ def _segments(link: socket.socket) -> dict[str, int]:
 
 def ask_pairs(asker: Asker, hosts: Hosts, size: int) -> dict[Pair, dict[str, Any]]:
     """All pairs, by rank, as measured; those that seem slow are measured again, and the better result counts."""
-    count = asker.here.world.world_size
     found: dict[Pair, dict[str, Any]] = {}
-    for number in range(rounds(count)):
-        away = [rank for rank in range(count) if rank in asker.silent or rank not in hosts.of]
-        _collect(found, asker.ask("meet", number=number, only=None, without=away, size=size), hosts)
+    for pairs in schedule(asker.here.world.world_size):
+        there = [pair for pair in pairs if all(rank in hosts.of and rank not in asker.silent for rank in pair)]
+        _collect(found, asker.ask("meet", pairs=there, size=size), hosts)
     for _ in range(2):
         # One at a time: a rank that has been late for its pair makes the next one late, and so does a crowded link.
         for pair in slow_pairs(found, hosts)[:FEW]:
-            _collect(found, asker.ask("meet", number=0, only=[pair], without=[], size=size), hosts)
+            _collect(found, asker.ask("meet", pairs=[pair], size=size), hosts)
     return found
 
 

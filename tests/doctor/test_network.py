@@ -27,26 +27,17 @@ ALL = list(combinations(range(8), 2))
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
 def test_few_ranks_meet_in_every_pair_once(count: int) -> None:
-    met = [
-        tuple(sorted((rank, other)))
-        for number in range(network.rounds(count))
-        for rank in range(count)
-        if (other := network.partner(rank, number, count)) is not None
-    ]
-    assert sorted(met) == sorted(2 * list(combinations(range(count), 2)))  # from both ends
+    rounds = network.schedule(count)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
+    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
 
 
 @pytest.mark.parametrize("count", [9, 64, 1000])
 def test_many_ranks_meet_in_few_rounds_and_nobody_is_left_out(count: int) -> None:
-    assert network.rounds(count) == (count - 1).bit_length()
-    met = set()
-    for number in range(network.rounds(count)):
-        for rank in range(count):
-            other = network.partner(rank, number, count)
-            if other is not None:
-                assert network.partner(other, number, count) == rank
-                met.add(rank)
-    assert met == set(range(count))
+    rounds = network.schedule(count)
+    assert len(rounds) == (count - 1).bit_length()
+    assert {rank for pairs in rounds for pair in pairs for rank in pair} == set(range(count))
+    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
 
 
 def measured(slow: Sequence[tuple[int, int]] = (), **changed: Any) -> dict[tuple[int, int], dict[str, Any]]:
@@ -90,10 +81,7 @@ def on_shared_links(hosts: Hosts) -> Any:
     """Pairs whose hosts have a link of 10 GB/s each, where a host's pairs share it; the first pair is late at first."""
     late = iter([0.01])
 
-    def meet(here: Here, number: int, only: Any, **arguments: Any) -> Any:
-        count = here.world.world_size
-        met = {(rank, network.partner(rank, number, count)) for rank in range(count)}
-        pairs = [tuple(pair) for pair in only or [(a, b) for a, b in met if b is not None and a < b]]
+    def meet(here: Here, pairs: list[list[int]], size: int) -> Any:
         mine = next((pair for pair in pairs if here.world.rank in pair), None)
         if mine is None:
             return None
