@@ -1,4 +1,4 @@
-"""All-reduce and all-gather among all ranks. Where one hangs, the rank is found by how far each has come, or by halves.
+"""All-reduce and all-gather among all ranks. Where one hangs, the rank is the one that lags behind, or is bisected for.
 
 Parts of the ranks can be tried with gloo alone: what hangs in nccl occupies its GPU until the process ends.
 """
@@ -6,6 +6,7 @@ Parts of the ranks can be tried with gloo alone: what hangs in nccl occupies its
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,6 +53,10 @@ def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
     backend = "nccl" if here.device.type == "cuda" else "gloo"
     own = not dist.is_initialized()
     if own:
+        # torch numbers a process's groups, also one that couldn't connect, and begins again when one ends: without
+        # this, ranks that have failed differently often would wait for each other under two names.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
         store, rank = dist.PrefixStore(f"group/{key}", here.store), members.index(here.world.rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=patience(here))
     group: Any = dist.group.WORLD if own else dist.new_group(members, timeout=patience(here), backend=backend)
@@ -108,24 +113,17 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
 
 
 def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:
-    """The one rank, or the two, with which a group fails: halves first, then who fails across them.
+    """The one rank, or the two, with which a group fails, by bisection.
+
+    The shortest group from the front that fails ends with one of them. With that one at the end of each group, the
+    shortest that fails has the other one before it.
 
     Args:
-        fails: whether a group of these ranks does.
+        fails: whether a group of these ranks does, as that of all members has.
     """
-    part = list(members)
-    while len(part) > 2:
-        halves = part[: len(part) // 2], part[len(part) // 2 :]
-        failing = next((half for half in halves if len(half) > 1 and fails(half)), None)
-        if failing is None:
-            break
-        part = failing
-    sides = [part[: len(part) // 2], part[len(part) // 2 :]]
-    for side in (0, 1):
-        while len(sides[side]) > 1:
-            half = sides[side][: len(sides[side]) // 2]
-            sides[side] = half if fails([*half, *sides[1 - side]]) else sides[side][len(half) :]
-    pair = [*sides[0], *sides[1]]
+    b = bisect_left(range(len(members) - 1), True, lo=1, key=lambda last: fails(members[: last + 1]))
+    a = bisect_left(range(b - 1), True, key=lambda last: fails([*members[: last + 1], members[b]]))
+    pair = [members[a], members[b]]
     witness = next((rank for rank in members if rank not in pair), None)
     if witness is None:
         return pair

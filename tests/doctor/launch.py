@@ -33,7 +33,10 @@ if fault == "held":
     collectives.patience, collectives.no_parts = lambda here: forever, lambda device: "here"
     if at == os.environ["RANK"]:
         connect = torch.distributed.init_process_group
-        torch.distributed.init_process_group = lambda *a, **options: (connect(*a, **options), time.sleep(3600))
+        def connect_and_stop(*arguments, **options):
+            connect(*arguments, **options)
+            time.sleep(3600 * (options["world_size"] > 1))
+        torch.distributed.init_process_group = connect_and_stop
 if fault == "late" and at == os.environ["RANK"]:
     examine.QUESTIONS["collectives"] = lambda here, **arguments: time.sleep(3600)
 if fault.startswith("frozen ") and at == os.environ["RANK"]:

@@ -103,6 +103,6 @@ def test_a_rank_with_a_cpu_quota_is_named(tmp_path: Path, quota: Path) -> None:
     assert found["matrix product"] == ("worse", who)
 
 
-def test_a_rank_on_which_all_reduce_hangs_is_found_by_halves(tmp_path: Path) -> None:
+def test_a_rank_on_which_all_reduce_hangs_is_found_by_bisection(tmp_path: Path) -> None:
     found = findings(tmp_path, "--answer-within=4", ranks=4, fault="frozen all_reduce", at=2)
     assert found["collectives"] == ("bad", f"rank 2 ({os.uname().nodename})")
