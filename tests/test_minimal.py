@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from fsdp2 import minimal
+from fsdp2.config import Config
 from tests.harness import Ranks, losses, main_in_ranks
 
-CPU = torch.device("cpu")
+
+def trained(folder: Path, epochs: int) -> list[float]:
+    """The losses of `minimal.train` on a tiny model. In `Ranks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minimal, "build", partial(minimal.build, size="tiny"))
+        return minimal.train(folder, torch.device("cpu"), epochs)
 
 
 def test_losses_are_those_of_train_also_after_a_resume_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    flags = ["--epochs=2", "--clip-grad-norm", "--explicit-prefetching=1", "--no-save-model", "--threads=1"]
+    flags = [
+        "--epochs=2",
+        "--model-size=tiny",
+        "--clip-grad-norm",
+        "--explicit-prefetching=1",
+        "--no-save-model",
+        "--threads=1",
+    ]
     events = ranks.run(main_in_ranks, [*flags, "--device=cpu", f"--run-dir={tmp_path / 'run'}"])[0]
-    first = ranks.run(minimal.train, tmp_path / "minimal", CPU, 1)[0]
+    first = ranks.run(trained, tmp_path / "minimal", 1)[0]
     (tmp_path / "minimal" / "unfinished").mkdir()  # what a kill in the middle of a save leaves
     (tmp_path / "minimal" / "unfinished" / "__0_0.distcp").write_bytes(b"torn")
-    second = ranks.run(minimal.train, tmp_path / "minimal", CPU, 2)[0]
+    second = ranks.run(trained, tmp_path / "minimal", 2)[0]
     assert first + second == losses(events)
-    third = ranks.run(minimal.train, tmp_path / "minimal", CPU, 3, ranks=3)[0]
+    third = ranks.run(trained, tmp_path / "minimal", 3, ranks=3)[0]
     assert len(third) == 8  # 1,437 samples in steps of 3 x 64
     assert third[-1] < second[-1]
+
+
+def test_its_model_is_that_of_train() -> None:
+    assert inspect.signature(minimal.build).parameters["size"].default == Config().model_size
 
 
 def test_one_screen() -> None:
