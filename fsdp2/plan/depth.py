@@ -17,7 +17,7 @@ def depths(config: Config) -> tuple[int, int, int] | None:
     """(blocks of the model, of a short one, of one that is longer by a group); None if short ones would say too little.
 
     The first and last groups differ from the others by what is prefetched and kept around them, so a short model has
-    enough for both ends and one between.
+    enough for both ends and one between. A model with fewer blocks than the two together is executed as it is.
     """
     model = config.spec.on_meta(config.model_size)
     blocks = blocks_of(config)(model)
@@ -27,7 +27,8 @@ def depths(config: Config) -> tuple[int, int, int] | None:
     ahead = max(count or 0 for count in config.prefetches)
     short = (4 + 2 * ahead) * group
     short += (len(blocks) - short) % group
-    return (len(blocks), short, short + group) if len(blocks) > short + group else None
+    longer = short + group
+    return (len(blocks), short, longer) if len(blocks) > short + longer else None
 
 
 def shorten(model: nn.Module, blocks_of: Callable[[Any], Sequence[nn.Module]], count: int) -> nn.Module:

@@ -10,9 +10,9 @@ from fsdp2.config import Config
 from fsdp2.plan import memory
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="package")
 def _each_execution_once() -> Iterator[None]:
-    """A module's plans of the same flags and ranks, a second of computing each, are drawn from one execution."""
+    """Plans of the same flags and ranks, a second of computing each, are drawn from one execution."""
     done: dict[Any, memory.Execution] = {}
     original = memory.execute
 

@@ -46,7 +46,10 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str)
 
 def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{DEEP} --mixed-precision --activation-checkpointing"
-    assert memory.depths(_config(flags)) == (6, 4, 5)
+    # Of six blocks nobody plans nine instead.
+    assert memory.depths(_config(flags)) is None
+    assert memory.depths(_config(flags.replace("10m", "160m"))) == (12, 4, 5)
+    monkeypatch.setattr(memory, "depths", lambda config: (6, 4, 5))
     short = planned(flags, ranks=64)
     monkeypatch.setattr(memory, "depths", lambda config: None)
     whole = planned(flags, ranks=64)
@@ -58,7 +61,8 @@ def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("flags", [LLAMA, f"{CNN} --global-batch-size=15 --grad-accumulation=2"])
 def test_no_rank_takes_more_than_the_first(flags: str) -> None:
-    first, *others = (planned(flags, ranks=7, rank=rank) for rank in range(7))
+    # Of seven: one in the midst, and the last, which has no rows of a layer that has few.
+    first, *others = (planned(flags, ranks=7, rank=rank) for rank in (0, 3, 6))
     assert first.model_bytes > others[-1].model_bytes
     for other in others:
         assert first.peak.bytes >= other.peak.bytes
@@ -66,7 +70,9 @@ def test_no_rank_takes_more_than_the_first(flags: str) -> None:
 
 
 def test_padding_takes_more_of_a_small_model_on_more_ranks() -> None:
-    few, many = (planned("--model=vit --batch-size=2 --test-batch-size=2", ranks=count) for count in (64, 1024))
+    few, many = (
+        planned("--model=vit --model-size=tiny --batch-size=2 --test-batch-size=2", ranks=count) for count in (64, 1024)
+    )
     assert many.peak.bytes > few.peak.bytes
 
 
