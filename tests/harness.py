@@ -18,6 +18,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -151,6 +152,24 @@ class Ranks:
         for process, _, _ in self._workers:
             process.join()
         self._workers = []
+
+
+class Launches:
+    """In place of `subprocess` in a module that starts torchrun: the first launch is one, and the others are calls of
+    a function with their arguments on the pool's ranks, which have torch imported. `commands` is what was asked for."""
+
+    def __init__(self, ranks: Ranks, function: Callable[[list[str]], Any]) -> None:
+        self.ranks, self.function = ranks, function
+        self.commands: list[list[str]] = []
+
+    def run(self, command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        if len(self.commands) == 1:
+            return subprocess.run(command, **settings)
+        (count,) = [word.partition("=")[2] for word in command if word.startswith("--nproc_per_node=")]
+        arguments = command[command.index("-m", command.index("-m") + 1) + 2 :]  # of torchrun's module
+        self.ranks.run(self.function, arguments, ranks=int(count))
+        return subprocess.CompletedProcess(command, 0, "", "")
 
 
 SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]

@@ -19,23 +19,46 @@ from tests.harness import losses, of_kind
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[float]]:
+    """Losses that several tests compare with, by what they are of; filled when first needed."""
+    return {}
+
+
+@pytest.fixture
+def reference(train: Train, known: dict[str, list[float]]) -> Callable[..., list[float]]:
+    """The losses of six steps on two ranks with flags, from one run for all tests."""
+
+    def of(*flags: str) -> list[float]:
+        name = " ".join(flags)
+        if name not in known:
+            known[name] = losses(train(*flags, "--no-save-model", run="reference"))
+        return known[name]
+
+    return of
+
+
+Reference = Callable[..., list[float]]
+
+
 def relative(ours: list[float], theirs: list[float]) -> float:
     assert len(ours) == len(theirs) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("model", ["vit", "cnn"])
-def test_strategies_are_bit_equal_on_two_ranks(train: Train, model: str) -> None:
-    reference = losses(train(f"--model={model}", run="fsdp2"))
-    assert len(reference) == 6
-    assert reference[-1] != reference[0]
+def test_strategies_are_bit_equal_on_two_ranks(train: Train, reference: Reference, model: str) -> None:
+    flags = [f"--model={model}"] if model != "vit" else []
+    ours = reference(*flags)
+    assert len(ours) == 6
+    assert ours[-1] != ours[0]
     for strategy in ("fsdp1", "ddp"):
-        assert losses(train(f"--model={model}", "--strategy", strategy, run=strategy)) == reference
+        assert losses(train(*flags, "--strategy", strategy, run=strategy)) == ours
 
 
-def test_one_process_with_two_microbatches_is_bit_equal_to_two_ranks(train: Train) -> None:
+def test_one_process_with_two_microbatches_is_bit_equal_to_two_ranks(train: Train, reference: Reference) -> None:
     halves = losses(train("--strategy=none", "--grad-accumulation=2", n=1, run="none"))
-    assert halves == losses(train(run="fsdp2"))
+    assert halves == reference()
 
 
 def test_clipping_changes_only_the_last_bits_between_strategies(train: Train) -> None:
@@ -55,10 +78,10 @@ def test_three_ranks_differ_only_in_the_order_of_summation(train: Train) -> None
     assert relative(runs[2], runs[0]) < 1e-5
 
 
-def test_bf16_is_bit_equal_between_fsdp1_and_fsdp2(train: Train) -> None:
+def test_bf16_is_bit_equal_between_fsdp1_and_fsdp2(train: Train, reference: Reference) -> None:
     ours = losses(train("--mixed-precision", run="fsdp2"))
     assert ours == losses(train("--mixed-precision", "--strategy=fsdp1", run="fsdp1"))
-    assert ours != losses(train(run="fp32"))
+    assert ours != reference()
     # DDP's autocast chooses a dtype by operation: other arithmetic at bf16's 3 digits.
     assert relative(losses(train("--mixed-precision", "--strategy=ddp", run="ddp")), ours) < 5e-3
 
@@ -75,17 +98,12 @@ def test_bf16_is_bit_equal_between_fsdp1_and_fsdp2(train: Train) -> None:
     ],
 )
 def test_world_size_changes_only_rounding(train: Train, flags: str) -> None:
-    runs = {n: train(*flags.split(), n=n, steps=10, run=f"n{n}") for n in (1, 2, 3, 4)}
+    line = [*flags.split(), "--no-save-model"]
+    runs = {n: train(*line, n=n, steps=10, run=f"n{n}") for n in (1, 2, 3, 4)}
     for n in (2, 3, 4):
         assert [e["samples"] for e in of_kind(runs[n], "train")] == [e["samples"] for e in of_kind(runs[1], "train")]
         # The same samples in each step; sums over ranks are rounded in another order.
         assert relative(losses(runs[n]), losses(runs[1])) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, list[float]]:
-    """Losses that several tests compare with, by model; filled when first needed."""
-    return {}
 
 
 VARIANTS = {
@@ -105,16 +123,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS.keys())
-def test_does_not_change_a_single_loss(train: Train, reference: dict[str, list[float]], flags: str) -> None:
-    if not reference:
-        reference["vit"] = losses(train(run="reference", steps=5))
-    events = train(*flags.split(), steps=5)
-    assert losses(events) == reference["vit"]
+def test_does_not_change_a_single_loss(train: Train, reference: Reference, flags: str) -> None:
+    assert losses(train(*flags.split())) == reference()
 
 
-def test_dropout_does_not_depend_on_recomputation(train: Train) -> None:
-    plain = losses(train("--model=cnn", run="plain"))
-    assert losses(train("--model=cnn", "--activation-checkpointing", run="recomputed")) == plain
+def test_dropout_does_not_depend_on_recomputation(train: Train, reference: Reference) -> None:
+    assert losses(train("--model=cnn", "--activation-checkpointing")) == reference("--model=cnn")
 
 
 def test_hsdp_and_integer_reshard_on_four_ranks(train: Train) -> None:
@@ -125,11 +139,11 @@ def test_hsdp_and_integer_reshard_on_four_ranks(train: Train) -> None:
     assert relative(losses(train("--replicas=2", n=4, run="hsdp")), flat) < 1e-5
 
 
-def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train, tmp_path: Path) -> None:
+def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train, reference: Reference, tmp_path: Path) -> None:
     flags = ["--freeze=encoder.layers.*_0.*", "--freeze=conv_proj.*"]
     runs = {s: losses(train(*flags, "--strategy", s, run=s)) for s in ("fsdp2", "fsdp1", "ddp")}
     assert runs["fsdp2"] == runs["ddp"] == runs["fsdp1"]
-    assert runs["fsdp2"] != losses(train(run="all"))
+    assert runs["fsdp2"] != reference()
     spec = models.get("vit")
     initial = spec.build("tiny")
     reset_parameters(initial, spec.initial_values, seed=1)
@@ -142,28 +156,30 @@ def test_a_frozen_part_stays_as_it_was_under_every_strategy(train: Train, tmp_pa
 
 @pytest.mark.parametrize("flags", ["", "--strategy=ddp", "--mixed-precision=fp16 --optimizer=adamw"])
 def test_a_fused_update_rounds_otherwise_and_goes_on_with_the_same_state(train: Train, flags: str) -> None:
-    plain = losses(train(*flags.split(), run="plain"))
-    fused = [*flags.split(), "--fused-optimizer"]
+    line = [*flags.split(), "--no-save-model"]
+    plain = losses(train(*line, run="plain"))
+    fused = [*line, "--fused-optimizer"]
     assert relative(losses(train(*fused, run="fused")), plain) < 1e-5
     # A checkpoint doesn't say how the update is computed: each kind goes on from the other's.
-    for run, first, then in (("to", flags.split(), fused), ("from", fused, flags.split())):
+    for run, first, then in (("to", line, fused), ("from", fused, line)):
         train(*first, run=run, steps=3)
         events = train(*then, run=run)
         assert of_kind(events, "resume")[0]["step"] == 3
         assert relative(losses(events), plain[3:]) < 1e-5
 
 
-def test_seed_decides_the_losses(train: Train) -> None:
-    first = losses(train(run="first"))
-    assert losses(train(run="again")) == first
-    assert losses(train("--seed=2", run="other")) != first
+def test_seed_decides_the_losses(train: Train, reference: Reference) -> None:
+    assert losses(train()) == reference()
+    assert losses(train("--seed=2", run="other")) != reference()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_learns_nearly_the_same(train: Train, precision: str) -> None:
-    low = losses(train(f"--mixed-precision={precision}", steps=20, run="low"))
+def test_low_precision_learns_nearly_the_same(train: Train, known: dict[str, list[float]], precision: str) -> None:
+    if "20 steps" not in known:
+        known["20 steps"] = losses(train("--no-save-model", steps=20, run="full"))
+    low = losses(train(f"--mixed-precision={precision}", "--no-save-model", steps=20, run="low"))
     # bf16 has 3 significant digits, fp16 has 4; the curve is the same, its points are not.
-    assert relative(low, losses(train(steps=20, run="full"))) < 2e-2
+    assert relative(low, known["20 steps"]) < 2e-2
 
 
 def test_accumulation_communicates_the_same_sum(train: Train) -> None:

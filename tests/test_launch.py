@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.run import runtime
+from tests.docs.running import in_a_process
 from tests.harness import Ranks, main_in_ranks, of_kind, python_environment
 
 ROOT = Path(__file__).parent.parent
@@ -112,8 +113,8 @@ def test_the_main_job_in_one_process_then_infer(tmp_path: Path) -> None:
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     assert json.loads((run / "config.json").read_text())["flags"]["max-steps"] == 4
 
-    status, out, err = finish(start([sys.executable, "-m", "fsdp2.infer", run, "--json", "out.json"], tmp_path))
-    assert status == 0, err
+    status, out = in_a_process("-m fsdp2.infer", [str(run), "--json", "out.json"], tmp_path)
+    assert status == 0, out
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["accuracy"] == metrics(run, "eval")[-1]["accuracy"]
     assert result["count"] == 360
@@ -132,9 +133,9 @@ def test_a_wrong_flag_under_torchrun_is_one_line_from_rank_zero(tmp_path: Path) 
 
 
 def test_a_wrong_flag_under_python_exits_with_two(tmp_path: Path) -> None:
-    status, out, err = finish(start([sys.executable, "-m", "fsdp2.train", "--modle", "vit"], tmp_path))
-    assert (status, out) == (2, "")
-    assert err == "fsdp2: error: --modle: no such flag; did you mean --model?\n"
+    status, printed = in_a_process("-m fsdp2.train", ["--modle", "vit"], tmp_path)
+    assert status == 2
+    assert printed == "fsdp2: error: --modle: no such flag; did you mean --model?\n"
 
 
 FAILING = textwrap.dedent("""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from fsdp2.compare.picture import page, write_image, write_memory_image
 from fsdp2.compare.variants import VARIANTS, rows
 from fsdp2.memory.series import Series
 from fsdp2.options.errors import ConfigError
-from tests.harness import SMALL, Ranks, main_in_ranks
+from tests.harness import SMALL, Launches, Ranks, main_in_ranks
 from tests.memory.test_runs import CHROMIUM, in_browser
 
 
@@ -152,29 +149,14 @@ def test_the_reason_of_a_failure_is_its_first_error() -> None:
     assert reason("") == "it ended without a word"
 
 
-@pytest.fixture
-def launches(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that a comparison starts. The first is started; the flags of the others are for the pool's ranks."""
-    started: list[list[str]] = []
-
-    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-        started.append(command)
-        if len(started) == 1:
-            return subprocess.run(command, **settings)
-        (count,) = [word.partition("=")[2] for word in command if word.startswith("--nproc_per_node=")]
-        ranks.run(main_in_ranks, command[command.index("fsdp2.train") + 1 :], ranks=int(count))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
-    return started
-
-
 def test_a_comparison_on_two_ranks(
-    launches: list[list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    launches = Launches(ranks, main_in_ranks)
+    monkeypatch.setattr(measure, "subprocess", launches)
     own = ["--strategies=ddp,fsdp2", "--variants=default,offload", "--steps=4", "--repeats=1", f"--out={tmp_path}"]
     ddp, refused, fsdp2, offload = compare.main([*SMALL, *own, "--memory-limit=1GB"])
-    assert len(launches) == 6  # three rows are timed, and recorded
+    assert len(launches.commands) == 6  # three rows are timed, and recorded
     assert (refused.name, bool(refused.failed)) == ("ddp offload", True)
     assert ddp.losses == fsdp2.losses == offload.losses
     assert len(ddp.step_ms) == 2

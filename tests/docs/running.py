@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -84,7 +85,15 @@ def program(
     if by_hand:
         threading.Thread(target=_stop_after_a_step, args=(Path(folder),), daemon=True).start()
     try:
-        with chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with (
+            chdir(folder),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+            warnings.catch_warnings(),
+        ):
+            # Of no program that a user starts: its module is imported already, and stderr is no file.
+            warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of package")
+            warnings.filterwarnings("ignore", "Unable to enable fault handler")
             if target.startswith("-m "):
                 runpy.run_module(target[3:], run_name="__main__", alter_sys=True)
             else:
@@ -119,6 +128,30 @@ def on_a_rank(*what: Any) -> tuple[int, str]:
 def _alone(pipe: Any, *what: Any) -> None:
     pipe.send(program(*what))
     pipe.close()
+
+
+def started(*what: Any) -> tuple[Any, Any]:
+    """`program` in a process of its own, forked from one that has torch imported."""
+    ours, theirs = _PROCESSES.Pipe()
+    process = _PROCESSES.Process(target=_alone, args=(theirs, *what))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def result(process: Any, pipe: Any) -> tuple[int, str]:
+    """Of what was `started`: its exit status and what it printed."""
+    try:
+        return pipe.recv() if pipe.poll(240) else (1, "no end in four minutes")
+    except EOFError:
+        return 1, "it ended without a result"
+    finally:
+        process.join(20)
+        process.kill()
+
+
+def in_a_process(target: str, arguments: list[str], folder: Path, **environment: str) -> tuple[int, str]:
+    return result(*started(target, arguments, str(folder), environment, False))
 
 
 class Shell:
@@ -212,28 +245,14 @@ class Shell:
             self._start(target, arguments, False, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(number)
         ]
-        results = [self._result(*one) for one in started]
+        results = [result(*one) for one in started]
         return max(status for status, _ in results), "".join(text for _, text in results)
 
     def _in_a_process(self, target: str, arguments: list[str], by_hand: bool) -> tuple[int, str]:
-        return self._result(*self._start(target, arguments, by_hand, {}))
+        return result(*self._start(target, arguments, by_hand, {}))
 
     def _start(self, target: str, arguments: list[str], by_hand: bool, more: dict[str, str]) -> tuple[Any, Any]:
-        ours, theirs = _PROCESSES.Pipe()
-        what = (theirs, target, arguments, str(self.folder), {**self.environment, **more}, by_hand)
-        process = _PROCESSES.Process(target=_alone, args=what)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    def _result(self, process: Any, pipe: Any) -> tuple[int, str]:
-        try:
-            return pipe.recv() if pipe.poll(240) else (1, "no end in four minutes")
-        except EOFError:
-            return 1, "it ended without a result"
-        finally:
-            process.join(20)
-            process.kill()
+        return started(target, arguments, str(self.folder), {**self.environment, **more}, by_hand)
 
 
 def commands(source: str) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ def test_a_reference_page_is_what_the_code_or_a_benchmark_has(name: str) -> None
     [
         "",
         "--mixed-precision=fp16",
-        "--model=transformer --model-size=debug --seq-len=16",
+        "--model=transformer --model-size=debug --dataset=random-tokens --seq-len=16",
         "--async-checkpoint --checkpoint-every=2",
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,9 +126,9 @@ def test_a_run_that_has_lost_its_lease_does_not_commit(
 # --- as it is started ------------------------------------------------------------------------------------
 
 
-def test_under_torchrun_after_a_run_that_was_killed(proxy: Proxy, bucket: Bucket, tmp_path: Path) -> None:
+def test_from_a_command_line_after_a_run_that_was_killed(proxy: Proxy, bucket: Bucket, tmp_path: Path) -> None:
     bucket.put("run/LEASE.json", other_lease(seconds=1.0))
-    line = torchrun(2, "-m", "fsdp2.train", *small(bucket.url(), "--max-steps=3"))
+    line = [sys.executable, "-m", "fsdp2.train", *small(bucket.url(), "--max-steps=3")]
     status, out, err = finish(start(line, tmp_path, **environment(proxy.endpoint)))
     assert status == 0, err
     waiting = f"fsdp2: {bucket.url()} is in use by process 7 on elsewhere, or that run was killed; waiting up to 1"

@@ -18,10 +18,10 @@ from fsdp2.run import runtime
 from fsdp2.run.settings import process_settings
 from fsdp2.run.start import load_data
 from fsdp2.tune import __main__ as tune
-from fsdp2.tune import launch
+from fsdp2.tune import launch, trial
 from fsdp2.tune.rounds import Candidate
 from fsdp2.tune.trial import WARM_UP, Trial
-from tests.harness import SMALL
+from tests.harness import SMALL, Launches, Ranks
 
 SETTINGS = ("", "--shard-granularity=root", "--reshard-after-forward=false", "--replicas=2", "--fused-optimizer")
 
@@ -142,10 +142,15 @@ def test_bad_input_is_refused_before_anything_is_started(
     assert "\n" not in str(caught.value)
 
 
-def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_search_on_two_ranks(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches(ranks, trial.cli)
+    monkeypatch.setattr(launch, "subprocess", launches)
     flags = [*SMALL, "--trials=3", "--plans=4", "--steps=2", "--test-batch-size=32", f"--out={tmp_path / 'out'}"]
     tried = tune.main(flags)
     printed = capfd.readouterr().out
+    assert len(launches.commands) > 1
     assert [one.failed for one in tried] == [None] * 3
     assert tried[0].name == "default"
     for one in tried:  # gloo holds the largest exchange for a moment, and the plan's tensors don't have it
