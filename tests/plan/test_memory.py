@@ -10,8 +10,8 @@ from fsdp2.config import Config, parse
 from fsdp2.plan import memory
 from fsdp2.plan.plans import plan
 from fsdp2.plan.saving import CHECKPOINT
-from tests.harness import Ranks, main_in_ranks
-from tests.plan.taken import planned, taken
+from tests.harness import Ranks
+from tests.plan.taken import planned, run_settled, taken
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --no-save-model"
 DEEP = "--model=llama --model-size=10m --batch-size=2 --seq-len=64 --dataset=random-tokens --no-save-model"
@@ -39,7 +39,7 @@ CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16 --no-sa
 )
 def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     line = f"{flags} --threads=1 --device=cpu --max-steps=3 --memory-snapshot"
-    ranks.run(main_in_ranks, [*line.split(), f"--run-dir={tmp_path}"])
+    ranks.run(run_settled, [*line.split(), f"--run-dir={tmp_path}"])
     for rank in range(2):
         assert taken(tmp_path, rank) == planned(flags, rank=rank).peak.bytes
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdp2.plan import fake
-from tests.harness import Ranks, main_in_ranks
-from tests.plan.taken import planned, taken
+from tests.harness import Ranks
+from tests.plan.taken import planned, run_settled, taken
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,7 +23,7 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, family: str
     line = [f"--model=hf:{tmp_path / 'model'}", "--init-from=scratch", "--batch-size=2", "--seq-len=32"]
     line += ["--dataset=random-tokens", "--test-batch-size=16", "--threads=1", "--device=cpu", "--no-save-model"]
     line += ["--max-steps=2", "--memory-snapshot", f"--run-dir={tmp_path / 'run'}"]
-    ranks.run(main_in_ranks, line)
+    ranks.run(run_settled, line)
     assert planned(" ".join(line)).peak.bytes == taken(tmp_path / "run", 0)
 
 
