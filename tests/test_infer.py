@@ -147,7 +147,9 @@ def test_sharded_inference_holds_no_full_copy(train: Train, ranks: Ranks, tmp_pa
 
 
 def test_language_samples_show_their_context(train: Train, ranks: Ranks, tmp_path: Path) -> None:
-    train("--model=transformer", "--model-size=debug", "--seq-len=32", steps=2)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("To be, or not to be: that is the question. " * 400)
+    train("--model=transformer", "--model-size=debug", f"--dataset=text:{tmp_path / 'notes'}", "--seq-len=32", steps=2)
     result = ranks.run(infer.main, tmp_path / "run", ranks=1)[0]
     assert result["count"] % 32 == 0
     assert all(len(sample["actual"]) >= 1 for sample in result["samples"])

@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(train: Train, tmp_path: Path, flags: 
 
 def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:
     # 1,437 images in batches of 2 x 256: three steps an epoch, the last one short.
-    flags = ["--batch-size=256", "--epochs=3"]
+    flags = ["--batch-size=256", "--epochs=3", "--no-save-model"]
     whole = train(*flags, run="whole", steps=None)
     assert [event["samples"] for event in of_kind(whole, "train")][:3] == [512, 512, 413]
     assert [event["lr"] for event in of_kind(whole, "train")][2:4] == [1e-3, pytest.approx(0.85e-3)]
@@ -80,8 +80,8 @@ def test_another_number_of_ranks_restores_the_same_state(train: Train, tmp_path:
     assert of_kind(again, "resume")[0]["random_state_restored"] is False
     assert same(full_files(tmp_path / "run"), before)
     # And it trains on with the same samples.
-    more = train("--global-batch-size=48", n=loaded, steps=8)
-    whole = train("--global-batch-size=48", n=saved, steps=8, run="whole")
+    more = train("--global-batch-size=48", "--no-save-model", n=loaded, steps=8)
+    whole = train("--global-batch-size=48", "--no-save-model", n=saved, steps=8, run="whole")
     for ours, theirs in zip(losses(more), losses(whole)[6:], strict=True):
         assert abs(ours - theirs) / theirs < 1e-5  # sums over another number of ranks are rounded otherwise
 
@@ -150,8 +150,8 @@ def test_a_finished_run_says_so(train: Train, tmp_path: Path) -> None:
 
 
 def test_resume_from_an_older_step_sets_the_newer_aside(train: Train, tmp_path: Path) -> None:
-    first = train("--checkpoint-every=2", steps=6)
-    again = train("--checkpoint-every=2", "--resume=2", steps=6)
+    first = train("--checkpoint-every=2", "--no-save-model", steps=6)
+    again = train("--checkpoint-every=2", "--no-save-model", "--resume=2", steps=6)
     assert losses(again) == losses(first)[2:]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == [
@@ -171,13 +171,13 @@ def test_resume_never_starts_again_and_loses_nothing(train: Train, tmp_path: Pat
 
 @pytest.mark.parametrize("path", ["first", "first/checkpoints/step-00000003"])
 def test_resume_from_another_run(train: Train, tmp_path: Path, path: str) -> None:
-    whole = losses(train(run="whole", steps=5))
-    train(run="first", steps=3)
-    assert losses(train(f"--resume={tmp_path / path}", run="second", steps=5)) == whole[3:]
+    whole = losses(train("--no-save-model", run="whole", steps=5))
+    train("--no-save-model", run="first", steps=3)
+    assert losses(train(f"--resume={tmp_path / path}", "--no-save-model", run="second", steps=5)) == whole[3:]
 
 
 def test_keep_removes_the_oldest(train: Train, tmp_path: Path) -> None:
-    train("--checkpoint-every=1", "--keep=2", steps=5)
+    train("--checkpoint-every=1", "--keep=2", "--no-save-model", steps=5)
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [4, 5]
 
 

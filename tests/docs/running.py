@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +155,20 @@ def in_a_process(target: str, arguments: list[str], folder: Path, **environment:
     return result(*started(target, arguments, str(folder), environment, False))
 
 
+def on_ranks_of_its_own(
+    number: int, target: str, arguments: list[str], folder: Path, environment: dict[str, str]
+) -> tuple[int, str]:
+    """A program that makes its process group by itself, in as many processes as torchrun would start."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    processes = [started(target, arguments, str(folder), {**shared, **place}, False) for place in places]
+    results = [result(*one) for one in processes]
+    return max(status for status, _ in results), "".join(text for _, text in results)
+
+
 class Shell:
     """What runs a page's commands."""
 
@@ -224,35 +239,13 @@ class Shell:
         if target == "-m fsdp2.train":
             arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
         where = (str(self.folder), self.environment, by_hand)
-        if target != "-m fsdp2.train":  # it makes a process group of its own
-            return self._with_ranks_of_its_own(number, target, arguments)
+        if target != "-m fsdp2.train":
+            return on_ranks_of_its_own(number, target, arguments, self.folder, self.environment)
         results = self.ranks.run(on_a_rank, target, arguments, *where, ranks=number)
         return max(status for status, _ in results), "".join(text for _, text in results)
 
-    def _with_ranks_of_its_own(self, number: int, target: str, arguments: list[str]) -> tuple[int, str]:
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = str(probe.getsockname()[1])
-        shared = {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": str(number),
-            "LOCAL_WORLD_SIZE": str(number),
-        }
-        started = [
-            self._start(target, arguments, False, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(number)
-        ]
-        results = [result(*one) for one in started]
-        return max(status for status, _ in results), "".join(text for _, text in results)
-
     def _in_a_process(self, target: str, arguments: list[str], by_hand: bool) -> tuple[int, str]:
-        return result(*self._start(target, arguments, by_hand, {}))
-
-    def _start(self, target: str, arguments: list[str], by_hand: bool, more: dict[str, str]) -> tuple[Any, Any]:
-        return started(target, arguments, str(self.folder), {**self.environment, **more}, by_hand)
+        return result(*started(target, arguments, str(self.folder), self.environment, by_hand))
 
 
 def commands(source: str) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import dpo, own_loop
-from tests.harness import Ranks, python_environment, same
+from tests.docs.running import on_ranks_of_its_own
+from tests.harness import Ranks, same
 from tests.others.common import plain, save
 
 CPU = torch.device("cpu")
@@ -117,12 +117,10 @@ def test_dpo(ranks: Ranks, tmp_path: Path) -> None:
         assert found["its gradients"] == []
 
 
-def test_own_loop_runs_under_torchrun(tmp_path: Path) -> None:
-    launcher = ["torchrun", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command = [*launcher, own_loop.__file__, str(tmp_path)]
-    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads(line) for line in re.findall(r"\[[^]]+\]", done.stdout))
+def test_own_loop_runs_as_a_program(tmp_path: Path) -> None:
+    status, printed = on_ranks_of_its_own(2, own_loop.__file__, [str(tmp_path)], tmp_path, {})
+    assert status == 0, printed
+    first, second = (json.loads(line) for line in re.findall(r"\[\d[\d., ]+\]", printed))
     assert first == second
     assert first[-1] < first[0]
     assert (tmp_path / "model-6" / "config.json").is_file()
