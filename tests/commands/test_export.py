@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint
 from tests.commands.common import FORMATS, State, checkpoint, flip, read_all, write
-from tests.harness import python_environment, same
+from tests.harness import same
+from tests.peaks import peaks_of
 
 
 def vit() -> nn.Module:
@@ -229,30 +228,14 @@ def test_an_export_that_died_is_named(finished: Path, tmp_path: Path) -> None:
 # --- memory ----------------------------------------------------------------------------------------------
 
 MEMORY = """
-import os, sys, threading, torch
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import write_marker
 
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-def peak_of(*line):
-    before, peak, done = anonymous(), 0, threading.Event()
-    def watch():
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-    thread = threading.Thread(target=watch)
-    thread.start()
+def command(*line):
     assert main(list(line)) == 0
-    done.set()
-    thread.join()
-    print("peak", peak - before, *line)
 
-os.chdir(sys.argv[1])
 os.mkdir("source")
 files = LocalFiles("source")
 tensors = {f"app.model.{i}": torch.empty(1_000_000, device="meta") for i in range(40)}
@@ -273,12 +256,8 @@ peak_of("show", "source")
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
 def test_memory_is_bounded_by_a_tensor_and_not_by_the_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), timeout=240)
-    shutil.rmtree(tmp_path)
-    assert done.returncode == 0, done.stderr
-    peaks = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("peak ")]
+    _, peaks = peaks_of(MEMORY, tmp_path)
     assert len(peaks) == 12
     # 160 MB in 40 tensors; a tensor is read, cast and written, and what torch loads late is counted too: 0 to 39 MB
     # from run to run, and once more than 40. Whoever held the model would need 160.
-    assert [command for size, command in peaks if int(size) > 80_000_000] == []
+    assert [command for size, command in peaks if size > 80_000_000] == []

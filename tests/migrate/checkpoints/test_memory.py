@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import python_environment
+from tests.peaks import peaks_of
 
 MEMORY = """
-import os, sys, threading, torch
 from pathlib import Path
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.migrate.__main__ import main
 
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-def peak_of(*line):
-    before, peak, done = anonymous(), 0, threading.Event()
-    def watch():
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-    thread = threading.Thread(target=watch)
-    thread.start()
+def command(*line):
     main(["checkpoint", *line])
-    done.set()
-    thread.join()
-    print("peak", peak - before, *line)
 
-os.chdir(sys.argv[1])
 names = [f"layer{i}" for i in range(10)]
 paths = {f"model.{name}": ("model", name) for name in names}
 kinds = ("exp_avg", "exp_avg_sq")
@@ -69,13 +50,9 @@ peak_of("one", "back.pt", "--to", "fsdp1-full")
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures as Linux does")
 def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), timeout=240)
-    shutil.rmtree(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("proven: 10 tensors of the model (10,000,000 values), 20 of the optimizer and") == 3
-    peaks = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("peak ")]
+    printed, peaks = peaks_of(MEMORY, tmp_path)
+    assert printed.count("proven: 10 tensors of the model (10,000,000 values), 20 of the optimizer and") == 3
     assert len(peaks) == 3
     # 120 MB in 30 tensors. One is read: into its bytes, a tensor of a chunk, and the tensor; 16 to 36 MB were seen,
     # since the allocator keeps some of what is freed. Model and optimizer, or the model alone on both sides, are more.
-    assert [line for size, line in peaks if int(size) > 60_000_000] == [], peaks
+    assert [line for size, line in peaks if size > 60_000_000] == [], peaks
