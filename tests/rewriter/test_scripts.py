@@ -97,37 +97,34 @@ def test_whole_scripts_give_the_same_losses(ranks: Ranks, tmp_path: Path) -> Non
     assert all(output.count("\n") >= 3 for output in first.values()), "the first rank prints the losses"
 
 
+ATTEMPTS = 6
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def lines_of(command: list[str], folder: Path, **environment: str) -> list[str]:
     """The losses that a command prints."""
-    ended = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**python_environment(), "SCRATCH": str(folder), "OMP_NUM_THREADS": "1", **environment},
-    )
+    # A rank of any script may abort after its last line: https://github.com/pytorch/pytorch/issues/190489
+    for _ in range(ATTEMPTS):
+        ended = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**python_environment(), "SCRATCH": str(folder), "OMP_NUM_THREADS": "1", **environment},
+        )
+        if "terminate called without an active exception" not in ended.stderr:
+            break
     assert ended.returncode == 0, ended.stderr
     return [line for line in ended.stdout.splitlines() if re.match(r"Train|Test|\{|[\d-]", line)]
-
-
-@pytest.mark.slow  # starts of torchrun
-@needs_fsdp1_to_gather
-def test_the_tutorials_script_under_torchrun(tmp_path: Path) -> None:
-    """It starts its ranks by itself; what becomes of it also runs under torchrun."""
-    script = next(script for script in SCRIPTS if script.name == "mnist.py")
-    before = lines_of([str(script)], tmp_path)
-    assert len(before) == 5
-    assert lines_of([*TORCHRUN, str(moved(script, tmp_path))], tmp_path) == before
 
 
 @pytest.mark.slow
 @needs_fsdp1_to_gather
 def test_the_tutorials_script_still_starts_its_ranks(tmp_path: Path) -> None:
     script = next(script for script in SCRIPTS if script.name == "mnist.py")
-    assert lines_of([str(moved(script, tmp_path))], tmp_path) == lines_of([str(script)], tmp_path)
+    before = lines_of([str(script)], tmp_path)
+    assert len(before) == 5
+    assert lines_of([str(moved(script, tmp_path))], tmp_path) == before
 
 
 @pytest.mark.slow
