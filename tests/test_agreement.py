@@ -22,8 +22,8 @@ from fsdp2.run import agreement, runtime
 from fsdp2.run.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.variables import check_variables, require_address, speaks
 from fsdp2.train import main
-from tests.docs.running import in_a_process
 from tests.harness import _PROCESSES, Ranks, small
+from tests.programs import in_a_process
 from tests.test_launch import SMALL, finish, start
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.run import runtime
-from tests.docs.running import in_a_process
 from tests.harness import Ranks, main_in_ranks, of_kind, python_environment
+from tests.programs import in_a_process
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model-size=tiny", "--batch-size=16", "--device=cpu"]

@@ -46,7 +46,8 @@ class Anomalies:
         jump = self._jumps.look(record)
         if jump is None:
             return
-        step, (name, what) = record["step"], jump
+        step = record["step"]
+        name, what = jump
         self._emit("anomaly", {"step": step, "about": name, "what": what})
         if self._stops:
             advice = "look at that step's data, --lr and --clip-grad-norm, or use --on-anomaly report"

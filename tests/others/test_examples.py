@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import dpo, own_loop
-from tests.docs.running import on_ranks_of_its_own
 from tests.harness import Ranks, same
 from tests.others.common import plain, save
+from tests.programs import on_ranks_of_its_own
 
 CPU = torch.device("cpu")
 

@@ -97,14 +97,13 @@ def test_whole_scripts_give_the_same_losses(ranks: Ranks, tmp_path: Path) -> Non
     assert all(output.count("\n") >= 3 for output in first.values()), "the first rank prints the losses"
 
 
-ATTEMPTS = 6
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def lines_of(command: list[str], folder: Path, **environment: str) -> list[str]:
     """The losses that a command prints."""
     # A rank of any script may abort after its last line: https://github.com/pytorch/pytorch/issues/190489
-    for _ in range(ATTEMPTS):
+    for _ in range(6):
         ended = subprocess.run(
             [sys.executable, *command],
             capture_output=True,
