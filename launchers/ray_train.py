@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_worker_niceness": "0",  # else training yields to everything else on the machine
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for it; 2 s otherwise
+    # Ray chooses the number of workers before it knows that a node is dead, and waits so long (60 s otherwise) for
+    # resources that are gone before it chooses again. It is no limit for what workers do when they start.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each line is printed twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",

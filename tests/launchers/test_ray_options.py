@@ -52,6 +52,16 @@ def test_an_elastic_run_keeps_the_global_batch_of_its_most_workers() -> None:
     assert same_global_batch(Workers(1, 4), Config(global_batch_size=10)).global_batch_size == 10
 
 
+def test_ray_train_still_reads_the_settings_that_the_launcher_makes() -> None:
+    """A name that Ray drops is set for nothing: after a loss a run waits a minute for a dead node's workers."""
+    constants = pytest.importorskip("ray.train.v2._internal.constants")
+    read = set(map(str, vars(constants).values()))
+    # Ray itself reads this one, when it chooses which Train it is.
+    names = {name for name in ray_train.ENVIRONMENT if name.startswith("RAY_TRAIN_")} - {"RAY_TRAIN_V2_ENABLED"}
+    assert len(names) == 3
+    assert names <= read
+
+
 @pytest.mark.parametrize("address", [None, "auto"])
 def test_a_cluster_that_is_there_has_chosen_its_authentication(
     monkeypatch: pytest.MonkeyPatch, address: str | None
