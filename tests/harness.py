@@ -299,6 +299,19 @@ def flip_a_bit(file: Path) -> None:
         raw.write(bytes([byte ^ 1]))
 
 
+def small_mnist(root: Path) -> Path:
+    """A folder with 64 and 16 images in torchvision's layout; the file of the first."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 64), ("t10k", 16)):
+        for kind, magic, sides, most in (("images-idx3", 2051, (28, 28), 256), ("labels-idx1", 2049, (), 10)):
+            values = torch.randint(most, (count, *sides), dtype=torch.uint8, generator=generator)
+            header = b"".join(number.to_bytes(4, "big") for number in (magic, *values.shape))
+            (raw / f"{name}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+    return raw / "train-images-idx3-ubyte"
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal trees with equal tensors."""
     if isinstance(a, torch.Tensor):

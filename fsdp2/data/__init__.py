@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp2.data.splits import Dataset, DownloadFailed
+from fsdp2.data.splits import Dataset, DownloadFailed, NotHere
 
 KINDS = {
     "digits": "image",
@@ -32,6 +32,7 @@ __all__ = [
     "OWN",
     "Dataset",
     "DownloadFailed",
+    "NotHere",
     "kind_of",
     "load",
     "missing_files",
@@ -61,6 +62,7 @@ def load(
     tokenizer: str = "bytes",
     text_field: str = "text",
     apart: bool = True,
+    fetch: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
     """Load a dataset; download it to a cache folder if it comes from torchvision and `root` is None.
@@ -75,10 +77,12 @@ def load(
         say: is called from time to time while one's own text is prepared, with how far that is.
         apart: whether documents of one's own text see nothing of each other; those that a model learns in another way
             than token by token are always together.
+        fetch: download or tokenise what isn't on this machine yet.
 
     Raises:
         DownloadFailed: the data can't be downloaded; the message says what to do instead.
         UnusableText: text or its tokenizer can't be used.
+        NotHere: there is something to fetch, and `fetch` is false.
     """
     if name == "digits":
         from fsdp2.data import digits
@@ -87,7 +91,7 @@ def load(
     if name in ON_DISK:
         from fsdp2.data import torchvision_sets
 
-        return torchvision_sets.load(name, None if root is None else Path(root))
+        return torchvision_sets.load(name, None if root is None else Path(root), fetch=fetch)
     assert vocab_size is not None, f"{name} is language data: it needs the model's vocabulary size"
     if name == "source-text":
         from fsdp2.data import source_text
@@ -98,7 +102,8 @@ def load(
 
         kind, _, place = name.partition(":")
         encoder = text.encoder_of(kind, tokenizer, text_field)
-        windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and task == "causal", say=say)
+        causal = task == "causal"
+        windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and causal, fetch=fetch, say=say)
     else:
         from fsdp2.data import random_tokens
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 
 from fsdp2.data.reading import Row
-from fsdp2.data.tokenizer import FromFile, UnusableText, identity_of
+from fsdp2.data.splits import identity_of
+from fsdp2.data.tokenizer import FromFile, UnusableText
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")

@@ -163,9 +163,8 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: epoch, samples consumed over all ranks, and what decides their order."""
-        place = {"epoch": self.epoch, "position": self.position, "seed": self.seed, "size": len(self.split)}
-        content = getattr(self.split, "content", None)
-        return place if content is None else {**place, "content": content}
+        place = {"epoch": self.epoch, "position": self.position}
+        return {**place, "seed": self.seed, "size": len(self.split), "content": self.split.content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the order of samples would be another one than the checkpoint's, or their content."""
@@ -175,9 +174,10 @@ class Batches:
                     f"{flag}: the checkpoint's data has {key} {state[key]}, this run's {now}; samples would be "
                     f"repeated or left out. Use the same {flag}, or --init-from to start with the weights alone"
                 )
-        if state.get("content") != getattr(self.split, "content", None):
+        # Older checkpoints of images don't say it.
+        if state.get("content", self.split.content) != self.split.content:
             raise ValueError(
-                "--dataset: the checkpoint's text differs from this run's, though its name and size are the same; "
+                "--dataset: the checkpoint's data differs from this run's, though its name and size are the same; "
                 "samples would be repeated or left out. Give the same files, or --init-from to start with the weights "
                 "alone"
             )

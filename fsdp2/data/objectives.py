@@ -30,7 +30,7 @@ class Masked(TorchDataset[Item]):
     """
 
     def __init__(self, windows: Split, mask: int) -> None:
-        self.windows, self.mask = windows, mask
+        self.windows, self.mask, self.content = windows, mask, windows.content
         self.targets_per_sample = max(1, round(MASKED_SHARE * windows.targets_per_sample))
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class SecondHalves(TorchDataset[Halves]):
     """
 
     def __init__(self, windows: Split, start: int) -> None:
-        self.windows, self.start = windows, start
+        self.windows, self.start, self.content = windows, start, windows.content
         self.targets_per_sample = windows.targets_per_sample - windows.targets_per_sample // 2
 
     def __len__(self) -> int:

@@ -24,7 +24,8 @@ from fsdp2.data.meter import Meter, Say, silent
 from fsdp2.data.places import File, Unreachable
 from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, is_prepared, read_meta, source_of
 from fsdp2.data.reading import Row, rows_of
-from fsdp2.data.tokenizer import UnusableText, identity_of
+from fsdp2.data.splits import identity_of
+from fsdp2.data.tokenizer import UnusableText
 
 PROGRESS = "progress.json"
 AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20  # of documents that are tokenised together

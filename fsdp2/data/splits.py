@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy
@@ -18,6 +20,15 @@ Pair = tuple[Tensor, Tensor]
 Rows = Sequence[int] | numpy.ndarray
 
 
+def identity_of(content: bytes | memoryview) -> str:
+    """16 hexadecimal digits of a SHA-256, by which data and tokenizers are known again."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _identity(tensor: Tensor) -> str:
+    return identity_of(tensor.flatten().numpy().data)
+
+
 class Split(Protocol):
     """Samples by number.
 
@@ -30,6 +41,10 @@ class Split(Protocol):
     def targets_per_sample(self) -> int:
         """Targets that a sample has at most: 1 for an image, the sequence length for language."""
 
+    @property
+    def content(self) -> str:
+        """Another one for other samples: ranks, and the run that a checkpoint is of, must have the same."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]: ...
@@ -40,6 +55,10 @@ class Split(Protocol):
 
 class DownloadFailed(OSError):
     """Data that can't be downloaded. The message is one line that says why, and what to do instead."""
+
+
+class NotHere(Exception):
+    """Data that has to be downloaded or tokenised before it can be read."""
 
 
 class Images(TorchDataset[Pair]):
@@ -60,6 +79,10 @@ class Images(TorchDataset[Pair]):
         assert pixels.shape == (len(labels), 28, 28)
         self.pixels, self.labels = pixels, labels
         self.white, self.mean, self.std = white, mean, std
+
+    @cached_property
+    def content(self) -> str:
+        return identity_of(f"{_identity(self.pixels)} {_identity(self.labels)}".encode())
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -87,6 +110,10 @@ class Windows(TorchDataset[Pair]):
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
         self.targets_per_sample = seq_len
+
+    @cached_property
+    def content(self) -> str:
+        return _identity(self.tokens)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len

@@ -14,7 +14,7 @@ from fsdp2.data.places import SUFFIXES, find, is_url
 from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
-from fsdp2.data.splits import Dataset
+from fsdp2.data.splits import Dataset, NotHere
 from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two
@@ -54,17 +54,19 @@ def encoder_of(kind: str, tokenizer: str, field: str = "text") -> Encoder:
     return Chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer), field)
 
 
-def load(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, say: Say = silent) -> Dataset:
+def load(
+    place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, fetch: bool = True, say: Say = silent
+) -> Dataset:
     """Documents of files, or of a folder that `prepare` has made.
 
     Args:
         place: a file, a folder, a pattern or a URL; several with commas between them.
         say: is called from time to time while files are prepared, with how far that is.
 
-    Raises UnusableText, in one line.
+    Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
     """
     _require_fit(encoder, vocab_size)
-    folder = Path(place) if is_prepared(place) else cached(place, encoder, say)
+    folder = Path(place) if is_prepared(place) else cached(place, encoder, say, fetch=fetch)
     meta = read_meta(folder)
     require_made_with(encoder, folder, meta)
     train, test = open_splits(folder, meta, seq_len, apart=apart)
@@ -106,13 +108,15 @@ def _require_fit(encoder: Encoder, vocab_size: int) -> None:
         )
 
 
-def cached(place: str, encoder: Encoder, say: Say = silent) -> Path:
-    """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText."""
+def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = True) -> Path:
+    """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText, NotHere."""
     from fsdp2.data.torchvision_sets import cache_folder
 
     files = find(place, encoder.suffixes)
     folder = cache_folder() / f"text-{source_of(files, encoder)}"
     if not is_prepared(folder):
+        if not fetch:
+            raise NotHere(place)
         # Nodes that share the cache may not see each other's locks.
         prepare(files, folder, encoder, work=folder.with_name(f"{folder.name}-{socket.gethostname()}"), say=say)
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,10 +9,7 @@ from typing import Any, Protocol
 
 import numpy
 
-
-def identity_of(content: bytes) -> str:
-    """16 hexadecimal digits of a SHA-256, by which a run knows its tokenizer again."""
-    return hashlib.sha256(content).hexdigest()[:16]
+from fsdp2.data.splits import identity_of
 
 
 class UnusableText(ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.data.splits import Dataset, DownloadFailed, Images
+from fsdp2.data.splits import Dataset, DownloadFailed, Images, NotHere
 
 # Mean and standard deviation as the tutorials normalise them: 0.5 for Fashion-MNIST, the measured
 # values for MNIST.
@@ -76,11 +76,16 @@ def _mapped(file: Path, shape: torch.Size) -> Tensor:
     return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[HEADER_BYTES:].view(shape)
 
 
-def load(name: str, root: Path | None) -> Dataset:
-    """Both splits of a set as `Images`, downloaded into the user's cache if `root` is None. Raises DownloadFailed."""
+def load(name: str, root: Path | None, *, fetch: bool = True) -> Dataset:
+    """Both splits of a set as `Images`, downloaded into the user's cache if `root` is None.
+
+    Raises DownloadFailed, and NotHere where `fetch` is false and a download is needed.
+    """
     if root is None:
         root = cache_folder()
         if missing_files(name, root):
+            if not fetch:
+                raise NotHere(name)
             download(name, root)
     mean, std = NORMALISE[name]
     splits = []

@@ -36,7 +36,7 @@ class Documents(TorchDataset[Item]):
     """
 
     def __init__(
-        self, tokens: numpy.ndarray, ends: numpy.ndarray, seq_len: int, *, apart: bool, content: str | None = None
+        self, tokens: numpy.ndarray, ends: numpy.ndarray, seq_len: int, *, apart: bool, content: str = ""
     ) -> None:
         self.tokens, self.ends, self.seq_len, self.apart, self.content = tokens, ends, seq_len, apart, content
         self.targets_per_sample = seq_len
@@ -96,7 +96,7 @@ class Conversations(TorchDataset[Item]):
         seq_len: int,
         *,
         apart: bool,
-        content: str | None = None,
+        content: str = "",
     ) -> None:
         self.tokens, self.learn, self.seq_len, self.apart, self.content = tokens, learn, seq_len, apart, content
         self.ends, self.targets = (numpy.concatenate([[0], one]) for one in (ends, targets))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.checkpoint.refusal import one_line
+from fsdp2.config import Config
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row
 from fsdp2.run.runtime import RunStopped, World
 
@@ -43,6 +44,7 @@ class Here:
     Attributes:
         seconds: within which it has to answer.
         doing: what it is about to do, for the case that it never ends.
+        config: of the training that these ranks are for.
         kept: what one question leaves for a later one.
         left: a thread or a group of this rank never ends, so that the process has to `leave`.
     """
@@ -52,6 +54,7 @@ class Here:
     store: Any
     seconds: float
     doing: str = ""
+    config: Config = field(default_factory=Config)
     kept: dict[str, Any] = field(default_factory=dict)
     left: bool = False
 

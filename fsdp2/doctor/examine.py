@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp2.config import Config
-from fsdp2.doctor import clock, collectives, compute, machine, network, step, storage
+from fsdp2.doctor import clock, collectives, compute, dataset, machine, network, step, storage
 from fsdp2.doctor.asking import STARTING, Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
 from fsdp2.options.errors import ConfigError
@@ -27,6 +27,7 @@ QUESTIONS: dict[str, Question] = {
     "hello": network.hello,
     "machine": machine.measure,
     "clock": clock.measure,
+    "data": dataset.measure,
     "meet": network.meet,
     "leave_nonce": storage.leave_nonce,
     "storage": storage.measure,
@@ -63,6 +64,7 @@ def examine(asker: Asker, options: Options) -> list[Row]:
     rows = machine.rows(found, hosts)
     if len(hosts.first()) > 1:
         rows += clock.rows(clock.ask_clocks(asker), hosts)
+    rows += dataset.rows(asker.ask("data"), hosts, options.config.dataset)
     place = options.config.run_dir or str(default_path(options.config.model).parent)
     stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
     rows += storage.rows(stored, hosts, place, storage.kept_bytes(options.config))
@@ -107,7 +109,7 @@ def run(
     """
     runtime.set_threads(options.config.threads, world)
     store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
-    asker = Asker(Here(world, device, store, options.seconds), QUESTIONS)
+    asker = Asker(Here(world, device, store, options.seconds, config=options.config), QUESTIONS)
     if world.rank != 0:
         rows = [Row(**row) for row in asker.serve()]
     else:

@@ -27,7 +27,7 @@ from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import ModelSpec, lora
 from fsdp2.models.blocks import named_blocks
 from fsdp2.models.initial import place_of, reset_parameters
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.finite import require_finite
@@ -152,31 +152,39 @@ def _by_its_library(
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
     """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
     with first_on_node(world):
-        try:
-            dataset = data.load(
-                config.dataset,
-                root=config.data_root,
-                seq_len=config.seq_len,
-                vocab_size=spec.vocab_size(config.model_size),
-                task=spec.task,
-                special_token=spec.special_token,
-                tokenizer=tokenizer_of(config),
-                text_field=config.text_field,
-                apart=config.documents == "apart",
-                say=_say,
-            )
-        except data.DownloadFailed as error:
-            raise ConfigError(str(error)) from None
-        except UnusableText as error:
-            raise ConfigError(f"--dataset: {error}") from None
-    contents = gather(getattr(dataset.train, "content", None))
-    if len(set(contents)) > 1:
-        other = next(rank for rank, content in enumerate(contents) if content != contents[0])
+        dataset = open_data(config, spec)
+    hosts, contents = zip(*gather((socket.gethostname(), (dataset.train.content, dataset.test.content))), strict=True)
+    others = [rank for rank, content in enumerate(contents) if content != contents[0]]
+    if others:
+        theirs = some(sorted({hosts[rank] for rank in others}))
         raise ConfigError(
-            f"--dataset {config.dataset}: rank {other} has another text than rank 0, so samples would be repeated or "
-            "left out; give files that are the same on all nodes"
+            f"--dataset {config.dataset}: the data of rank{'s' * (len(others) > 1)} {some(others)} ({theirs}) isn't "
+            f"rank 0's ({hosts[0]}), so samples would be repeated or left out; give files that are the same on all "
+            "nodes"
         )
     return dataset
+
+
+def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset:
+    """The dataset of this process. Raises ConfigError, and NotHere where `fetch` is false and it has to be fetched."""
+    try:
+        return data.load(
+            config.dataset,
+            root=config.data_root,
+            seq_len=config.seq_len,
+            vocab_size=spec.vocab_size(config.model_size),
+            task=spec.task,
+            special_token=spec.special_token,
+            tokenizer=tokenizer_of(config),
+            text_field=config.text_field,
+            apart=config.documents == "apart",
+            fetch=fetch,
+            say=_say,
+        )
+    except data.DownloadFailed as error:
+        raise ConfigError(str(error)) from None
+    except UnusableText as error:
+        raise ConfigError(f"--dataset: {error}") from None
 
 
 def _say(text: str) -> None:

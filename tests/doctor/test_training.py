@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fsdp2.config import Config
 from fsdp2.doctor import examine
 from fsdp2.doctor.storage import kept_bytes
 from fsdp2.options.errors import ConfigError
-from tests.harness import Ranks, losses, main_in_ranks, small
+from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small, small_mnist
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -47,6 +48,23 @@ def test_a_bad_finding_is_one_line_on_every_rank_and_nothing_is_begun(ranks: Ran
     assert text.startswith("--doctor: torch: 2.0; expected: 2.")
     assert "rank 1 (" in text
     assert not begun
+
+
+def with_other_data(folder: Path) -> str:
+    root = folder / f"node{dist.get_rank()}"
+    with pytest.raises(ConfigError) as refused:
+        main_in_ranks(small(folder / "run", "--doctor", "--dataset=mnist", f"--data-root={root}"))
+    return str(refused.value)
+
+
+def test_data_that_differs_is_found_before_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    for node in range(2):
+        file = small_mnist(tmp_path / f"node{node}")
+    flip_a_bit(file)
+    first, second = ranks.run(with_other_data, tmp_path)
+    assert first == second
+    assert first.startswith("--doctor: data: ")
+    assert "rank 1 (" in first
 
 
 def without_room(flags: list[str]) -> str:
