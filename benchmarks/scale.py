@@ -8,16 +8,21 @@ writes for them is what a run has. The page goes to docs/scale.md: make scale
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import io
 import math
 import pickle
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,8 +32,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.fsdp import fully_shard
 
+from fsdp2.checkpoint.convert.show import list_checkpoints
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.checkpoint.store import HASH, Store, read_marker, verify
@@ -42,10 +50,12 @@ from fsdp2.units import size as shown_size
 PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
 GPUS = 8  # of a node
 MOST_PLANNED = 1024  # ranks whose plans fit into this process' memory, and into minutes
+MOST_NODES = 128  # whose rendezvous ends in one process: see the page
 TEXT = """# What grows with the number of ranks
 
-`make scale` measures in one process what a job of 2 to 4,096 ranks does beside its training: the agreement before it,
-meshes, the planning of a checkpoint, `.metadata` and `COMMIT.json`, verifying, retention, and the doctor's judgement.
+`make scale` measures in one process what a job of 2 to 4,096 ranks does beside its training: torchrun's rendezvous, the
+agreement, meshes, the planning of a checkpoint, `.metadata` and `COMMIT.json`, listing, verifying, retention, and the
+doctor's judgement.
 Other ranks are made up: their plans are rank 0's with other rows, and their files have a byte each. What judges,
 reads and writes is the code of a run. Links and file systems are this machine's, so the table shows how work grows,
 and not how long a cluster takes.
@@ -53,8 +63,12 @@ and not how long a cluster takes.
 {table}
 
 Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} parameters). Plans of more than
-{most:,} ranks don't fit into this process. {machine}, torch {torch}, {date}.
+{most:,} ranks don't fit into this process. A rendezvous of more than {nodes} nodes isn't measured: 512 hadn't
+met after minutes, perhaps since all nodes share one interpreter here. {machine}, torch {torch}, {date}.
 
+- **rendezvous**: all nodes of {gpus} ranks start at once and meet by torchrun's c10d rendezvous. They write in turn
+  into one entry of the store that lists them all, and who wrote at the same time as another writes again. Nodes with
+  numbers of their own ([`NODE_RANK`](clusters.md#torchrun-on-each-node)) exchange none of this.
 - **agreement**: rank 0 reads what every rank has written to the store, and compares it. Each rank writes once and
   reads one verdict.
 - **mesh**: `init_device_mesh` of nodes × {gpus} with its groups, whose members need no messages here.
@@ -63,6 +77,8 @@ Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} 
 - **.metadata**: the index of all shards, and how long a rank takes to read it with the reader that runs no code of a
   file (`fsdp2/checkpoint/pickles.py`; its docstring says why C's isn't used). Each rank reads it once, at a resume.
 - **COMMIT.json**: rank 0 writes it and reads it again, one entry a file.
+- **listing**: the steps that have a checkpoint, which a run asks for at its start, and `python -m fsdp2.checkpoint list
+  --quick`. There are two checkpoints.
 - **verify**: sizes of all files against the marker, by one rank; ranks divide it among them.
 - **retention**: rank 0 deletes the oldest of two checkpoints, file by file.
 - **doctor**: rounds of the tournament of pairs, and how long rank 0 takes to judge their figures, one of which is
@@ -70,7 +86,8 @@ Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} 
 
 **What to take from it.** The largest is what DCP
 does for each shard of each tensor: plans and `.metadata` have as many entries as ranks times tensors, of which each
-rank reads all. A resume on 1,024 ranks waits for that index, for a model of any size with as many tensors.
+rank reads all. A resume on 1,024 ranks waits for that index, for a model of any size with as many tensors. The bytes of
+a rendezvous grow faster than its nodes, since each of them reads and writes the list of all.
 """
 
 
@@ -115,6 +132,7 @@ def main() -> None:
         torch=torch.__version__.partition("+")[0],
         date=time.strftime("%Y-%m-%d"),
         most=MOST_PLANNED,
+        nodes=MOST_NODES,
         gpus=GPUS,
     )
     print(table)
@@ -124,10 +142,11 @@ def main() -> None:
 
 def measured(ranks: int, model_size: str) -> dict[str, str]:
     """The column of so many ranks: name -> figure."""
-    found = {"agreement": agree(ranks)}
+    nodes = max(1, ranks // GPUS)
+    found = {"rendezvous": rendezvous(nodes) if nodes <= MOST_NODES else "–", "agreement": agree(ranks)}
     with fake_group(0, ranks):
         with Timer() as timer:
-            init_device_mesh("cpu", (max(1, ranks // GPUS), min(ranks, GPUS)), mesh_dim_names=("node", "gpu"))
+            init_device_mesh("cpu", (nodes, min(ranks, GPUS)), mesh_dim_names=("node", "gpu"))
         found["mesh"] = shown(timer)
         own = rank_0s_plan(model_size)
     plans = ("plans at rank 0", ".metadata read by a rank")
@@ -158,6 +177,53 @@ def saved(own: SavePlan, ranks: int) -> tuple[str, str]:
 
 def shown(timer: Timer) -> str:
     return f"{timer.seconds:.2g} s" if timer.seconds < 10 else f"{timer.seconds:.0f} s"
+
+
+class Counting(C10dRendezvousBackend):
+    """Torchrun's, which counts what a node exchanges with the store."""
+
+    exchanges, bytes = 0, 0
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found = super().get_state()
+        self.exchanges += 1
+        self.bytes += 0 if found is None else len(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        found = super().set_state(state, token)
+        self.exchanges += 1
+        self.bytes += len(state) + (0 if found is None else len(found[0]))
+        return found
+
+
+def rendezvous(nodes: int) -> str:
+    """Torchrun's c10d rendezvous of so many nodes that start at once, a thread each."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    backends, handlers = [], []
+    for _ in range(nodes):
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        backends.append(Counting(store, "scale"))
+        handlers.append(
+            dynamic_rendezvous.DynamicRendezvousHandler.from_backend("scale", store, backends[-1], nodes, nodes)
+        )
+    met: list[int] = []
+    threads = [
+        threading.Thread(target=lambda handler=handler: met.append(handler.next_rendezvous().world_size), daemon=True)
+        for handler in handlers
+    ]
+    # It inspects the whole stack for each line of its log: milliseconds on a node of its own, but here all share an
+    # interpreter.
+    with mock.patch.object(dynamic_rendezvous, "get_method_name", return_value=""), Timer() as timer:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert met == [nodes] * nodes
+    exchanges, bytes_ = (sum(getattr(one, name) for one in backends) for name in ("exchanges", "bytes"))
+    for handler in handlers:
+        handler.shutdown()
+    return f"{exchanges:,} exchanges, {shown_size(bytes_)}, {shown(timer)}"
 
 
 def agree(ranks: int) -> str:
@@ -201,7 +267,7 @@ def items_of(own: SavePlan, rank: int, ranks: int) -> Iterator[WriteItem]:
 def files(ranks: int) -> dict[str, str]:
     """The store's work with one file a rank."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(LocalFiles(folder))
+        store = Store(LocalFiles(folder).at("checkpoints"))
         entry = {"size": 1, HASH: "0" * 64}
         names: Sequence[str] = [f"__{rank}_0.distcp" for rank in range(ranks)]
         for step in (1, 2):
@@ -212,12 +278,17 @@ def files(ranks: int) -> dict[str, str]:
                 store.commit(step, dict.fromkeys(names, entry), {"world_size": ranks})
                 read_marker(store.checkpoint(step))
         bytes_ = store.checkpoint(2).size("COMMIT.json") or 0
+        with Timer() as steps:
+            store.committed()
+        with Timer() as listing, contextlib.redirect_stdout(io.StringIO()):
+            list_checkpoints(folder, quick=True)
         with Timer() as sizes:
             verify(store.checkpoint(2), hashes=False)
         with Timer() as removal:
             store.retain(1)
     return {
         "COMMIT.json": f"{shown_size(bytes_)}, {shown(marker)}",
+        "listing": f"{shown(steps)}, {shown(listing)}",
         "verify sizes": shown(sizes),
         "retention": shown(removal),
     }
