@@ -63,6 +63,8 @@ def test_a_page_reads_the_same_on_the_site(page: Path) -> None:
     text = _without_code(page.read_text())
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).resolve().is_relative_to(DOCS), f"{link} isn't part of the site: name it as `code`"
+    notes = set(re.findall(r"^\[\^([\w-]+)\]:", text, flags=re.MULTILINE))
+    assert set(re.findall(r"\[\^([\w-]+)\](?!:)", text)) == notes, "footnotes that nothing names, or that aren't there"
     # Python-Markdown, unlike GitHub, takes a list right below a paragraph for a part of it.
     lists = re.findall(r"^(?![-*] |[|>#]|\d+\. | |$).+\n(?:[-*]|1\.) .*", text, flags=re.MULTILINE)
     assert not lists, f"an empty line is missing before the list: {lists}"

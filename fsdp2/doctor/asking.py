@@ -6,11 +6,12 @@ question measures runs in a thread of its own, so that a rank whose disk or netw
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import PurePath
@@ -30,23 +31,24 @@ STARTING = 60.0  # seconds that ranks may start later than rank 0
 PATIENCE = 120.0  # seconds in which rank 0, which judges and plans, asks nothing
 
 
-TROUBLES = {  # by kind, how bad it is and what to do
-    "silent": (BAD, "look at that process: it is stopped, swapping or dead, or its host is"),
-    "hung": (BAD, "look at what it stands in; --answer-within gives it more time"),
-    "failed": (WORSE, "mend what it says, and run the doctor again"),
+FIXES = {  # by the kind of trouble
+    "silent": "look at that process: it is stopped, swapping or dead, or its host is",
+    "hung": "look at what it stands in; --answer-within gives it more time",
+    "failed": "mend what it says, and run the doctor again",
 }
 
 
 @dataclass
 class Here:
-    """What a question's function knows of the rank it runs on.
+    """What a question's function knows of the rank it runs on. Each question has a copy, with the same `kept`.
 
     Attributes:
         seconds: within which it has to answer.
         doing: what it is about to do, for the case that it never ends.
         config: of the training that these ranks are for.
         kept: what one question leaves for a later one.
-        left: a thread or a group of this rank never ends, so that the process has to `leave`.
+        left: threads and groups that may never end, each as what says whether it still hangs; with one that does,
+            the process has to `leave`.
     """
 
     world: World
@@ -56,7 +58,7 @@ class Here:
     doing: str = ""
     config: Config = field(default_factory=Config)
     kept: dict[str, Any] = field(default_factory=dict)
-    left: bool = False
+    left: list[Callable[[], bool]] = field(default_factory=list)
 
 
 Question = Callable[..., Any]
@@ -77,16 +79,16 @@ class Trouble:
         return ": ".join(filter(None, (self.doing, self.text)))
 
 
-def bounded(function: Callable[[], Any], here: Here) -> dict[str, Any]:
+def bounded(function: Callable[[Here], Any], here: Here) -> dict[str, Any]:
     """What a function returns, as `value`; else how it `failed`, or where it has `hung` when its time was over."""
     box: dict[str, Any] = {}
-    here.doing = ""
+    mine = dataclasses.replace(here, doing="")  # what hangs here may go on beside a later question
 
     def work() -> None:
         try:
             if here.device.type == "cuda":
                 torch.cuda.set_device(here.device)  # which is a thread's own
-            box["value"] = function()
+            box["value"] = function(mine)
         except Exception as error:
             box["failed"] = one_line(error)
 
@@ -94,12 +96,12 @@ def bounded(function: Callable[[], Any], here: Here) -> dict[str, Any]:
     thread.start()
     thread.join(here.seconds)
     if thread.is_alive():
-        here.left = True
+        here.left.append(thread.is_alive)
         frame = sys._current_frames().get(thread.ident or 0)
         code = frame.f_code if frame else None
         place = f"{PurePath(code.co_filename).name}, {code.co_name}" if code else "unknown"
-        return {"hung": f"stands in {place} after {here.seconds:g} s", "doing": here.doing}
-    return {**box, "doing": here.doing} if "failed" in box else dict(box)
+        return {"hung": f"stands in {place} after {here.seconds:g} s", "doing": mine.doing}
+    return {**box, "doing": mine.doing} if "failed" in box else dict(box)
 
 
 class Asker:
@@ -112,12 +114,18 @@ class Asker:
     def __init__(self, here: Here, questions: Mapping[str, Question]) -> None:
         self.here, self.questions = here, questions
         self.troubles: list[Trouble] = []
+        self.left_out: set[int] = set()
         self._number = 0
 
     @property
     def silent(self) -> set[int]:
         """Ranks that haven't answered once, and are asked no more."""
         return {trouble.rank for trouble in self.troubles if trouble.kind == "silent"}
+
+    @property
+    def asked(self) -> list[int]:
+        """Ranks whose answers count."""
+        return [one for one in range(self.here.world.world_size) if one not in self.silent | self.left_out]
 
     def ask(self, name: str, **arguments: Any) -> dict[int, Any]:
         """By rank, what was answered. Called on rank 0. What wasn't answered is among the troubles."""
@@ -126,13 +134,11 @@ class Asker:
         patience = self.here.seconds + GRACE + (STARTING if self._number == 1 else 0.0)
         deadline = time.monotonic() + patience
         found = {0: self._measured(name, arguments)}
-        for rank in range(1, self.here.world.world_size):
-            if rank in self.silent:
-                continue
+        for rank in self.asked[1:]:
             text = self._read(f"answer/{self._number}/{rank}", deadline - time.monotonic())
             found[rank] = {"silent": f"no answer in {patience:g} s"} if text is None else json.loads(text)
         for rank, answer in found.items():
-            for kind in TROUBLES:
+            for kind in FIXES:
                 if kind in answer:
                     self.troubles.append(Trouble(name, rank, kind, answer[kind], answer.get("doing", "")))
         return {rank: answer["value"] for rank, answer in found.items() if "value" in answer}
@@ -161,7 +167,7 @@ class Asker:
                 return arguments
 
     def _measured(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return bounded(lambda: self.questions[name](self.here, **arguments), self.here)
+        return bounded(lambda mine: self.questions[name](mine, **arguments), self.here)
 
     def _read(self, key: str, seconds: float) -> str | None:
         store = self.here.store
@@ -175,8 +181,13 @@ class Asker:
         except dist.DistError:  # the time is over, or the process with the store has gone
             return None
 
-    def rows(self, hosts: Hosts, judged: tuple[str, ...] = ()) -> list[Row]:
-        """One for each kind of trouble with each question; not of hung and failed ones that were judged elsewhere."""
+    def rows(self, hosts: Hosts, judged: Sequence[str] = (), harmless: Collection[tuple[str, str]] = ()) -> list[Row]:
+        """One for each kind of trouble with each question. What keeps a rank from answering keeps it from training.
+
+        Args:
+            judged: questions whose hung and failed ranks have a row elsewhere.
+            harmless: question and kind of trouble of what a training can do without.
+        """
         found: dict[tuple[str, str], list[Trouble]] = {}
         for one in self.troubles:
             if one.kind == "silent" or one.question not in judged:
@@ -184,5 +195,6 @@ class Asker:
         result = []
         for (question, kind), troubles in found.items():
             row = Row(f"answer: {question}", troubles[0].where, f"an answer in {self.here.seconds:g} s")
-            result.append(row.judged([one.rank for one in troubles], hosts, *TROUBLES[kind]))
+            verdict = WORSE if (question, kind) in harmless else BAD
+            result.append(row.judged([one.rank for one in troubles], hosts, verdict, FIXES[kind]))
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
 
@@ -23,23 +24,23 @@ def ask_clocks(asker: Asker) -> dict[int, tuple[float, float]]:
     An answer is from between the question and the arrival of all answers, so half of that time is the error. Of five
     rounds the shortest counts.
     """
-    found: dict[int, tuple[float, float]] = {}
+    found = {0: (0.0, 0.0)}
     for _ in range(ROUNDS):
         before = time.time()
         answers = asker.ask("clock")
         half = (time.time() - before) / 2
         for rank, theirs in answers.items():
-            if rank != 0 and half < found.get(rank, (0.0, float("inf")))[1]:
+            if half < found.get(rank, (0.0, float("inf")))[1]:
                 found[rank] = theirs - before - half, half
     return found
 
 
 def rows(found: Mapping[int, tuple[float, float]], hosts: Hosts) -> list[Row]:
-    """Judge all ranks' clocks."""
-    if not found:
-        return []
-    far = {rank: abs(ahead) for rank, (ahead, error) in found.items() if abs(ahead) - error > APART}
-    ahead, error = max(found.values(), key=lambda one: abs(one[0]))
-    row = Row("clocks", f"{ahead:+.4f} s ± {error:.4f} s from rank 0", f"within {APART:g} s")
+    """Judge all ranks' clocks. Of three hosts and more the median is right, of two rank 0's."""
+    by_host = {hosts.of[rank]: ahead for rank, (ahead, _) in found.items()}
+    norm, whose = (statistics.median(by_host.values()), "the median host's") if len(by_host) > 2 else (0.0, "rank 0's")
+    far = {rank: abs(ahead - norm) for rank, (ahead, error) in found.items() if abs(ahead - norm) - error > APART}
+    ahead, error = max(found.values(), key=lambda one: abs(one[0] - norm))
+    row = Row("clocks", f"{ahead - norm:+.4f} s ± {error:.4f} s from {whose}", f"within {APART:g} s")
     verdict = BAD if max(far.values(), default=0) > REFUSED else WORSE
     return [row.judged(far, hosts, verdict, "start a time service there: chronyd or systemd-timesyncd")]

@@ -61,6 +61,7 @@ def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=patience(here))
     group: Any = dist.group.WORLD if own else dist.new_group(members, timeout=patience(here), backend=backend)
     found: dict[str, float] = {}
+    given_up = False
     try:
         for size in sizes:
             share = torch.ones(size // 4 // len(members), device=here.device)
@@ -79,10 +80,11 @@ def measure(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
                     times.append(time.perf_counter() - before)
                 found[f"{name} {size}"] = min(times)
     except Exception:
-        here.left = here.device.type == "cuda"
+        if given_up := here.device.type == "cuda":  # nccl would wait for its collectives
+            here.left.append(lambda: True)
         raise
     finally:
-        if not here.left:  # nccl would wait for its collectives
+        if not given_up:
             dist.destroy_process_group(group if not own else None)
     return found
 
@@ -104,12 +106,25 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
     steps = {rank: int(one.doing.partition(".")[0] or -1) for rank, one in troubles.items()}
     stuck = [rank for rank, step in steps.items() if step == min(steps.values())]
     text = troubles[stuck[0]].where
+    verdict, others = BAD, False
+    fix = "look at that process, then at the path between the two: a firewall, an interface, an MTU"
+
+    def fails(part: Sequence[int]) -> bool:
+        return len(answers(part, sizes[:1])) < len(part)
+
     if len(stuck) == len(members) and (where := no_parts(asker.here.device)):
         text += f"; all ranks stand there, and parts of them can't be tried {where}"
+    elif len(stuck) == len(members) and fails(members):
+        stuck = guilty(fails, members)
+        rest = [rank for rank in members if rank not in stuck]
+        others = len(rest) > 1 and fails(rest)
     elif len(stuck) == len(members):
-        stuck = guilty(lambda part: len(answers(part, sizes[:1])) < len(part), members)
-    fix = "look at that process, then at the path between the two: a firewall, an interface, an MTU"
-    return {}, [Row("collectives", text, "all end", BAD, hosts.named(stuck), fix)]
+        text += f"; with {sizes[0] >> 10} KiB all end"
+        verdict, fix = (
+            WORSE,
+            "too slow, or for a moment only: see the rows of pairs; --answer-within gives it more time",
+        )
+    return {}, [Row("collectives", text, "all end", verdict, hosts.named(stuck) + "; others too" * others, fix)]
 
 
 def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:

@@ -23,6 +23,8 @@ def measure(here: Here) -> str | None:
 
 def rows(found: Mapping[int, str | None], hosts: Hosts, dataset: str) -> list[Row]:
     """Judge all ranks' answers."""
+    if not found:
+        return []
     there = {rank: content for rank, content in found.items() if content is not None}
     text = f"{dataset}, read by {len(there)} ranks" if there else f"{dataset} isn't on these hosts yet"
     fix = "give it the same files as the others"

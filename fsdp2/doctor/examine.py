@@ -32,9 +32,12 @@ QUESTIONS: dict[str, Question] = {
     "leave_nonce": storage.leave_nonce,
     "storage": storage.measure,
     "clean": storage.clean,
+    "room": storage.room,
     "collectives": collectives.measure,
     "compute": compute.measure,
 }
+# A training does without the answers of the first three. Data and models that take long aren't looked at.
+HARMLESS = (("machine", "failed"), ("clock", "failed"), ("clean", "failed"), ("data", "hung"), ("room", "hung"))
 SECONDS = 10.0  # that a rank has by default to answer a question
 FINAL = ("fit to train", "worse than expected", "can't train")
 
@@ -60,19 +63,22 @@ class Options:
 def examine(asker: Asker, options: Options) -> list[Row]:
     """All rows. Called on rank 0 while the others `serve`."""
     hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
+    if 0 not in hosts.of:
+        return asker.rows(hosts)
+    asker.left_out = {*range(asker.here.world.world_size)} - {*hosts.of}  # nothing can be said of their hosts
     found = asker.ask("machine")
     rows = machine.rows(found, hosts)
-    if len(hosts.first()) > 1:
+    if len(hosts.names()) > 1:
         rows += clock.rows(clock.ask_clocks(asker), hosts)
     rows += dataset.rows(asker.ask("data"), hosts, options.config.dataset)
     place = options.config.run_dir or str(default_path(options.config.model).parent)
     stored = storage.ask_storage(asker, place, (4 << 20) if options.quick else (32 << 20))
-    rows += storage.rows(stored, hosts, place, storage.kept_bytes(options.config))
+    rows += storage.rows(stored, hosts, place, asker.ask("room", place=place).get(0))
     computed = compute.ask_compute(asker, 0.3 if options.quick else 0.5)
     rows += compute.rows(computed, hosts)
     if asker.here.world.world_size > 1:
         rows += _exchanges(asker, hosts, found, computed, options)
-    return [*asker.rows(hosts, judged=("collectives",)), *rows]
+    return [*asker.rows(hosts, judged=("collectives",), harmless=HARMLESS), *rows]
 
 
 def _exchanges(
@@ -83,10 +89,10 @@ def _exchanges(
     pairs = network.ask_pairs(asker, hosts, size)
     rows = network.rows(pairs, hosts, size)
     rates = [one["rate"] for one in pairs.values() if "rate" in one]
-    if len(rates) < len(pairs) or asker.silent or not rates:
+    if not rates or len(rates) < len(pairs) or len(asker.asked) < asker.here.world.world_size:
         return rows
     sizes = [64 << 10, 1 << 20] if options.quick else [64 << 10, 1 << 20, 32 << 20]
-    crowding = max(len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items())
+    crowding = max((len(hosts.ranks(hosts.of[rank])) / len(one["cores"]) for rank, one in found.items()), default=1.0)
     done, hanging = collectives.ask_collectives(asker, sizes, hosts)
     rows += [*hanging, *collectives.rows(done, sizes, collectives.PART * min(rates) / max(1.0, crowding), hosts)]
     if options.step and not options.quick:
@@ -110,16 +116,19 @@ def run(
     runtime.set_threads(options.config.threads, world)
     store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
     asker = Asker(Here(world, device, store, options.seconds, config=options.config), QUESTIONS)
+    atexit.register(_leave_what_hangs, asker.here.left)  # a training that is refused ends by sys.exit
     if world.rank != 0:
-        rows = [Row(**row) for row in asker.serve()]
-    else:
-        began = time.monotonic()
-        rows = examine(asker, options)
-        show(rows, time.monotonic() - began)
-        asker.end([dataclasses.asdict(row) for row in rows])
-    if asker.here.left:  # a training that is refused ends by sys.exit
-        atexit.register(leave, VERDICTS.index(BAD))
+        return [Row(**row) for row in asker.serve()]
+    began = time.monotonic()
+    rows = examine(asker, options)
+    show(rows, time.monotonic() - began)
+    asker.end([dataclasses.asdict(row) for row in rows])
     return rows
+
+
+def _leave_what_hangs(left: Sequence[Callable[[], bool]]) -> None:
+    if any(hangs() for hangs in left):
+        leave(VERDICTS.index(BAD))
 
 
 def reported(options: Options) -> int:
@@ -167,7 +176,11 @@ def before_training(config: Config, world: World, device: torch.device) -> None:
     def show(rows: list[Row], took: float) -> None:
         print("\n".join(f"doctor: {line}" for line in lines(rows, world.world_size, took, findings=True)), flush=True)
 
-    for row in run(Options(config, quick=True), world, device, show):
+    rows = run(Options(config, quick=True), world, device, show)
+    if device.type == "cuda":  # the training's memory is its own
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    for row in rows:
         if row.verdict == BAD:
             raise ConfigError(
                 f"--doctor: {row.name}: {row.measured}; expected: {row.expected}; {row.who}: {row.fix}, or drop it"

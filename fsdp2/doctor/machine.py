@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,12 +17,8 @@ import torch
 from fsdp2.doctor.asking import Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above, limit, same
 from fsdp2.run.agreement import code
+from fsdp2.run.limits import cpu_quota, free_memory
 from fsdp2.units import size
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 # Set alike on all ranks, or some of them compute or communicate in another way.
 PREFIXES = (
@@ -64,7 +60,6 @@ def measure(here: Here) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
     }
     affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
-    limits = cgroup_limits()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "same": same_on_all,
@@ -72,61 +67,16 @@ def measure(here: Here) -> dict[str, Any]:
             name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and name not in PER_RANK
         },
         "shm": [shm.total, shm.free] if shm else None,
-        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
-        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if resource else None,
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/dev/infiniband"),
-        "memory": free_memory(limits["memory"]),
-        "quota": limits["cpus"],
+        "memory": free_memory(),
+        "quota": cpu_quota(),
         "cores": sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1)),
         "threads": torch.get_num_threads(),
         "gpu": gpu,
         "loopback": resolves_to_loopback(),
     }
-
-
-def free_memory(limit_and_use: list[int] | None, meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that a process may still take: of the machine, and within the limit of its cgroup. None if unknown."""
-    if not meminfo.exists():  # macOS
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) << 10
-    return free if limit_and_use is None else min(free, max(0, limit_and_use[0] - limit_and_use[1]))
-
-
-def cgroup_limits(root: Path = Path("/")) -> dict[str, Any]:
-    """`memory`: limit and use in bytes, and `cpus`: the quota; None where there is none.
-
-    The tightest of all cgroups above this process counts. Both hierarchies of Linux are read, v2 and v1.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return {"memory": None, "cpus": None}
-    memory: list[list[int]] = []
-    cpus: list[float] = []
-    hierarchies = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):  # v2 has one hierarchy, without a name
-            place = hierarchies / controller / path.lstrip("/")
-            for folder in [one for one in (place, *place.parents) if one.is_relative_to(hierarchies)]:
-                old = controller == "memory"
-                most = _number(folder / ("memory.limit_in_bytes" if old else "memory.max"))
-                used = _number(folder / ("memory.usage_in_bytes" if old else "memory.current"))
-                if most is not None and most < 1 << 60:  # v1 writes a huge number for none
-                    memory.append([int(most), int(used or 0)])
-                quota = _number(folder / ("cpu.cfs_quota_us" if controller == "cpu" else "cpu.max"))
-                period = _number(folder / "cpu.cfs_period_us") or _number(folder / "cpu.max", 1)
-                if quota is not None and quota > 0 and period:
-                    cpus.append(quota / period)
-    return {"memory": min(memory, key=lambda one: one[0] - one[1], default=None), "cpus": min(cpus, default=None)}
-
-
-def _number(file: Path, word: int = 0) -> float | None:
-    try:
-        return float(file.read_text().split()[word])
-    except (OSError, ValueError, IndexError):  # there is no such limit, or it says max
-        return None
 
 
 def resolves_to_loopback() -> bool:
@@ -160,18 +110,22 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
-    """Judge all ranks' facts."""
+    """Judge all ranks' facts. What a host has in common is its first rank's that has answered."""
+    if not found:
+        return []
     local = {rank: len([one for one in hosts.ranks(hosts.of[rank]) if one in found]) for rank in found}
-    first = {rank: found[rank] for rank in hosts.first().values() if rank in found}
+    firsts = {hosts.of[rank]: rank for rank in sorted(found, reverse=True)}.values()
+    first = {rank: found[rank] for rank in sorted(firsts)}
     result = [*versions(found, hosts), *environment(found, hosts), *addresses(first, hosts)]
-    shm = {rank: float(one["shm"][1] if one["shm"] else 0) for rank, one in first.items()}
-    needed = {rank: float(SHM_PER_RANK * local[rank]) for rank in first}
-    result.append(limit("/dev/shm", shm, needed, size, hosts, "give the container more: docker run --shm-size=8g"))
-    files = {rank: float(one["nofile"]) for rank, one in found.items() if one["nofile"] not in (None, -1)}
+    shm = {rank: float(one["shm"][1]) for rank, one in first.items() if one["shm"]}  # macOS has none
+    if shm:
+        needed = {rank: float(SHM_PER_RANK * local[rank]) for rank in shm}
+        result.append(limit("/dev/shm", shm, needed, size, hosts, "give the container more: docker run --shm-size=8g"))
+    files = {rank: float(one["nofile"]) for rank, one in found.items() if one["nofile"] != -1}
     if files:
         least = {rank: float(NOFILE_BASE + NOFILE_PER_RANK * len(hosts.of)) for rank in files}
         result.append(limit("open files", files, least, "{:.0f}".format, hosts, "raise it: ulimit -n 65536"))
-    locked = {rank: one["memlock"] for rank, one in found.items() if one["infiniband"] and one["memlock"] is not None}
+    locked = {rank: one["memlock"] for rank, one in found.items() if one["infiniband"]}
     if locked:
         held = [rank for rank, count in locked.items() if count != -1]
         text = "unlimited" if not held else size(min(locked[rank] for rank in held))

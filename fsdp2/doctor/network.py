@@ -7,13 +7,16 @@ collective's ranks do; a pair that seems slow is measured again, alone.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from itertools import combinations, count
 from typing import Any
 
 from fsdp2.doctor.asking import Asker, Here
@@ -27,7 +30,9 @@ NOISE = 0.002
 SLOWEST = 0.01  # seconds of a round trip: no network of one building takes so long
 LOSS = 0.001  # part of the segments that may be sent again; TCP halves its rate at each loss
 FEW_LOST = 5  # segments, which say nothing about a part
-_HELLO = struct.Struct("!I")
+AGAIN = 3  # times a question's time, within which slow pairs are measured again
+_HELLO = struct.Struct("!II")  # the caller's rank, and which measurement it calls for
+_SIOCGIFADDR = 0x8915  # Linux's netdevice(7)
 _TCP_INFO_RETRANSMITTED, _TCP_INFO_SENT = 100, 136  # offsets in Linux's struct tcp_info
 
 FIXES = {
@@ -42,7 +47,9 @@ INSIDE, BETWEEN = "within hosts", "between hosts"
 
 def hello(here: Here) -> list[str]:
     """This rank's host and the address at which it listens for the others from now on."""
-    address = own_address(here.world.local_world_size == here.world.world_size)
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    here.doing = f"looking for the interface {named} of GLOO_SOCKET_IFNAME" if named else "looking for its own address"
+    address = own_address(here.world.local_world_size == here.world.world_size, named)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=64)
     listener.settimeout(here.seconds / 2)
@@ -51,14 +58,17 @@ def hello(here: Here) -> list[str]:
     return [socket.gethostname(), address]
 
 
-def own_address(alone: bool) -> str:
-    """The address from which this host reaches the master's, or any other host if that is a loopback.
+def own_address(alone: bool, interface: str = "") -> str:
+    """The interface's address, else that from which this host reaches the master's, or any host if that is a loopback.
 
     Args:
         alone: all ranks are on this host, so a loopback serves.
+        interface: that gloo was told to use. Raises OSError if there is no such one.
     """
+    if interface and (found := _address_of(interface)):
+        return found
     master = os.environ.get("MASTER_ADDR", "localhost")
-    for target in (master, "192.0.2.1"):  # the latter is nobody's; nothing is sent
+    for target in (master, "192.0.2.1", "2001:db8::1"):  # the latter two are nobody's; nothing is sent
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
@@ -71,6 +81,19 @@ def own_address(alone: bool) -> str:
     return "127.0.0.1"
 
 
+def _address_of(interface: str) -> str | None:
+    """Its IPv4 address; None if it has none, or the system isn't Linux. Raises OSError if there is no such one."""
+    socket.if_nametoindex(interface)
+    if sys.platform != "linux":
+        return None
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:  # it has IPv6 alone
+            return None
+
+
 def schedule(ranks: int) -> list[list[Pair]]:
     """The pairs of each round, in which no rank is twice."""
     bits = (ranks - 1).bit_length()
@@ -78,12 +101,13 @@ def schedule(ranks: int) -> list[list[Pair]]:
     return [[(rank, rank ^ step) for rank in range(ranks) if rank < rank ^ step < ranks] for step in steps]
 
 
-def meet(here: Here, pairs: Sequence[Sequence[int]], size: int) -> Any:
+def meet(here: Here, pairs: Sequence[Sequence[int]], size: int, number: int) -> Any:
     """Measure the pair that this rank is in, if any: seconds of a round trip and bytes/s of this rank's sending.
 
     Args:
         pairs: that meet now.
         size: bytes to send each way.
+        number: of this measurement; a call for an earlier one, which nobody took in time, is dropped.
     """
     rank = here.world.rank
     other = next((a if b == rank else b for a, b in pairs if rank in (a, b)), None)
@@ -93,7 +117,7 @@ def meet(here: Here, pairs: Sequence[Sequence[int]], size: int) -> Any:
     try:
         # Both ways, as a group's ranks call each other; one port may be blocked. The first connection is measured.
         first = rank < other
-        with _connected(here, other, calls=first) as link, _connected(here, other, calls=not first):
+        with _connected(here, other, number, calls=first) as link, _connected(here, other, number, calls=not first):
             link.settimeout(here.seconds / 2)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return {"other": other, **_measured(link, first=first, size=size)}
@@ -101,23 +125,23 @@ def meet(here: Here, pairs: Sequence[Sequence[int]], size: int) -> Any:
         return {"other": other, "error": str(error) or type(error).__name__}
 
 
-def _connected(here: Here, other: int, *, calls: bool) -> socket.socket:
+def _connected(here: Here, other: int, number: int, *, calls: bool) -> socket.socket:
     """A connection with another rank: this one calls, or listens."""
     if calls:
         here.store.wait([f"address/{other}"], timedelta(seconds=here.seconds / 2))
         address, port = here.store.get(f"address/{other}").decode().split()
         link = socket.create_connection((address, int(port)), timeout=here.seconds / 2)
-        link.sendall(_HELLO.pack(here.world.rank))
+        link.sendall(_HELLO.pack(here.world.rank, number))
         return link
-    waiting: dict[int, socket.socket] = here.kept["waiting"]
+    waiting: dict[tuple[int, ...], socket.socket] = here.kept["waiting"]
     deadline = time.monotonic() + here.seconds / 2
-    while other not in waiting:
+    while (other, number) not in waiting:
         if time.monotonic() > deadline:
             raise TimeoutError("it didn't call")
         link, _ = here.kept["listener"].accept()
         link.settimeout(here.seconds / 2)
-        waiting[_HELLO.unpack(_received(link, _HELLO.size))[0]] = link
-    return waiting.pop(other)
+        waiting[_HELLO.unpack(_received(link, _HELLO.size))] = link
+    return waiting.pop((other, number))
 
 
 def _measured(link: socket.socket, *, first: bool, size: int) -> dict[str, Any]:
@@ -169,13 +193,19 @@ def _segments(link: socket.socket) -> dict[str, int]:
 def ask_pairs(asker: Asker, hosts: Hosts, size: int) -> dict[Pair, dict[str, Any]]:
     """All pairs, by rank, as measured; those that seem slow are measured again, and the better result counts."""
     found: dict[Pair, dict[str, Any]] = {}
+    numbers = count()
+
+    def ask(pairs: list[Pair]) -> None:
+        _collect(found, asker.ask("meet", pairs=pairs, size=size, number=next(numbers)), hosts)
+
     for pairs in schedule(asker.here.world.world_size):
-        there = [pair for pair in pairs if all(rank in hosts.of and rank not in asker.silent for rank in pair)]
-        _collect(found, asker.ask("meet", pairs=there, size=size), hosts)
+        ask([pair for pair in pairs if {*pair} <= {*asker.asked}])
+    until = time.monotonic() + AGAIN * asker.here.seconds
     for _ in range(2):
         # One at a time: a rank that has been late for its pair makes the next one late, and so does a crowded link.
-        for pair in slow_pairs(found, hosts)[:FEW]:
-            _collect(found, asker.ask("meet", pairs=[pair], size=size), hosts)
+        for pair in slow_pairs(found, hosts, size):
+            if time.monotonic() < until:
+                ask([pair])
     return found
 
 
@@ -230,7 +260,7 @@ def _findings(kind: str, pairs: Mapping[Pair, Mapping[str, Any]], size: int) -> 
     }
 
 
-def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int = 1 << 20) -> list[Pair]:
+def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> list[Pair]:
     """Those that are worth a second look, dead ones included."""
     dead = [pair for pair, one in found.items() if "error" in one]
     late = [
@@ -240,26 +270,36 @@ def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int 
 
 
 def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> str:
-    """Who explains these bad pairs: a host or a rank all of whose pairs are bad, else two hosts, else the pairs.
+    """Who explains these bad pairs: a host, two hosts or a rank all of whose pairs are bad, else the pairs.
 
-    A host is judged by its pairs with other hosts alone.
+    A host is judged by its pairs with other hosts alone. With one other host they don't say which of the two it is.
     """
-    left, named = set(guilty), []
-    ranks = sorted({rank for pair in left for rank in pair})
-    whole = [set(hosts.ranks(host)) for host in dict.fromkeys(hosts.of[rank] for rank in ranks)]
-    for members in [*whole, *({rank} for rank in ranks)]:
-        its = {pair for pair in every if len(members & set(pair)) == 1}
-        if its <= set(guilty) and len(its) < len(every) and len(its & left) > 1:
-            named.append(hosts.named(members))
+    between: dict[frozenset[str], set[Pair]] = {}
+    for pair in every:
+        between.setdefault(frozenset(hosts.of[rank] for rank in pair), set()).add(pair)
+    names = list(dict.fromkeys(hosts.of[rank] for pair in sorted(guilty) for rank in pair))
+    causes: list[tuple[str, set[Pair]]] = []
+    for host in names:
+        others = [pairs for two, pairs in between.items() if host in two and len(two) > 1]
+        if len(others) > 1:
+            causes.append((hosts.named(hosts.ranks(host)), set().union(*others)))
+    for a, b in combinations(names, 2):
+        causes.append((f"hosts {a} and {b}", between.get(frozenset((a, b)), set())))
+    for rank in sorted({rank for pair in guilty for rank in pair}):
+        causes.append((hosts.named([rank]), {pair for pair in every if rank in pair}))
+    bad, left, named = set(guilty), set(guilty), list[str]()
+    for who, its in causes:
+        if its <= bad and len(its & left) > 1:
+            named.append(who)
             left -= its
     ends: dict[tuple[str, str], list[Pair]] = {}
     for pair in sorted(left):
         ends.setdefault((hosts.of[pair[0]], hosts.of[pair[1]]), []).append(pair)
     for (a, b), pairs in ends.items():
-        between = [pair for pair in every if {hosts.of[pair[0]], hosts.of[pair[1]]} == {a, b}]
-        all_of_two = a != b and len(pairs) == len(between)
-        shown = ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
-        named.append(f"hosts {a} and {b}" if all_of_two else shown)
+        whole = a != b and len(between[frozenset((a, b))]) == 1
+        named.append(
+            f"hosts {a} and {b}" if whole else ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
+        )
     return "; ".join(named)
 
 

@@ -35,13 +35,16 @@ def speed_of(device: str, measured: Mapping[str, Any]) -> Speed:
     name, dtype = NEAREST[device]
     base = gpu(name).speed
     assert base is not None, "NEAREST names rows with a speed"
-    per_host = measured["ranks"] // measured["hosts"]
     once = dict.fromkeys(base.efficiency, 1.0)
-    plain = dataclasses.replace(base, efficiency=once, gpus_per_node=per_host)
+    plain = dataclasses.replace(base, efficiency=once, gpus_per_node=measured["per_host"])
     if device == "cpu":
         near, far = (one or next(other for other in measured["links"] if other) for one in measured["links"])
         plain = dataclasses.replace(
-            plain, link=near[1], link_latency=near[0] / 2, network=far[1] / per_host, network_latency=far[0] / 2
+            plain,
+            link=near[1],
+            link_latency=near[0] / 2,
+            network=far[1] / measured["per_host"],
+            network_latency=far[0] / 2,
         )
     # α and β by the smallest and the largest one: seconds = START + α latency + β bytes / rate.
     (small, took), (large, took_large) = measured["gathers"][0], measured["gathers"][-1]

@@ -69,13 +69,13 @@ class Hosts:
     def ranks(self, host: str) -> list[int]:
         return [rank for rank, name in self.of.items() if name == host]
 
-    def first(self) -> dict[str, int]:
-        """The first rank of each host."""
-        return {host: rank for rank, host in reversed(self.of.items())}
+    def names(self) -> list[str]:
+        """In the order of their first ranks."""
+        return list(dict.fromkeys(self.of.values()))
 
     def named(self, ranks: Iterable[int]) -> str:
         """`rank 3 (node2)`, `host node2` for all of its ranks, or `ranks 1, 2 (node1, node2)`."""
-        found = sorted(ranks)
+        found = sorted(set(ranks))
         hosts = list(dict.fromkeys(self.of.get(rank, "host unknown") for rank in found))
         whole = [one for host in hosts for one in self.ranks(host)]
         if len(found) > 1 and sorted(whole) == found and len(found) < len(self.of):

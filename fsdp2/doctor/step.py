@@ -9,6 +9,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ def measured(
     """What a plan needs of the ranks' measurements, the slowest rank's where all wait for it; None if it isn't there.
 
     Returns a dict:
+        per_host: ranks of each host; None if hosts have different numbers.
         flops, memory: of a rank, as `compute.measure` has them.
         links: of a host's own ranks and between hosts, the median round trip and bytes/s of a link.
         gathers: bytes and seconds of each all-gather of all ranks.
@@ -41,10 +43,12 @@ def measured(
         kind: [statistics.median(one[key] for one in part.values()) for key in ("trip", "link")]
         for kind, part in kinds(pairs, hosts)
     }
+    per_host = [*Counter(hosts.of.values()).values()]
     sizes = [int(name.split()[1]) for name in next(iter(gathered.values())) if name.startswith("all-gather")]
     return {
         "ranks": len(gathered),
-        "hosts": len(set(hosts.of.values())),
+        "hosts": len(per_host),
+        "per_host": per_host[0] if len(set(per_host)) == 1 else None,
         "flops": min(one["flops"] for one in computed.values()),
         "memory": min(one["memory"] for one in computed.values()),
         "links": [links.get(kind) for kind in (INSIDE, BETWEEN)],
@@ -59,6 +63,10 @@ def rows(
     if found is None:
         return []
     title, expected = f"step of {config.model}", "no bound: fsdp2.plan at the rates measured here"
+    if found["per_host"] is None:
+        return [
+            Row(title, "not planned: hosts have different numbers of ranks, which the planner doesn't know", expected)
+        ]
     job = {"flags": to_flags(config), "device": device.type, "measured": found}
     line = [sys.executable, "-m", "fsdp2.doctor.planned_step"]
     try:

@@ -15,12 +15,14 @@ from fsdp2.checkpoint.refusal import one_line
 from fsdp2.config import Config
 from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
+from fsdp2.parallel.freeze import freeze
 from fsdp2.units import size as in_units
 
 TIMES_SLOWER = 3.0  # than the median rank
 NOISE = 0.5  # seconds: a disk that others use may be so late at any time
 SLOWEST = 2.0  # seconds of an fsync or a rename of a small file; a commit waits for each
-SEEN_WITHIN = 3.0  # seconds: NFS keeps what it knows of a folder for so long by default (acdirmin, 30 at most)
+# Seconds in which a file system may show a new file. NFS does at once: it asks its server for a name that is new to it.
+SEEN_WITHIN = 3.0
 
 AVERAGES = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}  # tensors that an optimizer keeps for each parameter
 
@@ -29,9 +31,24 @@ def kept_bytes(config: Config) -> int | None:
     """Bytes of the checkpoints that lie in a run at once, about; None for adapters, which are small."""
     if config.lora is not None:
         return None
-    copies = 1 + AVERAGES[config.optimizer] + (config.ema is not None)
-    # The oldest one goes when the newest is committed.
-    return bytes_of(config.spec.on_meta(config.model_size).state_dict()) * copies * (config.keep + 1)
+    model = config.spec.on_meta(config.model_size)
+    freeze(model, config.freeze)
+    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    one_of_them = bytes_of(model.state_dict()) + trained * (AVERAGES[config.optimizer] + (config.ema is not None))
+    return one_of_them * (config.keep + 1)  # the oldest one goes when the newest is committed
+
+
+def room(here: Here, place: str) -> int | None:
+    """On rank 0, the bytes that the checkpoints need beside those that are there already; None if it isn't known."""
+    if here.world.rank != 0 or "://" in place:
+        return None
+    here.doing = "counting the bytes of checkpoints"
+    needed = kept_bytes(here.config)
+    if needed is None:
+        return None
+    there = sorted(Path(place, "checkpoints").glob("step-*"))[-here.config.keep :]
+    held = sum(file.stat().st_size for one in there for file in one.rglob("*") if file.is_file())
+    return max(0, needed - held)
 
 
 def leave_nonce(here: Here, place: str, folder: str) -> None:
@@ -97,8 +114,7 @@ def clean(here: Here, place: str, folder: str, ranks: list[int]) -> None:
 
 
 def ask_storage(asker: Asker, place: str, size: int) -> dict[int, Any]:
-    """All ranks' answers, by rank. What was written is removed."""
-    place = place if "://" in place else str(Path(place).absolute())
+    """All ranks' answers, by rank. What was written is removed. Each rank takes a relative place for its own."""
     folder = f".doctor-{time.time_ns():x}"
     asker.ask("leave_nonce", place=place, folder=folder)
     found = asker.ask("storage", place=place, folder=folder, size=size)
@@ -111,7 +127,7 @@ def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, neede
     """Judge all ranks' answers.
 
     Args:
-        needed: of `kept_bytes`; None if that isn't known.
+        needed: of `room`; None if that isn't known.
     """
     if not found:
         return []

@@ -36,6 +36,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
 from fsdp2.run.job import Job
+from fsdp2.run.limits import free_memory
 from fsdp2.run.lock import WriterLock
 from fsdp2.run.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
@@ -257,8 +258,9 @@ def _lineage(run: RunDir) -> dict[str, Any]:
 def _free() -> int:
     """Bytes that can still be written to this node's memory."""
     state = os.statvfs(ROOT)
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(state.f_bavail * state.f_frsize, 1024 * int(lines["MemAvailable"].split()[0]))
+    room = state.f_bavail * state.f_frsize
+    free = free_memory()
+    return room if free is None else min(room, free)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fsdp2.doctor.asking import Asker, Here
+import torch
+
+from fsdp2.doctor.asking import Asker, Here, bounded
 from fsdp2.doctor.examine import as_json
 from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row, far_above, same, status
 from fsdp2.run.runtime import World
@@ -34,6 +36,8 @@ def fails_on_rank_1(here: Here) -> int:
 def test_a_rank_that_hangs_or_fails_is_named_and_the_others_answer() -> None:
     def ask(asker: Asker) -> Any:
         answers = asker.ask("hangs"), asker.ask("fails"), asker.ask("good")
+        verdicts = [row.verdict for row in asker.rows(HOSTS, harmless=[("fails", "failed")])]
+        assert verdicts == [BAD, WORSE]
         return answers, asker.rows(HOSTS)
 
     questions = {"hangs": hangs_on_rank_2, "fails": fails_on_rank_1, "good": lambda here: here.world.rank}
@@ -43,10 +47,32 @@ def test_a_rank_that_hangs_or_fails_is_named_and_the_others_answer() -> None:
     assert good == {0: 0, 1: 1, 2: 2, 3: 3}  # who hung in one question still answers the next one
     assert [(row.name, row.verdict, row.who) for row in rows] == [
         ("answer: hangs", BAD, "rank 2 (b)"),
-        ("answer: fails", WORSE, "rank 1 (a)"),
+        ("answer: fails", BAD, "rank 1 (a)"),
     ]
     assert rows[0].measured == "reading the disk: stands in threading.py, wait after 0.5 s"
     assert rows[1].measured == "OSError: no such disk"
+
+
+def test_what_hangs_says_nothing_in_a_later_question_and_holds_the_process_only_while_it_hangs() -> None:
+    go_on = threading.Event()
+
+    def hangs(here: Here) -> None:
+        go_on.wait()
+        here.doing = "reading the disk"
+
+    def fails(here: Here) -> None:
+        here.doing = "2. all-reduce"
+        go_on.set()
+        hanging.join()
+        raise OSError("no such link")
+
+    here = Here(World(0, 1, 0, 1), torch.device("cpu"), None, 0.2)
+    before = set(threading.enumerate())
+    assert "hung" in bounded(hangs, here)
+    (hanging,) = set(threading.enumerate()) - before
+    assert [still() for still in here.left] == [True]
+    assert bounded(fails, here)["doing"] == "2. all-reduce"
+    assert [still() for still in here.left] == [False]
 
 
 def test_a_stopped_rank_is_named_and_the_examination_ends(tmp_path: Path) -> None:

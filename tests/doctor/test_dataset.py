@@ -9,7 +9,7 @@ import pytest
 from fsdp2.config import Config
 from fsdp2.doctor import dataset
 from fsdp2.doctor.asking import Asker
-from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2.doctor.rows import BAD, OK, Hosts, Row
 from tests.doctor.threads import examined
 from tests.harness import flip_a_bit, small_mnist
 
@@ -48,4 +48,6 @@ def test_data_that_cannot_be_read_names_its_rank(tmp_path: Path) -> None:
     broken.write_bytes(broken.read_bytes()[:100])
     good, row = rows(tmp_path / "a", tmp_path / "a", tmp_path / "a", tmp_path / "b")
     assert good.verdict == OK
-    assert (row.name, row.verdict, row.who) == ("answer: data", WORSE, "rank 3 (b)")
+    assert (row.name, row.verdict, row.who) == ("answer: data", BAD, "rank 3 (b)")
+    (row,) = rows(*[tmp_path / "b"] * 4)  # not that they have no data yet
+    assert (row.name, row.verdict) == ("answer: data", BAD)

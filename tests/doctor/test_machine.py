@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp2.doctor import clock, machine
 from fsdp2.doctor.asking import Here
 from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2.run import limits
 from fsdp2.run.runtime import World
 from tests.doctor.threads import examined
 
@@ -65,6 +66,11 @@ def test_a_rank_that_differs_is_named(
     assert row.fix
 
 
+def test_a_system_without_dev_shm_has_no_row_about_it(facts: dict[int, Any]) -> None:
+    rows = machine.rows({rank: one | {"shm": None} for rank, one in facts.items()}, HOSTS)
+    assert not [row for row in rows if row.name == "/dev/shm" or row.verdict != OK]
+
+
 def test_variables_of_cuda_are_compared_but_for_a_rank_s_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray gives each rank its own
@@ -101,22 +107,34 @@ def test_a_gpu_that_is_hot_broken_or_in_use_is_named(facts: dict[int, Any]) -> N
     ("line", "files"),
     [
         ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000",
-                          "job/memory.max": "2000", "job/memory.current": "500", "job/step/memory.max": "max"}),
+                          "job/memory.max": "2000", "job/memory.current": "800", "job/step/memory.max": "max",
+                          "job/memory.stat": "anon 400\ninactive_file 300"}),
         ("4:cpu,cpuacct:/job\n3:memory:/job", {
             "cpu/job/cpu.cfs_quota_us": "150000", "cpu/job/cpu.cfs_period_us": "100000", "cpu/cpu.cfs_quota_us": "-1",
-            "memory/job/memory.limit_in_bytes": "2000", "memory/job/memory.usage_in_bytes": "500",
+            "memory/job/memory.limit_in_bytes": "2000", "memory/job/memory.usage_in_bytes": "800",
+            "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300",
             "memory/memory.limit_in_bytes": str(2**63 - 4096)}),
     ],
     ids=["v2", "v1"],
 )  # fmt: skip
-def test_the_tightest_cgroup_above_counts(tmp_path: Path, line: str, files: dict[str, str]) -> None:
-    for name, text in {"proc/self/cgroup": line, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
+def test_the_tightest_cgroup_above_counts_and_pages_of_files_are_free(
+    tmp_path: Path, line: str, files: dict[str, str]
+) -> None:
+    meminfo = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 4 kB"}
+    for name, text in {
+        "proc/self/cgroup": line,
+        **meminfo,
+        **{f"sys/fs/cgroup/{k}": v for k, v in files.items()},
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert machine.cgroup_limits(tmp_path) == {"memory": [2000, 500], "cpus": 1.5}
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
-    assert machine.free_memory([2000, 500], tmp_path / "meminfo") == 1500
-    assert machine.free_memory(None, tmp_path / "meminfo") == 4096
+    assert limits.cpu_quota(tmp_path) == 1.5
+    assert limits.free_memory(tmp_path) == 1500
+    (tmp_path / "proc/self/cgroup").write_text("")
+    assert limits.cpu_quota(tmp_path) is None
+    assert limits.free_memory(tmp_path) == 4096
+    (tmp_path / "proc/meminfo").unlink()
+    assert limits.free_memory(tmp_path) is None
 
 
 def test_docker_s_small_dev_shm_is_found() -> None:
@@ -140,3 +158,10 @@ def test_a_clock_that_is_wrong_names_its_host(ahead: float, verdict: str) -> Non
     assert row.who == ("" if verdict == OK else "host b")
     for rank, (measured, error) in found.items():
         assert abs(measured - (ahead if rank > 1 else 0.0)) < error + 0.01
+
+
+def test_of_three_hosts_the_odd_clock_is_named_also_where_it_is_rank_0_s() -> None:
+    hosts = Hosts({rank: (f"n{rank // 2}", "") for rank in range(6)})
+    found = {rank: (0.0 if rank < 2 else 3600.0, 0.001) for rank in range(6)}
+    (row,) = clock.rows(found, hosts)
+    assert (row.verdict, row.who) == (BAD, "host n0")

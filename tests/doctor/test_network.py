@@ -63,6 +63,20 @@ def test_the_smallest_cause_is_named(slow: list[tuple[int, int]], who: str) -> N
     assert network.blame(slow, ALL, EIGHT) == who
 
 
+def test_of_two_hosts_neither_is_named_alone() -> None:
+    two = Hosts({rank: ("ab"[rank // 2], "") for rank in range(4)})
+    every = list(combinations(range(4), 2))
+    between = [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert network.blame(between, every, two) == network.blame(between, between, two) == "hosts a and b"
+    assert network.blame([(0, 2), (0, 3)], between, two) == "rank 0 (a)"
+
+
+def test_gloo_s_interface_is_the_one_that_is_measured() -> None:
+    assert network.own_address(False, "lo") == "127.0.0.1"
+    with pytest.raises(OSError, match="no interface"):
+        network.own_address(False, "no-such0")
+
+
 @pytest.mark.parametrize(
     ("changed", "name", "verdict"),
     [
@@ -77,11 +91,11 @@ def test_a_pair_that_is_slow_lossy_or_dead_is_a_row(changed: dict[str, Any], nam
     assert [(row.name, row.verdict, row.who) for row in findings] == [(name, verdict, "ranks 0 and 6 (n0, n3)")]
 
 
-def on_shared_links(hosts: Hosts) -> Any:
-    """Pairs whose hosts have a link of 10 GB/s each, where a host's pairs share it; the first pair is late at first."""
-    late = iter([0.01])
+def on_shared_links(hosts: Hosts, *, first: float = 0.01) -> Any:
+    """Pairs whose hosts have a link of 10 GB/s each, where a host's pairs share it. At first the first has a part."""
+    late = iter([first])
 
-    def meet(here: Here, pairs: list[list[int]], size: int) -> Any:
+    def meet(here: Here, pairs: list[list[int]], size: int, number: int) -> Any:
         mine = next((pair for pair in pairs if here.world.rank in pair), None)
         if mine is None:
             return None
@@ -100,6 +114,41 @@ def test_a_link_is_as_fast_as_the_pairs_that_share_it_together(a_host: int) -> N
     hosts = Hosts({rank: (f"n{rank // a_host}", "") for rank in range(ranks)})
     found = examined(ranks, {"meet": on_shared_links(hosts)}, lambda asker: network.ask_pairs(asker, hosts, SIZE))
     assert {pair: one["link"] for pair, one in found.items()} == pytest.approx(dict.fromkeys(found, 10e9))
+
+
+def test_every_pair_that_was_dead_or_slow_is_measured_again() -> None:
+    """A crowd at the first meeting: more pairs than ranks, at the size that is judged."""
+
+    def meet(here: Here, pairs: list[list[int]], size: int, number: int) -> Any:
+        rank = here.world.rank
+        mine = next((pair for pair in pairs if rank in pair), None)
+        if mine is None:
+            return None
+        late = number < 7 and sum(mine) % 2  # half of the pairs
+        if late and rank % 3:
+            return {"other": sum(mine) - rank, "error": "timed out"}
+        return {"other": sum(mine) - rank, "rate": 1e8 if late else 4e9, "trip": 1e-4, "again": 0, "sent": 9}
+
+    size = 16 << 20
+    found = examined(8, {"meet": meet}, lambda asker: network.ask_pairs(asker, EIGHT, size))
+    assert network.slow_pairs(found, EIGHT, size) == []
+
+
+def test_a_rank_that_came_too_late_meets_at_the_next_try() -> None:
+    """The other one's connection of the first try is closed, and waits to be taken."""
+
+    def late(here: Here, **arguments: Any) -> Any:
+        if here.world.rank == 1 and arguments["number"] == 0:
+            time.sleep(0.7 * here.seconds)
+        return network.meet(here, **arguments)
+
+    def ask(asker: Asker) -> Any:
+        hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
+        return network.ask_pairs(asker, hosts, SIZE), asker._number
+
+    found, questions = examined(2, {"hello": network.hello, "meet": late}, ask, seconds=2.0)
+    assert "error" not in found[0, 1]
+    assert questions == 1 + 2
 
 
 def refusing(here: Here, **arguments: Any) -> Any:
@@ -197,7 +246,7 @@ def test_a_rank_that_never_comes_to_a_collective_is_named(tmp_path: Path, fault:
     [
         ("cuda", "2212", "rank 2 (n1)", 1),  # behind the others
         ("cuda", "2222", "hosts n0, n1", 1),  # whose fault it is would need parts of them
-        ("cpu", "2222", "rank 2 (n1)", 6),
+        ("cpu", "2222", "rank 2 (n1)", 8),
     ],
 )
 def test_parts_of_the_ranks_are_tried_on_the_cpu_alone(
@@ -223,6 +272,20 @@ def test_parts_of_the_ranks_are_tried_on_the_cpu_alone(
     assert ("parts of them can't be tried on GPUs" in row.measured) == (device == "cuda" and len(set(stood)) == 1)
     assert row.measured.startswith(f"{stood[2]}. all-gather of 64 bytes: stands in ")
     assert questions == asked
+
+
+def test_a_group_that_was_only_too_slow_is_worse_and_nobody_is_named_for_it() -> None:
+    def slow(here: Here, members: list[int], sizes: list[int], key: str) -> Any:
+        here.doing = f"1. all-reduce of {max(sizes)} bytes"
+        return time.sleep(3600) if max(sizes) > 1 << 20 else {}
+
+    def ask(asker: Asker) -> Any:
+        return collectives.ask_collectives(asker, [1 << 16, 1 << 25], EIGHT)
+
+    found, (row,) = examined(4, {"collectives": slow}, ask, seconds=0.3)
+    assert found == {}
+    assert (row.verdict, row.who) == (WORSE, "hosts n0, n1")
+    assert row.measured.endswith("; with 64 KiB all end")
 
 
 def test_nccl_s_watchdog_never_ends_an_examination() -> None:

@@ -53,6 +53,12 @@ def test_replicas_shard_within_a_host(count: int, hosts: int, flags: dict[str, A
     assert (None if other is None else other.replicas) == replicas
 
 
+def test_hosts_with_different_numbers_of_ranks_are_not_planned() -> None:
+    found = figures(Hosts({rank: ("a" if rank < 3 else "b", "") for rank in range(8)}))
+    (row,) = step.rows(Config(), CPU, found)
+    assert row.measured.startswith("not planned: hosts have different numbers of ranks")
+
+
 def test_links_of_gpus_keep_the_proportion_of_the_planner_s_table() -> None:
     """A pair's TCP takes no NVLink."""
     found, table = figures(EIGHT), gpu("h100").speed

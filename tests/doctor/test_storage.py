@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp2.config import Config
 from fsdp2.doctor import storage
 from fsdp2.doctor.asking import Asker, Here, Question
 from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2.run.runtime import World
 from tests.doctor.threads import examined
 
 HOSTS = Hosts({rank: ("ab"[rank // 2], f"10.0.0.{rank // 2}") for rank in range(4)})
@@ -87,6 +90,19 @@ def test_a_full_disk_is_bad(full_disk: Path) -> None:
 def test_free_space_is_compared_with_the_checkpoints(tmp_path: Path) -> None:
     (row,) = findings(str(tmp_path), needed=10**18)
     assert (row.name, row.verdict) == ("free space", BAD)
+
+
+def test_a_resume_needs_room_beside_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    config = Config()
+    here = Here(World(0, 1, 0, 1), torch.device("cpu"), None, 5.0, config=config)
+    fresh = storage.room(here, str(tmp_path))
+    assert fresh is not None
+    assert fresh == storage.kept_bytes(config)
+    for step in range(config.keep + 2):  # --keep-every has kept the first two
+        folder = tmp_path / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        (folder / "shard").write_bytes(bytes(1000))
+    assert storage.room(here, str(tmp_path)) == fresh - 1000 * config.keep
 
 
 def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path) -> None:

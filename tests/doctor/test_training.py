@@ -82,3 +82,6 @@ def test_room_for_the_checkpoints_of_the_model_is_looked_for(ranks: Ranks, tmp_p
         assert "free space" in said
     weights, copies, kept = 4 * 1_006_090, 3, 4
     assert kept_bytes(Config()) == weights * copies * kept
+    head = 4 * (128 * 10 + 10)  # the only layer that has an optimizer's state
+    frozen = Config(freeze=("[!h]*",))
+    assert kept_bytes(frozen) == (weights + 2 * head) * kept
