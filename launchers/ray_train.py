@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_prestart_worker_first_driver": "0",  # processes for tasks that never come, while the workers start
 }
+SECONDS_FOR_STATUS = 14.0  # of `ray status`, in check_address
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -112,7 +113,7 @@ def check_address(address: str) -> None:
         if not address.startswith("ray://"):
             # Something listens there. Whether it is Ray only Ray's protocol tells: its own command, which can be ended.
             status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
-            subprocess.run(status, check=True, capture_output=True, timeout=14)
+            subprocess.run(status, check=True, capture_output=True, timeout=SECONDS_FOR_STATUS)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--address {address}: nothing answers there as Ray does; is it a cluster's port?") from None
     except subprocess.CalledProcessError as error:

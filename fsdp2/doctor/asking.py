@@ -125,7 +125,8 @@ class Asker:
     @property
     def asked(self) -> list[int]:
         """Ranks whose answers count."""
-        return [one for one in range(self.here.world.world_size) if one not in self.silent | self.left_out]
+        others = self.silent | self.left_out
+        return [rank for rank in range(self.here.world.world_size) if rank not in others]
 
     def ask(self, name: str, **arguments: Any) -> dict[int, Any]:
         """By rank, what was answered. Called on rank 0. What wasn't answered is among the troubles."""

@@ -120,10 +120,7 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
         others = len(rest) > 1 and fails(rest)
     elif len(stuck) == len(members):
         text += f"; with {sizes[0] >> 10} KiB all end"
-        verdict, fix = (
-            WORSE,
-            "too slow, or for a moment only: see the rows of pairs; --answer-within gives it more time",
-        )
+        verdict, fix = WORSE, "see the rows of pairs, and what else runs there; --answer-within gives it more time"
     return {}, [Row("collectives", text, "all end", verdict, hosts.named(stuck) + "; others too" * others, fix)]
 
 

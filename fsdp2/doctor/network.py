@@ -199,7 +199,8 @@ def ask_pairs(asker: Asker, hosts: Hosts, size: int) -> dict[Pair, dict[str, Any
         _collect(found, asker.ask("meet", pairs=pairs, size=size, number=next(numbers)), hosts)
 
     for pairs in schedule(asker.here.world.world_size):
-        ask([pair for pair in pairs if {*pair} <= {*asker.asked}])
+        there = {*asker.asked}
+        ask([pair for pair in pairs if {*pair} <= there])
     until = time.monotonic() + AGAIN * asker.here.seconds
     for _ in range(2):
         # One at a time: a rank that has been late for its pair makes the next one late, and so does a crowded link.

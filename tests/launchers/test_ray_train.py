@@ -164,7 +164,8 @@ def test_a_name_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_address_that_does_not_answer_is_refused_soon() -> None:
+def test_an_address_that_does_not_answer_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_train, "SECONDS_FOR_STATUS", 3.0)  # in place of 14
     with pytest.raises(ConfigError, match=r"--address 127.0.0.1:1: nothing answers there"):
         ray_train.check_address("127.0.0.1:1")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -24,7 +24,6 @@ from fsdp2.plan.search import (
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 WAYS: dict[str, list[dict[str, Any]]] = {
     "replicas": [{"replicas": 1}, {"replicas": 2}],
-    "shard_granularity": [{"shard_granularity": 1}, {"shard_granularity": "root"}],
     "activation_checkpointing": [{"activation_checkpointing": None}, {"activation_checkpointing": "block"}],
     "batch_size": [{"batch_size": 4, "grad_accumulation": 1}, {"batch_size": 2, "grad_accumulation": 2}],
 }
