@@ -45,7 +45,8 @@ if fault == "pairs":
     def pairs(asker, options):
         hosts = examine.Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})
         found, alone = examine.network.ask_pairs(asker, hosts, 1 << 20), {}
-        answers = asker.ask("meet", pairs=[[0, asker.here.world.world_size - 1]], size=1 << 20)
+        last = asker.here.world.world_size - 1
+        answers = asker.ask("meet", pairs=[[0, last]], size=1 << 20, number=1000)
         examine.network._collect(alone, answers, hosts)
         rows = [*found.items(), *alone.items()]
         return [examine.Row(f"{a} {b}", str(one["link"]), "") for (a, b), one in rows]
