@@ -13,10 +13,10 @@ import socket
 import struct
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from itertools import combinations, count
+from itertools import count
 from typing import Any
 
 from fsdp2.doctor.asking import Asker, Here
@@ -29,6 +29,7 @@ TIMES_SLOWER = 3.0  # than the median pair of its kind, within a host or between
 NOISE = 0.002
 SLOWEST = 0.01  # seconds of a round trip: no network of one building takes so long
 LOSS = 0.001  # part of the segments that may be sent again; TCP halves its rate at each loss
+MOST_NAMED = 8  # causes in a row of the report
 FEW_LOST = 5  # segments, which say nothing about a part
 AGAIN = 3  # times a question's time, within which slow pairs are measured again
 _HELLO = struct.Struct("!II")  # the caller's rank, and which measurement it calls for
@@ -275,19 +276,22 @@ def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> st
 
     A host is judged by its pairs with other hosts alone. With one other host they don't say which of the two it is.
     """
-    between: dict[frozenset[str], set[Pair]] = {}
+    between: defaultdict[frozenset[str], set[Pair]] = defaultdict(set)
+    by_rank: defaultdict[int, set[Pair]] = defaultdict(set)
     for pair in every:
-        between.setdefault(frozenset(hosts.of[rank] for rank in pair), set()).add(pair)
+        between[frozenset(hosts.of[rank] for rank in pair)].add(pair)
+        for rank in pair:
+            by_rank[rank].add(pair)
     names = list(dict.fromkeys(hosts.of[rank] for pair in sorted(guilty) for rank in pair))
     causes: list[tuple[str, set[Pair]]] = []
     for host in names:
-        others = [pairs for two, pairs in between.items() if host in two and len(two) > 1]
+        others = [its for two, its in between.items() if host in two and len(two) > 1]
         if len(others) > 1:
             causes.append((hosts.named(hosts.ranks(host)), set().union(*others)))
-    for a, b in combinations(names, 2):
-        causes.append((f"hosts {a} and {b}", between.get(frozenset((a, b)), set())))
-    for rank in sorted({rank for pair in guilty for rank in pair}):
-        causes.append((hosts.named([rank]), {pair for pair in every if rank in pair}))
+    for two, its in between.items():
+        if len(two) > 1 and two <= {*names}:
+            causes.append(("hosts {} and {}".format(*sorted(two, key=names.index)), its))
+    causes += [(hosts.named([rank]), by_rank[rank]) for rank in sorted({rank for pair in guilty for rank in pair})]
     bad, left, named = set(guilty), set(guilty), list[str]()
     for who, its in causes:
         if its <= bad and len(its & left) > 1:
@@ -298,10 +302,9 @@ def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> st
         ends.setdefault((hosts.of[pair[0]], hosts.of[pair[1]]), []).append(pair)
     for (a, b), pairs in ends.items():
         whole = a != b and len(between[frozenset((a, b))]) == 1
-        named.append(
-            f"hosts {a} and {b}" if whole else ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
-        )
-    return "; ".join(named)
+        shown = ", ".join(f"ranks {x} and {y} ({a}, {b})" for x, y in pairs[:4])
+        named.append(f"hosts {a} and {b}" if whole else shown)
+    return "; ".join(named[:MOST_NAMED] + [f"{len(named) - MOST_NAMED} more"] * (len(named) > MOST_NAMED))
 
 
 def rows(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int) -> list[Row]:

@@ -72,6 +72,15 @@ def test_of_two_hosts_neither_is_named_alone() -> None:
     assert network.blame([(0, 2), (0, 3)], between, two) == "rank 0 (a)"
 
 
+def test_a_row_about_many_stays_a_line() -> None:
+    hosts = Hosts({rank: (f"n{rank // 8}", "") for rank in range(1024)})
+    every = [pair for pairs in network.schedule(1024) for pair in pairs]
+    said = network.blame(every, every, hosts)
+    assert said.startswith("host n0; host n1; ")
+    assert said.endswith(" more")
+    assert len(said) < 200
+
+
 def test_gloo_s_interface_is_the_one_that_is_measured() -> None:
     assert network.own_address(False, "lo") == "127.0.0.1"
     with pytest.raises(OSError, match="no interface"):
