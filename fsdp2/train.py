@@ -42,7 +42,7 @@ from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World, process_group
 from fsdp2.run.schedule import Schedule
 from fsdp2.run.settings import process_settings
-from fsdp2.run.signals import LAUNCHER_GONE, StopSignals
+from fsdp2.run.signals import StopSignals, fails_to_torchrun
 from fsdp2.run.start import (
     InitialValues,
     StartWeights,
@@ -156,7 +156,7 @@ def main(
 
             # What is left behind: one file that any PyTorch program can load.
             changed = accuracy is not None
-            reason = stop.agreed() if log.stop else "finished" if changed else "already finished"
+            reason = stop.agreed(world) if log.stop else "finished" if changed else "already finished"
             left_out = too_large_unasked(config, spec) if finished() else None
             if finished() and left_out is None:
                 checkpoints.write_full_model(changed=changed)
@@ -234,8 +234,8 @@ def cli() -> None:
     """The command line, as one rank; its exit status. A collective call."""
     with runtime.exit_status():
         end = main(parse())
-    if end["reason"] == LAUNCHER_GONE:
-        sys.exit(1)  # a failure to torchrun on other nodes, which may then start again from what was saved
+    if fails_to_torchrun(end["reason"]):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

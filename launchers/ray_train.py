@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     workers = options.num_workers
     config = same_global_batch(workers, config)
     # All of `fsdp2.train`'s refusals, before Ray is started. Nothing is run here.
-    check_world(config, World(0, workers.least, 0, workers.least))
+    for count in range(workers.least, workers.most):  # Ray may choose any of these
+        check_world(config, World(0, count, 0, count))
     preflight(config, World(0, workers.most, 0, workers.most)).release(refused=True)
     prepare(options.address)
     with plain_lines(), cluster(options):
@@ -89,16 +90,18 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
         return
     if options.address is not None and ":" in options.address:
         check_address(options.address)
+    # Left to itself, Ray would take any cluster that was started on this machine for what is meant.
+    where = options.address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         ray.init(
-            address=options.address,
-            include_dashboard=None if options.address else False,
+            address=where,
+            include_dashboard=False if where == "local" else None,
             logging_level=logging.WARNING,
             log_to_driver=log_to_driver,
             runtime_env={"worker_process_setup_hook": quiet},
         )
-    except ConnectionError as error:
-        raise ConfigError(f"--address {options.address}: no cluster answers there ({error})") from None
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"--address {where}: no cluster answers there ({error})") from None
     try:
         yield
     finally:

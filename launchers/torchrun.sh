@@ -23,6 +23,9 @@ if [[ -n ${INTERFACE:-} ]]; then
   export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
+# After SIGTERM torchrun gives its ranks 30 s by default to finish a step and save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
+
 options=(--nnodes "$NNODES" --nproc_per_node "$RANKS_PER_NODE")
 conf=()
 if [[ -n ${NODE_RANK:-} ]]; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,26 @@ def test_a_writer_is_seen_as_soon_as_a_slow_file_system_shows_it(tmp_path: Path)
     assert len(said) == 1, "what is waited for is said once"
     assert f"waiting up to 90 s to see what rank 0 has written to {tmp_path / 'run'}" in said[0]
     lock.release()
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "ext4"])
+def test_the_lock_of_a_node_that_has_died_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Only where a server may still hold it: on a machine's own disk a lock is that of a living process."""
+    monkeypatch.setattr(lock_module, "file_system", lambda folder: kind)
+    held = WriterLock(tmp_path)
+    if kind == "ext4":
+        with pytest.raises(ConfigError, match="in use by a run"):
+            WriterLock(tmp_path)
+        return
+    expiry = threading.Timer(0.8, held.release)
+    expiry.start()
+    WriterLock(tmp_path).release()
+    expiry.join()
+    assert "in use; waiting up to 120 s, since nfs4 keeps the lock of a node that has died" in capfd.readouterr().err
+    monkeypatch.setattr(lock_module, "SECONDS_OF_THE_DEAD", 0.2)
+    held = WriterLock(tmp_path)
+    with pytest.raises(ConfigError, match="in use by a run"):
+        WriterLock(tmp_path)
+    held.release()

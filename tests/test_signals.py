@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.run.runtime import lost_peer, store_gone
+from fsdp2.run import signals
+from fsdp2.run.runtime import World, lost_peer, store_gone
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 
 LINES = [line for line in (ROOT / "docs/notes/signals.md").read_text().splitlines() if line.startswith("| SIG")]
@@ -20,6 +21,7 @@ TABLE = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in 
 
 TORCHRUN, GROUP, ONE_RANK = "torchrun", "torchrun's process group (Ctrl-C)", "one rank"
 ONE_NODE, ALONE = "torchrun of one of two nodes", "the process, without torchrun"
+LOADING = "torchrun, with `--loader-workers 1`"
 
 # The others take a launch each, too.
 QUICK = {
@@ -31,6 +33,7 @@ QUICK = {
 
 TO: dict[str, Callable[[Started, signal.Signals], None]] = {
     TORCHRUN: lambda process, number: os.kill(process.pid, number),
+    LOADING: lambda process, number: os.kill(process.pid, number),
     GROUP: lambda process, number: os.killpg(process.pid, number),
     ONE_RANK: lambda process, number: os.kill(ranks_of(process)[-1], number),
     ONE_NODE: lambda process, number: os.kill(process.pid, number),
@@ -45,7 +48,7 @@ def ranks_of(process: Started) -> list[int]:
 
 def started(to: str, folder: Path, *flags: str) -> list[Started]:
     """What gets the signal, and the other node if there is one."""
-    program = ["-m", "fsdp2.train", *SMALL, *flags]
+    program = ["-m", "fsdp2.train", *SMALL, *flags, *(["--loader-workers=1"] if to == LOADING else [])]
     if to == ALONE:
         return [start([sys.executable, *program], folder)]
     if to != ONE_NODE:
@@ -101,6 +104,24 @@ def test_ranks_that_start_up_end_with_their_launcher(tmp_path: Path) -> None:
     # Else they wait for half an hour for the store that was in torchrun, and rank 0 holds the run directory.
     assert finish(process, timeout=60)[0] == -signal.SIGKILL
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_signal_to_another_node_is_a_failure_to_torchrun_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = signals.StopSignals()
+    monkeypatch.setattr(signals, "SECONDS_APART", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    for ranks, reason, fails in (
+        ({0: "SIGTERM"}, "SIGTERM, on another node", True),
+        ({3: "SIGTERM"}, "SIGTERM", False),  # of this node
+        ({0: "SIGINT", 2: "SIGTERM"}, "SIGTERM", False),
+        ({1: signals.LAUNCHER_GONE}, f"{signals.LAUNCHER_GONE}, on another node", True),
+        ({2: signals.LAUNCHER_GONE}, signals.LAUNCHER_GONE, True),
+    ):
+        monkeypatch.setattr(signals, "gather", lambda own, ranks=ranks: [(n // 2 * 2, ranks.get(n)) for n in range(4)])
+        assert stop.agreed(World(2, 4, 0, 2)) == reason
+        assert signals.fails_to_torchrun(reason) == fails
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not signals.fails_to_torchrun("SIGTERM, on another node")  # of SLURM's tasks, say
 
 
 def test_a_launcher_that_died_before_this_process_could_look_is_known_by_its_store(

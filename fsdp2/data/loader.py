@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from fsdp2.data import sampler
 from fsdp2.data.splits import Split
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,33 @@ class _Rows:
         return (rows.numpy() for rows in self._rows())
 
 
+def _ends_with_its_rank(worker: int) -> None:
+    """Of a loader's process: SIGTERM ends it if it comes from its rank alone, and it dies when that does.
+
+    A launcher sends SIGTERM to all processes of a rank, which then wants to finish its step and save. And what outlives
+    a rank that was killed holds the lock of the run directory.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _loader(split: Split, rows: Callable[[], Iterator[Tensor]], device: torch.device, workers: int) -> DataLoader[Any]:
     return DataLoader(
         split,  # type: ignore[arg-type]  # of torch's Dataset it has the methods that count
         batch_sampler=_Rows(rows),  # type: ignore[arg-type]  # the order is decided in sampler.py and not here
         collate_fn=_whole_batch,
         num_workers=workers,
+        worker_init_fn=_ends_with_its_rank,
         persistent_workers=workers > 0,  # else each epoch waits for new processes
         pin_memory=device.type == "cuda",
         # Of its own: a loader draws a number when it starts, and taken from the global generator, a resumed

@@ -7,19 +7,23 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.disk import explained, file_system
 from fsdp2.checkpoint.files import LocalFiles, NotTheWriter
 from fsdp2.options.errors import ConfigError
 
 # A network file system may show other nodes an older state of a folder for as long; NFS does for up to 60 s.
 SECONDS_TO_BE_SEEN = 90.0
 _SECONDS_IN_SILENCE = 10.0
+# On these a server holds locks. NFSv4 frees those of a node that has died after its lease, which is 90 s by default.
+NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb")
+SECONDS_OF_THE_DEAD = 120.0
 # What a folder that was removed or moved answers with; the last is NFS's word for it.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
@@ -60,12 +64,25 @@ class WriterLock:
             raise
 
     def _lock(self, flag: str) -> None:
+        kind = file_system(self.folder)
+        until = time.monotonic() + (SECONDS_OF_THE_DEAD if kind.startswith(NETWORK) else 0.0)
+        said = False
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{flag} {self.folder}: in use by a run that is still going; wait for it or choose another folder"
-            ) from None
+            while not self._is_locked():
+                if time.monotonic() >= until:
+                    raise ConfigError(
+                        f"{flag} {self.folder}: in use by a run that is still going; wait for it or choose another "
+                        "folder"
+                    )
+                if not said:
+                    said = True
+                    print(
+                        f"fsdp2: {flag} {self.folder}: in use; waiting up to {SECONDS_OF_THE_DEAD:.0f} s, since {kind} "
+                        "keeps the lock of a node that has died",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                time.sleep(0.5)
         except OSError as error:
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL):
                 raise
@@ -73,6 +90,13 @@ class WriterLock:
                 f"{flag} {self.folder}: its file system can't lock files ({error.strerror}), so that two runs could "
                 "write there; mount it with locks (Lustre: -o flock), choose another folder, or a URL for --run-dir"
             ) from None
+
+    def _is_locked(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def lost(self) -> tuple[str, Path | None] | None:
         """None while the folder is this writer's; else how it was lost, and where it is now, if anywhere.

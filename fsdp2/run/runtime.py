@@ -76,9 +76,14 @@ def world() -> World:
     return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
+def of_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launcher_gone() -> bool:
     """Whether torchrun started this process and has died since, so that nobody will end it or start it again."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != STARTED_BY
+    return of_torchrun() and os.getppid() != STARTED_BY
 
 
 def end_with_launcher() -> None:
@@ -87,7 +92,7 @@ def end_with_launcher() -> None:
     Without this, ranks that start up wait for half an hour for a store that has died with torchrun, and rank 0 keeps
     the run directory from others.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if of_torchrun():
         if sys.platform == "linux":  # elsewhere `launcher_gone` tells, from the first step on
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if launcher_gone() or store_gone():  # before that call
@@ -229,12 +234,12 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     require_address(address, say=world.local_rank == 0)
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = world.rank == 0 and not of_torchrun
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = world.rank == 0 and not of_agent
     with _port_refused():
         store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
     # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_torchrun else ""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
     return dist.PrefixStore(f"{attempt}/{purpose}/{next(_MEETINGS[address, port, purpose])}", store)
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from fsdp2.run.runtime import gather, launcher_gone
+from fsdp2.run.runtime import World, gather, launcher_gone, of_torchrun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_GONE = "the launcher (torchrun) has gone"
+ELSEWHERE = ", on another node"
+SECONDS_APART = 5.0  # in which torchruns hear of a node that comes
 
 
 class StopSignals:
@@ -35,9 +38,12 @@ class StopSignals:
             return LAUNCHER_GONE
         return signal.Signals(self._received).name if self._received else None
 
-    def agreed(self) -> str:
-        """The reason of the first rank that has one, the same on every rank. A collective call."""
-        return next(reason for reason in gather(self.reason) if reason)
+    def agreed(self, world: World) -> str:
+        """The reason of the first rank of this node that has one, else of any rank. A collective call."""
+        node = world.rank - world.local_rank
+        found = [(its_node, reason) for its_node, reason in gather((node, self.reason)) if reason]
+        own = [reason for its_node, reason in found if its_node == node]
+        return own[0] if own else found[0][1] + ELSEWHERE
 
     def __enter__(self) -> StopSignals:
         # Python allows handlers in the main thread alone; elsewhere the launcher owns the signals.
@@ -56,3 +62,18 @@ class StopSignals:
             # torchrun sends SIGTERM to all ranks as soon as one has failed, and this one has yet to say why it ends.
             if error is None or number != signal.SIGTERM:
                 signal.signal(number, handler)
+
+
+def fails_to_torchrun(reason: str) -> bool:
+    """Whether torchrun is to start again here, with --max-restarts, what has saved and ended for this reason.
+
+    To torchrun status 0 is the end of the training on all nodes. A signal to another node alone isn't: the others go
+    on. To take in a node torchrun itself sends SIGTERM on each, to some later than to others; it is waited for, since a
+    failure would cost a restart.
+    """
+    if reason.startswith(LAUNCHER_GONE):
+        return True
+    if reason.endswith(ELSEWHERE) and of_torchrun():
+        time.sleep(SECONDS_APART)
+        return True
+    return False

@@ -138,6 +138,7 @@ def test_a_run_that_stops_by_intention_is_not_started_again(tmp_path: Path) -> N
         ("--num-workers 64", "--num-workers 64: Ray has 4 CPU, and each worker takes one"),
         ("--num-workers 8:64", "--num-workers 8:64: Ray has 4 CPU, and each worker takes one"),
         ("--num-workers 1:2 --replicas 2", "--replicas 2: doesn't divide the world size 1"),
+        ("--num-workers 2:4 --replicas 2", "--replicas 2: doesn't divide the world size 3"),
         ("--use-gpu yes", "--use-gpu yes with 2 workers: Ray sees 0 GPU"),
         ("--strategy none", "--strategy none with 2 ranks"),
     ],
