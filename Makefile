@@ -256,7 +256,7 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 
 ##@ Develop
 
-test: $(VENV)/.tools  ## the tests, with the newest torch (22 min)
+test: $(VENV)/.tools  ## the tests, with the newest torch (22 to 28 min)
 	$(BIN)/tox run -e newest -- $(ARGS)
 
 test-slow: $(VENV)/.tools  ## the tests that take minutes each

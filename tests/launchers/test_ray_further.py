@@ -31,8 +31,14 @@ Train = Callable[..., list[tuple[str, dict[str, Any]]]]
     "flags",
     [
         # Every model, and every flag that could make a difference, in as few runs as hold them: each takes a minute.
-        "--config=configs/all-savers.toml --model-size=tiny",  # fp16 with a scaler, offload, reshard of the root
-        "--model=transformer --model-size=debug --seq-len=16 --grad-accumulation=2 --mixed-precision=bf16",
+        pytest.param(
+            "--config=configs/all-savers.toml --model-size=tiny",  # fp16 with a scaler, offload, reshard of the root
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--model=transformer --model-size=debug --seq-len=16 --grad-accumulation=2 --mixed-precision=bf16",
+            marks=pytest.mark.slow,
+        ),
         "--model=cnn --clip-grad-norm --explicit-prefetching --dcp-api --async-checkpoint --checkpoint-every=2",
     ],
 )
@@ -50,6 +56,7 @@ def test_hsdp_with_four_workers(train: Train, tmp_path: Path) -> None:
     assert losses_in(tmp_path / "ray") == expected
 
 
+@pytest.mark.slow  # test_ray_train.py kills the other rank
 def test_a_killed_rank_0_is_started_again_too(train: Train, tmp_path: Path) -> None:
     goes_on_after_a_kill(train, tmp_path, which=0)
 
@@ -137,6 +144,7 @@ def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-5)"])
 
 
+@pytest.mark.slow
 def test_the_fastest_flags_are_found_through_ray(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One launch of the two settings: that they train the same is seen by their losses, bit for bit."""
     flags = ["--model=llama", "--model-size=debug", "--seq-len=32", "--batch-size=4", "--threads=1", "--device=cpu"]
