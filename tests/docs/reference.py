@@ -165,7 +165,8 @@ RECORDS: dict[str, dict[str, str]] = {
     "end": {
         "step, epoch": "reached",
         "steps": "of this process",
-        "reason": "`finished`, `already finished`, a signal's name, or `the launcher (torchrun) has gone`",
+        "reason": "`finished`, `already finished`, a signal's name, or `the launcher (torchrun) has gone`; `, on "
+        "another node` follows if no rank of rank 0's node was asked",
         "accuracy": "of the last evaluation, or null",
         "run_dir": "path or URL",
         "full_model_left_out_bytes": "size of the full model if it was too large to be written unasked, else null",
