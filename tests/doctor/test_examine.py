@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.doctor import examine, machine
+from fsdp2.doctor import examine, machine, storage
 from fsdp2.doctor.asking import Here, Question
 from fsdp2.doctor.rows import BAD, OK, WORSE, Row
 from tests.doctor.test_network import EIGHT, on_shared_links
@@ -42,6 +42,11 @@ def failing(question: Question, ranks: list[int]) -> Callable[..., Any]:
         return question(here, **arguments)
 
     return asked
+
+
+@pytest.fixture(autouse=True)
+def _files_are_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SEEN_WITHIN", 0.3)
 
 
 @pytest.fixture(scope="module")
