@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -159,40 +157,6 @@ def test_loader_processes_survive_an_epoch_and_end_with_the_batches() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-IN_A_GROUP = """
-import os, signal, subprocess, torch
-from fsdp2.data.loader import Batches
-from tests.test_data import _batches
-got = []
-signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-batches = _batches(40, 0, 1, 1, workers=1)
-steps = iter(batches)
-next(next(steps))
-subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])  # as torchrun does
-for step in steps:
-    for _ in step:
-        pass
-(loader,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-print(len(got), batches.position, loader, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a loader's process takes the signals of its rank")
-def test_a_loader_s_process_takes_no_signal_of_its_rank_s_group_and_dies_with_its_rank() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", IN_A_GROUP], capture_output=True, text=True, start_new_session=True, timeout=60,
-        env=python_environment() | {"PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
-    assert process.returncode == -signal.SIGKILL, process.stderr
-    received, position, loader = process.stdout.split()
-    assert (received, position) == ("1", "40")
-    until = time.monotonic() + 2.0  # of its own accord torch's loader looks after its rank every 5 s
-    while Path(f"/proc/{loader}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

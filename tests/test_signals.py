@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from fsdp2.run import signals
 from fsdp2.run.runtime import World, lost_peer, store_gone
+from tests.harness import python_environment
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 
 LINES = [line for line in (ROOT / "docs/notes/signals.md").read_text().splitlines() if line.startswith("| SIG")]
@@ -94,6 +96,40 @@ def test_a_signal_does_what_the_table_says(tmp_path: Path, row: tuple[str, ...])
     else:
         assert (ends, reason) == ([], "")
         assert saved % 2 == 0, "what --checkpoint-every=2 has saved is what there is"
+
+
+IN_A_GROUP = """
+import os, signal, subprocess, torch
+from fsdp2.data.loader import Batches
+from tests.test_data import _batches
+got = []
+signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+batches = _batches(40, 0, 1, 1, workers=1)
+steps = iter(batches)
+next(next(steps))
+subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])  # as torchrun does
+for step in steps:
+    for _ in step:
+        pass
+(loader,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+print(len(got), batches.position, loader, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a loader's process takes the signals of its rank")
+def test_a_loader_s_process_takes_no_signal_of_its_rank_s_group_and_dies_with_its_rank() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", IN_A_GROUP], capture_output=True, text=True, start_new_session=True, timeout=60,
+        env=python_environment() | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    received, position, loader = process.stdout.split()
+    assert (received, position) == ("1", "40")
+    until = time.monotonic() + 2.0  # of its own accord torch's loader looks after its rank every 5 s
+    while Path(f"/proc/{loader}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_ranks_that_start_up_end_with_their_launcher(tmp_path: Path) -> None:
