@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from tests.harness import Ranks, losses, main_in_ranks, small
 from tests.launchers.two_nodes import OWN_MEMORY, Nodes
-from tests.test_launch import ROOT
+from tests.test_launch import ROOT, finish
 
 COMMON = ["--global-batch-size=32", "--checkpoint-every=10", "--keep=100000", "--epochs=100000"]
 
@@ -82,6 +83,25 @@ def test_a_lost_node_is_gone_on_without_and_taken_in_when_it_is_back(
         flags = small(tmp_path / f"by-hand-{world}", *COMMON, f"--resume={resumed['checkpoint']}")
         events = ranks.run(main_in_ranks, [*flags, f"--max-steps={steps[-1]}", "--no-save-model"], ranks=world)[0]
         assert losses(events) == [found[step] for step in steps]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_is_gone_on_without(nodes: Nodes, tmp_path: Path) -> None:
+    """With SIGTERM to its torchrun: all save, and no step is lost."""
+    run = tmp_path / "run"
+    flags = small(run, *COMMON)
+    nodes.start(0, flags)
+    nodes.start(1, flags)
+    until("step 15 on two nodes", nodes, lambda: step_of(run) >= 15)
+    drained = nodes.running.pop(1)
+    drained.send_signal(signal.SIGTERM)
+    until("a run on one node", nodes, lambda: len(records(run, "resume")) == 1)
+    (alone,) = records(run, "resume")
+    assert world_size(run) == 1
+    assert re.search(rf"SIGTERM(, on another node)?: saved at step {alone['step']} ", nodes.output())
+    until("20 steps on one node", nodes, lambda: step_of(run) >= alone["step"] + 20)
+    nodes.stop()
+    finish(drained)
 
 
 @pytest.mark.slow
