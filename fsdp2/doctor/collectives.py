@@ -112,15 +112,16 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
     def fails(part: Sequence[int]) -> bool:
         return len(answers(part, sizes[:1])) < len(part)
 
-    if len(stuck) == len(members) and (where := no_parts(asker.here.device)):
-        text += f"; all ranks stand there, and parts of them can't be tried {where}"
-    elif len(stuck) == len(members) and fails(members):
-        stuck = guilty(fails, members)
-        rest = [rank for rank in members if rank not in stuck]
-        others = len(rest) > 1 and fails(rest)
-    elif len(stuck) == len(members):
-        text += f"; with {sizes[0] >> 10} KiB all end"
-        verdict, fix = WORSE, "see the rows of pairs, and what else runs there; --answer-within gives it more time"
+    if len(stuck) == len(members):
+        if where := no_parts(asker.here.device):
+            text += f"; all ranks stand there, and parts of them can't be tried {where}"
+        elif fails(members):
+            stuck = guilty(fails, members)
+            rest = [rank for rank in members if rank not in stuck]
+            others = len(rest) > 1 and fails(rest)
+        else:
+            text += f"; with {sizes[0] >> 10} KiB all end"
+            verdict, fix = WORSE, "see the rows of pairs, and what else runs there; --answer-within gives it more time"
     return {}, [Row("collectives", text, "all end", verdict, hosts.named(stuck) + "; others too" * others, fix)]
 
 

@@ -68,7 +68,7 @@ def examine(asker: Asker, options: Options) -> list[Row]:
     asker.left_out = {*range(asker.here.world.world_size)} - {*hosts.of}  # nothing can be said of their hosts
     found = asker.ask("machine")
     rows = machine.rows(found, hosts)
-    if len(hosts.names()) > 1:
+    if len({*hosts.of.values()}) > 1:
         rows += clock.rows(clock.ask_clocks(asker), hosts)
     rows += dataset.rows(asker.ask("data"), hosts, options.config.dataset)
     place = options.config.run_dir or str(default_path(options.config.model).parent)

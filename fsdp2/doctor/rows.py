@@ -69,10 +69,6 @@ class Hosts:
     def ranks(self, host: str) -> list[int]:
         return [rank for rank, name in self.of.items() if name == host]
 
-    def names(self) -> list[str]:
-        """In the order of their first ranks."""
-        return list(dict.fromkeys(self.of.values()))
-
     def named(self, ranks: Iterable[int]) -> str:
         """`rank 3 (node2)`, `host node2` for all of its ranks, or `ranks 1, 2 (node1, node2)`."""
         found = sorted(set(ranks))

@@ -21,8 +21,7 @@ from fsdp2.units import size as in_units
 TIMES_SLOWER = 3.0  # than the median rank
 NOISE = 0.5  # seconds: a disk that others use may be so late at any time
 SLOWEST = 2.0  # seconds of an fsync or a rename of a small file; a commit waits for each
-# Seconds in which a file system may show a new file. NFS does at once: it asks its server for a name that is new to it.
-SEEN_WITHIN = 3.0
+SEEN_WITHIN = 3.0  # seconds that a file system may take to show a new file on another node
 
 AVERAGES = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}  # tensors that an optimizer keeps for each parameter
 
