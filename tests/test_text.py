@@ -139,6 +139,21 @@ def _by_hand(corpus: str) -> list[float]:
     return found
 
 
+def test_a_files_own_truncation_and_padding_change_no_data(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "plain.json"))
+    made.enable_truncation(3)
+    made.enable_padding(length=6, pad_id=2)
+    made.save(str(tmp_path / "cuts.json"))
+    texts = ["a b " * 5, "b"]
+    found = [
+        [tokens.tolist() for tokens in FromFile(tmp_path / f"{name}.json").encode(texts)] for name in ("plain", "cuts")
+    ]
+    assert found[0] == found[1] == [[0, 1] * 5, [1]]
+
+
 def test_the_loss_is_the_mean_over_all_targets_however_uneven(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     """Ranks whose samples have unequal numbers of targets: a mean of their means would be another number."""
     for count in (2, 3):

@@ -21,6 +21,7 @@ import numpy
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import FromFile, UnusableText
+from fsdp2.foreign.code import installed_code_only
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
@@ -137,7 +138,8 @@ class Chat:
 
             try:
                 # Of this class it is the tokenizer.json as it is, whatever class the folder names.
-                self._loaded = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+                with installed_code_only(self._folder):
+                    self._loaded = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
             except Exception as error:  # its errors are of no class of their own
                 reason = " ".join(str(error).split())[:160]
                 raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason})") from None

@@ -76,11 +76,16 @@ class FromFile:
         try:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            cuts = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
+            # A file's own settings would cut each document, or train on what fills it up.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except Exception as error:  # its errors are of no class of their own
             raise UnusableText(f"{file}: is not a tokenizer ({' '.join(str(error).split())[:120]})") from None
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
-        self.identity = identity_of(content + repr(self.end).encode())
+        # Text that was prepared with such settings in force is other tokens.
+        self.identity = identity_of(content + repr(self.end).encode() + b"whole" * cuts)
 
     def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
         """The tokens of each text, (n,) uint32, and the end token after them unless `end` is False."""

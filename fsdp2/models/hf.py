@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp2.foreign.code import ForeignCode, installed_code_only
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.spec import Batch, ModelSpec
 
@@ -52,11 +54,17 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     except ImportError:
         raise ValueError("transformers isn't installed; pip install 'fsdp2-reference[hf]'") from None
     folder = _folder(place)
+
+    def guarded() -> AbstractContextManager[None]:
+        return installed_code_only(folder, trusted=trust_remote_code)
+
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        task, model_class = _task(transformers, config)
+        with guarded():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            task, model_class = _task(transformers, config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a library raises for a stranger's numbers
-        hint = "; --trust-remote-code runs the model's own Python files" if "trust_remote_code" in str(error) else ""
+        asks = isinstance(error, ForeignCode) or "trust_remote_code" in str(error)
+        hint = "; --trust-remote-code runs the model's own Python files" if asks else ""
         raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -64,13 +72,19 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
             "the model in bf16 or fp32"
         )
     _without_cache(config)
+    try:
+        with guarded():
+            special = _special_token(transformers, task, config, folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"transformers can't use the tokenizer in {folder} ({_line(error)})") from None
     accepted = set(inspect.signature(model_class.forward).parameters)
 
     def make(vocab_size: int | None = None) -> nn.Module:
         # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
         auto = getattr(transformers, TASKS[task][0])
         try:
-            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            with guarded():
+                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except Exception as error:  # it looks at few of the numbers before
             raise ValueError(
                 f"transformers can't make the model of {folder / 'config.json'} ({_line(error)})"
@@ -94,7 +108,8 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         verbosity = words.get_verbosity()
         words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
         try:
-            model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
+            with guarded():
+                model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
         except Exception as error:
             raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
         finally:
@@ -123,7 +138,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         logits=lambda outputs: outputs.logits,
         classes=config.num_labels,
         task=task,
-        special_token=_special_token(transformers, task, config, folder),
+        special_token=special,
         weights=folder,
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
@@ -165,9 +180,10 @@ def _without_cache(config: Any) -> None:
             _without_cache(getattr(config, name))
 
 
-def _task(transformers: Any, config: Any) -> tuple[str, Any]:
-    """What the model is for, and its class: as its configuration says, else the first task that there is a class for.
+def _task(transformers: Any, config: Any, *, trust_remote_code: bool) -> tuple[str, Any]:
+    """The task of a model and its class: as its configuration says, else the first task that there is a class for.
 
+    A class of the folder's own is used if it is trusted; else the task that it is for has transformers' class.
     Raises ValueError if there is none.
     """
     classes = {}
@@ -183,7 +199,9 @@ def _task(transformers: Any, config: Any) -> tuple[str, Any]:
             return task, model_class
     remote = getattr(config, "auto_map", {})
     for task, (auto, _) in TASKS.items():
-        if auto in remote:
+        if auto in remote and task in classes and not trust_remote_code:
+            return task, classes[task]
+        if auto in remote and trust_remote_code:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return task, get_class_from_dynamic_module(remote[auto], config.name_or_path)
@@ -196,7 +214,7 @@ def _generates(model_class: Any) -> bool:
     return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
 
 
-def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> int | None:
+def _special_token(transformers: Any, task: str, config: Any, folder: Path, *, trust_remote_code: bool) -> int | None:
     """The token that hides others, or that a decoder begins with; None for what needs none.
 
     A model without a tokenizer is trained on bytes or numbers: the last of its vocabulary hides others.
@@ -207,7 +225,9 @@ def _special_token(transformers: Any, task: str, config: Any, folder: Path) -> i
     if task != "masked":
         return None
     if any(folder.glob("tokenizer*")):
-        mask = transformers.AutoTokenizer.from_pretrained(folder).mask_token_id
+        # Said in any case: unset, transformers asks on the terminal.
+        opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        mask = opened.mask_token_id
         if mask is not None:
             return int(mask)
     return int(config.get_text_config().vocab_size) - 1
