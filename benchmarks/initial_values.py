@@ -2,6 +2,8 @@
 
 Two ways, in turn: each rank draws every tensor whole and keeps its rows, or it draws its rows alone. Of every number
 of ranks the part of rank 0 is drawn, in a process of its own and without a group: no rank waits for another.
+
+With --threads N, the whole model is drawn on 1 to N threads of this process, as a run of one rank does it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 
 from benchmarks.tables import machine, spread
 from fsdp2 import models
-from fsdp2.models.initial import fill_for, rows_of
+from fsdp2.models.initial import fill_for, reset_parameters, rows_of
 
 RANKS = (1, 2, 8, 64, 1024)
 SIZE = "wide"
@@ -44,12 +46,35 @@ def measured(ranks: int, whole: bool) -> tuple[float, int]:
     return float(seconds), int(mebibytes)
 
 
+def on_threads(most: int, rounds: int) -> None:
+    """Print a line for 1, 2, 4, … threads: nanoseconds an element, of the wall clock and of all processors together."""
+    spec = models.get("transformer")
+    model = spec.build(SIZE)
+    count = sum(p.numel() for p in model.parameters())
+    print("| threads | wall clock, ns | processors, ns |\n|---:|---:|---:|")
+    numbers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    times: dict[int, list[tuple[float, float]]] = {number: [] for number in numbers}
+    for number in numbers * rounds:
+        torch.set_num_threads(number)
+        wall, computing = time.perf_counter(), time.process_time()
+        reset_parameters(model, spec.initial_values, seed=1)
+        spent = time.perf_counter() - wall, time.process_time() - computing
+        times[number].append((spent[0] / count * 1e9, spent[1] / count * 1e9))
+    for number, found in times.items():
+        wall_times, computing_times = zip(*found, strict=True)
+        print(f"| {number} | {spread(list(wall_times))} | {spread(list(computing_times))} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, help="draw the part of rank 0 of so many, and print seconds and MiB")
     parser.add_argument("--whole", action="store_true", help="draw every tensor whole")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="draw the whole model on 1 to so many threads")
     given = parser.parse_args()
+    if given.threads:
+        on_threads(given.threads, given.rounds)
+        return
     if given.ranks:
         print(*draw(given.ranks, given.whole))
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.models import initial
-from fsdp2.models.initial import BLOCK, Fill, fan_in_uniform, normal, ones, reset_parameters, rows_of, xavier_uniform
+from fsdp2.models import ModelSpec, initial
+from fsdp2.models.initial import (
+    BLOCK,
+    PART,
+    Fill,
+    fan_in_uniform,
+    fill_for,
+    normal,
+    ones,
+    reset_parameters,
+    rows_of,
+    xavier_uniform,
+)
 from fsdp2.train import main
 from tests.harness import Ranks, losses, same, small
 
@@ -78,6 +94,110 @@ def test_a_tensor_of_one_block_is_what_torch_draws(ours: Fill, theirs: Fill) -> 
     torch.testing.assert_close(mine, values[0], rtol=1e-6, atol=0)  # a bound may be rounded differently
 
 
+def as_first_written(fill: Fill, name: str, shape: torch.Size, dtype: torch.dtype, rows: slice) -> Tensor:
+    """The values as the first version drew them, one block after the other in new memory; it is not to be changed."""
+    wide = shape[1:].numel()
+    start, stop = (rows.start * wide, rows.stop * wide) if shape else (0, 1)
+    drawn = torch.empty(stop - start, dtype=dtype)
+    for number in range(start // 65536, -(-stop // 65536) if stop > start else 0):
+        first = number * 65536
+        block = torch.empty(min(65536, shape.numel() - first), dtype=dtype)
+        key = f"1/{name}" + (f"/{number}" if number else "")
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
+        fill(block, shape, generator)
+        low, high = max(start, first), min(stop, first + len(block))
+        drawn[low - start : high - start] = block[low - first : high - first]
+    return drawn.view(rows.stop - rows.start, *shape[1:]) if shape else drawn.view(())
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """More of them than this machine has cores, perhaps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
+# Of seed 1 and the first size, all tensors: sha256, first 16 digits. torch draws other last bits on other processors.
+WITH_AVX2 = {
+    "vit": "aafe86daead6681e",
+    "cnn": "5e28a95a29b97b0a",
+    "transformer": "4f49c467f467c331",
+    "llama": "567df4a9a80da6a7",
+}
+
+
+def digest(named: list[tuple[str, Tensor]]) -> str:
+    found = hashlib.sha256()
+    for name, tensor in named:
+        found.update(name.encode() + tensor.detach().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def built(spec: ModelSpec) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
+    model = spec.build(next(iter(spec.sizes)))
+    return model, [*model.named_parameters(), *model.named_buffers()]
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_threads_draw_what_one_thread_drew_at_first(name: str, threads: int) -> None:
+    spec = models.get(name)
+    model, named = built(spec)
+    reset_parameters(model, spec.initial_values, seed=1)
+    for one, tensor in named:
+        rows = slice(0, tensor.shape[0] if tensor.shape else 1)
+        fill = fill_for(spec.initial_values, one)
+        assert torch.equal(tensor, as_first_written(fill, one, tensor.shape, tensor.dtype, rows)), one
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        assert digest(named) == WITH_AVX2[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fill", [normal(0.5), fan_in_uniform])
+def test_a_tensor_of_many_parts_is_as_first_written(fill: Fill, dtype: torch.dtype, threads: int) -> None:
+    model = nn.Module()
+    for name, shape in {"rows": (9, PART // 4 + 3), "long": (2, PART + 5), "narrow": (2 * PART + 1, 1)}.items():
+        model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+    reset_parameters(model, {"*": fill}, seed=1)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, as_first_written(fill, name, tensor.shape, dtype, slice(0, len(tensor)))), name
+
+
+def _shards(name: str) -> list[str]:
+    """Names of the parameters whose shard isn't that of the values as first written."""
+    torch.set_num_threads(3)
+    spec = models.get(name)
+    model, _ = built(spec)
+    for block in [*spec.blocks(model), model]:
+        fully_shard(block)
+    reset_parameters(model, spec.initial_values, seed=1)
+    torch.set_num_threads(1)
+    wrong = []
+    for one, tensor in model.named_parameters():
+        assert isinstance(tensor, DTensor)
+        rows = initial.place_of(tensor)[0]
+        fill = fill_for(spec.initial_values, one)
+        expected = as_first_written(fill, one, tensor.shape, tensor.dtype, rows)
+        wrong += [] if torch.equal(tensor.to_local(), expected) else [one]
+    return wrong
+
+
+def test_shards_of_three_ranks_are_as_first_written(ranks: Ranks) -> None:
+    for name in models.NAMES:
+        assert ranks.run(_shards, name, ranks=3) == [[], [], []]
+
+
+def test_an_error_in_a_thread_is_raised_and_torchs_threads_come_back(threads: int) -> None:
+    def fails(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
+        raise RuntimeError("a fill that fails")
+
+    model = nn.Linear(70_000, 30)
+    with pytest.raises(RuntimeError, match="a fill that fails"):
+        reset_parameters(model, {"*": fails}, seed=1)
+
+
 class Sharded(nn.Module):
     """Parameters that are placed in every way that a mesh of two dimensions allows."""
 
@@ -130,15 +250,15 @@ def test_a_shard_that_is_no_range_of_rows_is_refused(ranks: Ranks) -> None:
         assert "_S" in message  # names the placement, which torch abbreviates
 
 
-def _drawn(line: list[str]) -> tuple[list[tuple[str, int]], list[tuple[str, Any]]]:
-    """A run's draws, (name, elements) each, and its events."""
-    draws: list[tuple[str, int]] = []
+def _drawn(line: list[str]) -> tuple[Counter[str], list[tuple[str, Any]]]:
+    """How many elements of each tensor a run draws, and its events."""
+    draws: Counter[str] = Counter()
     events: list[tuple[str, Any]] = []
     real = initial.rows_of
 
-    def counting(fill: Fill, name: str, *arguments: object) -> Tensor:
-        value = real(fill, name, *arguments)  # type: ignore[arg-type]
-        draws.append((name, value.numel()))
+    def counting(fill: Fill, name: str, *arguments: Any, **named: Any) -> Tensor:
+        value = real(fill, name, *arguments, **named)
+        draws[name] += value.numel()
         return value
 
     with pytest.MonkeyPatch.context() as patch:
@@ -152,11 +272,10 @@ def test_a_rank_draws_its_shards_and_on_resume_nothing(ranks: Ranks, tmp_path: P
     first, second = ranks.run(_drawn, [*run, "--max-steps=1"])
     alone = ranks.run(_drawn, [*small(tmp_path / "alone"), "--strategy=none", "--max-steps=1"], ranks=1)[0][0]
     # The rows of every parameter are divided; buffers, which this model lacks, would be whole on both.
-    both = {name: a + b for (name, a), (_, b) in zip(first[0], second[0], strict=True)}
-    assert both == dict(alone)
-    assert max(a for _, a in first[0]) < max(count for _, count in alone)
+    assert first[0] + second[0] == alone
+    assert max(first[0].values()) < max(alone.values())
 
     resumed = ranks.run(_drawn, [*run, "--max-steps=3"])
     straight = ranks.run(_drawn, [*uninterrupted, "--max-steps=3"])
-    assert [draws for draws, _ in resumed] == [[], []]
+    assert [draws for draws, _ in resumed] == [{}, {}]
     assert same(losses(straight[0][1])[1:], losses(resumed[0][1]))

@@ -12,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -27,6 +30,9 @@ Table = Mapping[str, Fill]
 
 # Elements. What a block has beside a rank's shard is drawn for nothing; smaller ones cost more generators.
 BLOCK = 1 << 16
+
+# Elements that a thread draws before it copies them, 4 MiB of fp32; rows that are longer come one by one.
+PART = 16 * BLOCK
 
 
 def zeros(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
@@ -68,26 +74,43 @@ def fill_for(table: Table, name: str) -> Fill:
     raise KeyError(f"{name} has no entry in the model's table of initial values")
 
 
-def rows_of(fill: Fill, name: str, shape: torch.Size, dtype: torch.dtype, seed: int, rows: slice) -> Tensor:
+def rows_of(
+    fill: Fill,
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    seed: int,
+    rows: slice,
+    *,
+    memory: Callable[[int, torch.dtype], Tensor] | None = None,
+) -> Tensor:
     """Some rows of a tensor's initial value, on the CPU; all of one that has no dimensions.
 
     Args:
         shape: of the whole tensor.
         rows: a range of its first dimension, from 0 <= start <= stop.
+        memory: (elements, dtype) -> a tensor of so many, (n,), in which the rows are drawn; None = a new one.
     """
     wide = shape[1:].numel()
     start, stop = (rows.start * wide, rows.stop * wide) if shape else (0, 1)
-    drawn = torch.empty(stop - start, dtype=dtype)
+    drawn = (memory or _new)(stop - start, dtype)
     for number in range(start // BLOCK, -(-stop // BLOCK) if stop > start else 0):
         first = number * BLOCK
+        last = min(first + BLOCK, shape.numel())
+        low, high = max(start, first), min(stop, last)
+        mine = drawn[low - start : high - start]
         # Always a whole block: part of one would be other numbers.
-        block = torch.empty(min(BLOCK, shape.numel() - first), dtype=dtype)
+        block = mine if len(mine) == last - first else torch.empty(last - first, dtype=dtype)
         key = f"{seed}/{name}" + (f"/{number}" if number else "")
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
         fill(block, shape, generator)
-        low, high = max(start, first), min(stop, first + len(block))
-        drawn[low - start : high - start] = block[low - first : high - first]
+        if block is not mine:
+            mine.copy_(block[low - first : high - first])
     return drawn.view(rows.stop - rows.start, *shape[1:]) if shape else drawn.view(())
+
+
+def _new(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype)
 
 
 def place_of(tensor: Tensor) -> tuple[slice, ...]:
@@ -133,15 +156,78 @@ def reset_parameters(model: nn.Module, table: Table, seed: int, *, brought: Call
     Raises KeyError if the table says nothing about one of them.
     """
     left_out = {name for name in model.state_dict() if brought(name)}
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if name not in left_out:
-            draw(tensor, name, fill_for(table, name), seed)
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    draw(((name, tensor, fill_for(table, name)) for name, tensor in named if name not in left_out), seed)
 
 
-@torch.no_grad()
-def draw(tensor: Tensor, name: str, fill: Fill, seed: int) -> None:
-    """Set this rank's part of one tensor, its shard or all of it, to its initial value."""
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a tensor that one thread draws.
+
+    Attributes:
+        target: this rank's part of the tensor, on any device.
+        shape: of the whole tensor.
+        rows: of the whole tensor, which are drawn.
+        first: the row of the whole tensor with which `target` begins.
+        others: this rank's range of each further dimension.
+    """
+
+    target: Tensor
+    name: str
+    fill: Fill
+    shape: torch.Size
+    rows: slice
+    first: int
+    others: tuple[slice, ...]
+
+    @torch.no_grad()  # for the thread that calls it, and no other
+    def draw(self, seed: int, memory: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Draw the rows in `memory`, and copy to the target what of them is this rank's."""
+        drawn = rows_of(self.fill, self.name, self.shape, self.target.dtype, seed, self.rows, memory=memory)
+        place = self.target[self.rows.start - self.first : self.rows.stop - self.first] if self.shape else self.target
+        place.copy_(drawn[:, *self.others] if self.others else drawn)
+
+
+def parts_of(name: str, tensor: Tensor, fill: Fill) -> Iterator[Part]:
+    """This rank's part of a tensor, its shard or all of it, in pieces of about `PART` elements."""
     rows, *others = place_of(tensor) or (slice(0, 1),)
-    mine = rows_of(fill, name, tensor.shape, tensor.dtype, seed, rows)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.copy_(mine[:, *others] if others else mine)
+    target = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    step = max(1, PART // max(1, tensor.shape[1:].numel()))
+    for start in range(rows.start, rows.stop, step):
+        piece = slice(start, min(start + step, rows.stop))
+        yield Part(target, name, fill, tensor.shape, piece, rows.start, tuple(others))
+
+
+def draw(tensors: Iterable[tuple[str, Tensor, Fill]], seed: int) -> None:
+    """Set this rank's part of each tensor to its initial value, on as many threads as torch computes with.
+
+    Beside the tensors, a thread holds `PART` elements, or a row where that is longer.
+    """
+    parts = [part for name, tensor, fill in tensors for part in parts_of(name, tensor, fill)]
+    own, threads = threading.local(), torch.get_num_threads()
+
+    def memory(elements: int, dtype: torch.dtype) -> Tensor:
+        # Kept, since the pages of new memory cost more than what is drawn in them.
+        kept: Tensor | None = getattr(own, "memory", None)
+        if kept is None or kept.dtype != dtype or len(kept) < elements:
+            own.memory = kept = torch.empty(elements, dtype=dtype)
+        return kept[:elements]
+
+    # A mode of torch's, such as that of fake tensors, is the mode of one thread.
+    if threads == 1 or len(parts) < 2 or any(type(part.target) is not Tensor for part in parts):
+        for part in parts:
+            part.draw(seed, memory)
+        return
+
+    def begin() -> None:
+        device = parts[0].target.device
+        if device.type == "cuda":  # a thread begins on the first GPU, where other ranks may be
+            torch.cuda.set_device(device)
+
+    torch.set_num_threads(1)  # for each thread of the pool, which would else start as many for a copy
+    try:
+        with ThreadPoolExecutor(min(threads, len(parts)), "initial-values", begin) as pool:
+            for _ in pool.map(lambda part: part.draw(seed, memory), parts):
+                pass
+    finally:
+        torch.set_num_threads(threads)

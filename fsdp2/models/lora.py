@@ -115,9 +115,8 @@ def base_weights(spec: ModelSpec, weights: Mapping[str, Any] | Sequence[str]) ->
 
 def draw_adapters(model: nn.Module, seed: int, *, brought: Callable[[str], bool]) -> None:
     """Set the adapters of a model, sharded or not, but for those that something else brings."""
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) and not brought(name):
-            draw(parameter, name, fill_for(INITIAL_VALUES, name), seed)
+    named = ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
+    draw(((name, tensor, fill_for(INITIAL_VALUES, name)) for name, tensor in named if not brought(name)), seed)
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
