@@ -41,7 +41,7 @@ from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.runtime import World, process_group
 from fsdp2.run.schedule import Schedule
-from fsdp2.run.settings import process_settings
+from fsdp2.run.settings import growing_segments, process_settings
 from fsdp2.run.signals import StopSignals, fails_to_torchrun
 from fsdp2.run.start import (
     InitialValues,
@@ -56,6 +56,7 @@ from fsdp2.run.trial import try_out
 from fsdp2.run.watch import Watch
 
 
+@growing_segments()  # around all of it: what uses the GPU first reads this setting
 def main(
     config: Config, on_event: OnEvent | None = None, also_saved: Mapping[str, Part] | None = None
 ) -> dict[str, Any]:

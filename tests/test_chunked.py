@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
+from fsdp2 import train as training
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
+from fsdp2.memory.ledger import Ledger
 from fsdp2.models import ModelSpec, llama
 from fsdp2.models.initial import reset_parameters
+from fsdp2.models.spec import no_files
 from fsdp2.options.errors import ConfigError
+from fsdp2.run import trial
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -120,6 +124,50 @@ def test_a_model_that_changes_its_logits_afterwards_is_refused(ranks: Ranks, tmp
     ):
         for message in ranks.run(_refused, [*flags, f"--model=tests.test_chunked:{name}"]):
             assert part in message
+
+
+def wide() -> ModelSpec:
+    """A small model whose logits are the largest of all that it makes."""
+    import dataclasses
+
+    sizes = {"wide": {**llama.SIZES["debug"], "vocab_size": 8192}}
+    return dataclasses.replace(llama.SPEC, sizes=sizes, files=no_files)
+
+
+def _peaks(flags: list[str]) -> tuple[int, int]:
+    """Bytes allocated at a time by the trial before the first step, and by that step."""
+    peaks = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            with Ledger() as ledger:
+                result = function(*arguments, **named)
+            peaks.append(ledger.peak_bytes)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "require_whole_loss", counted(trial.require_whole_loss))
+        patch.setattr(training, "train_step", counted(training.train_step))
+        main_in_ranks(flags)
+    return peaks[0], peaks[1]
+
+
+def test_the_trial_of_the_whole_loss_takes_less_than_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    flags = ["--model=tests.test_chunked:wide", "--dataset=random-tokens", "--seq-len=512", "--batch-size=1"]
+    flags += ["--chunked-loss=64", "--max-steps=1", "--threads=1", "--device=cpu", "--no-save-model"]
+    ((tried, step),) = ranks.run(_peaks, [*flags, f"--run-dir={tmp_path / 'run'}", "--checkpoint-every=9"], ranks=1)
+    assert tried < step
+    assert tried > 2 * 64 * 8192 * 4  # the whole logits of 64 tokens and their logarithms were there
+
+
+def test_a_question_without_targets_is_tried_as_well() -> None:
+    tokens = torch.arange(200).view(1, 200)
+    named = {"input_ids": tokens, "position_ids": tokens}
+    batch = trial.first_tokens(Batch(named, torch.full_like(tokens, -100), True, 1, 200, True))
+    assert batch.targets.tolist() == [[0] * trial.TOKENS]
+    assert {name: tensor.shape for name, tensor in batch.inputs.items()} == dict.fromkeys(named, (1, trial.TOKENS))
 
 
 def test_images_have_no_chunks() -> None:

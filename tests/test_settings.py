@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.runtime import World
-from fsdp2.run.settings import WORKSPACE, process_settings
+from fsdp2.run.settings import ALLOCATOR, EXPANDABLE, WORKSPACE, growing_segments, grows_segments, process_settings
 from tests.harness import losses
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -25,7 +27,7 @@ def _state() -> dict[str, Any]:
         "cudnn": (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "workspace": os.environ.get(WORKSPACE),
-        "gc": (gc.isenabled(), gc.get_freeze_count()),
+        "gc": (gc.isenabled(), gc.get_freeze_count() > 0),  # what is frozen may die all the same
     }
 
 
@@ -46,7 +48,7 @@ def test_a_run_takes_back_what_it_sets_for_its_process() -> None:
     assert during["deterministic"]
     assert during["workspace"] == ":4096:8"
     assert not during["gc"][0]
-    assert during["gc"][1] > 0
+    assert during["gc"][1]
     assert _state() == before
 
 
@@ -104,3 +106,79 @@ def test_each_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch)
         runtime.pick_device("auto", world)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as srun --gpus-per-task=1 sets it
     assert runtime.pick_device("auto", world) == torch.device("cuda", 0)
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the environment says how GPU memory is allocated."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_segments_of_gpu_memory_grow_where_nobody_says_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def during() -> dict[str, str]:
+        with growing_segments():
+            return {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+
+    def fails() -> None:
+        with growing_segments():
+            raise KeyError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert during() == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert during() == {"PYTORCH_ALLOC_CONF": EXPANDABLE}
+    with pytest.raises(KeyError):
+        fails()
+    assert not any(name in os.environ for name in ALLOCATOR)
+    assert grows_segments(os.environ)
+    for name in ALLOCATOR:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:512")
+            assert during() == {name: "max_split_size_mb:512"}
+            assert os.environ[name] == "max_split_size_mb:512"  # as it was given
+            assert not grows_segments(os.environ)
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_torch_reads_the_allocators_settings_when_it_is_used_and_not_when_it_is_imported() -> None:
+    program = (
+        "import os, torch\n"
+        "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:Maybe'\n"
+        "torch.cuda.is_available(), torch.cuda.device_count()\n"
+        "print('not yet')\n"
+        "torch._C._accelerator_setAllocatorSettings('')\n"
+    )
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        pytest.skip(f"torch {torch.__version__} can't be made to read them without a GPU")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "not yet\n"
+    assert "Maybe" in done.stderr
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_the_allocator_is_set_before_anything_of_a_run_can_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp2 import train
+
+    found = []
+
+    def first(*arguments: Any) -> Any:
+        found.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        raise KeyError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime, "world", first)
+    for _ in range(2):  # each run, not the first alone
+        with pytest.raises(KeyError):
+            train.main(Config(device="cpu"))
+    assert found == [EXPANDABLE] * 2
+
+
+@pytest.mark.parametrize(("grow", "expected"), [(True, "; segments of GPU memory grow"), (False, "have a fixed size")])
+def test_the_header_says_which_segments_there_are(monkeypatch: pytest.MonkeyPatch, grow: bool, expected: str) -> None:
+    from fsdp2.report import header
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}, {"is_expandable": grow}])
+    assert header.segments(torch.device("cuda", 0)).endswith(expected)
+    assert header.segments(torch.device("cpu")) == ""

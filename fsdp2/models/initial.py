@@ -199,7 +199,7 @@ def parts_of(name: str, tensor: Tensor, fill: Fill) -> Iterator[Part]:
 
 
 def draw(tensors: Iterable[tuple[str, Tensor, Fill]], seed: int) -> None:
-    """Set this rank's part of each tensor to its initial value, on as many threads as torch computes with.
+    """Set this rank's part of each tensor, of any shape, to its initial value, on all threads that torch computes with.
 
     Beside the tensors, a thread holds `PART` elements, or a row where that is longer.
     """

@@ -14,6 +14,7 @@ from fsdp2.plan.depth import depths
 from fsdp2.plan.execute import STEPS, Execution, execute
 from fsdp2.plan.fake_ledger import LOSS
 from fsdp2.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
+from fsdp2.run.settings import grows_segments
 
 LOGITS = "logits and loss"
 OFFLOADED = ("parameters", "gradients", "optimizer")  # by --cpu-offload, to the memory of the machine
@@ -151,7 +152,7 @@ def _reserved(runs: Runs, elsewhere: Keep) -> int:
         return max(map(_bytes, found.values()), default=0)
 
     streams = sum(highest(_whole(runs, on(stream))) for stream in STREAMS)
-    expandable = "expandable_segments:true" in os.environ.get("PYTORCH_ALLOC_CONF", "").lower()
+    expandable = grows_segments(os.environ)
     holes = 0
     for done in filter(None, (runs.short, runs.longer)):
         there = sum(highest(peaks(done, on(stream))) for stream in STREAMS)

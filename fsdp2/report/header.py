@@ -33,11 +33,20 @@ def lines(
         f"{config.optimizer}, lr {config.lr:g}",
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
-        + (", in CPU memory" if config.cpu_offload else ""),
+        + (", in CPU memory" if config.cpu_offload else "")
+        + segments(device),
         *([] if plan is None else [plan if isinstance(plan, str) else plan.line]),
         f"sharding: {engine.sharding}",
         f"run directory: {short(folder)}",
     ]
+
+
+def segments(device: torch.device) -> str:
+    """Which kind of segments the allocator of GPU memory has made; nothing on a CPU."""
+    if device.type != "cuda":
+        return ""
+    grow = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+    return f"; segments of GPU memory {'grow' if grow else 'have a fixed size'}"
 
 
 def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:

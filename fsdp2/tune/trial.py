@@ -31,7 +31,7 @@ from fsdp2.memory.ledger import Ledger
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.runtime import World
-from fsdp2.run.settings import process_settings
+from fsdp2.run.settings import growing_segments, process_settings
 from fsdp2.run.start import load_data, training_batches
 from fsdp2.train import make_engine, train_step
 
@@ -102,6 +102,7 @@ class Trial:
         }
 
 
+@growing_segments()
 def main(job: dict[str, Any]) -> None:
     """Try each setting. A collective call; a trial that runs out of memory ends it with an exception."""
     configs = [parse([f"--config={file}"]) for file in job["settings"]]
