@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fsdp2 import data, models
 from fsdp2.options import deepspeed_settings, own_model
-from fsdp2.options.checks import check_together
+from fsdp2.options.checks import KEEP, check_together
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
@@ -32,6 +32,7 @@ from fsdp2.options.values import (
     patterns,
     reshard_policy,
     resume_place,
+    steps_or_never,
     switch,
     text,
     whole,
@@ -264,8 +265,12 @@ class Config:
         "checkpoint or run",
         resume_place,
     )
-    checkpoint_every: int | None = option(None, "optimizer steps between checkpoints; unset = each epoch", whole(1))
-    keep: int = option(3, "number of newest checkpoints to keep; older ones are deleted", whole(1))
+    checkpoint_every: int | Literal["never"] | None = option(
+        None,
+        "optimizer steps between checkpoints; unset = each epoch; never = none, not even at the end, for measurements",
+        steps_or_never,
+    )
+    keep: int = option(KEEP, "number of newest checkpoints to keep; older ones are deleted", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
     async_checkpoint: Literal["wait", "skip"] | None = option(
         None,
@@ -310,7 +315,8 @@ class Config:
     init_partial: bool = option(False, "with --init-from, load only the weights that fit, and list the others", switch)
     save_model: bool | None = option(
         None,
-        "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = only up to 4 GB",
+        "write full_model/ at the end, above 4 GB as safetensors by all ranks; unset = only up to 4 GB, and not with "
+        "--checkpoint-every never",
         optional_switch,
     )
     dcp_api: bool = option(False, "gather full state dicts with the DCP API instead of the DTensor API", switch)
@@ -353,7 +359,17 @@ class Config:
 
     def checkpoint_due(self, step: int) -> bool:
         """Whether `--checkpoint-every` asks for a checkpoint after this step."""
-        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+        return isinstance(self.checkpoint_every, int) and step % self.checkpoint_every == 0
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.checkpoint_every != "never"
+
+    @property
+    def writes_full_model(self) -> bool | None:
+        """Whether the run writes the full model at its end; None = unless it is large."""
+        return False if self.save_model is None and not self.saves else self.save_model
 
     def deepspeed_settings(self, device_type: str) -> dict[str, Any]:
         """DeepSpeed's configuration. Raises ConfigError if `--deepspeed-config` can't be read or contradicts a flag."""

@@ -159,11 +159,10 @@ def main(
             changed = accuracy is not None
             reason = stop.agreed(world) if log.stop else "finished" if changed else "already finished"
             left_out = too_large_unasked(config, spec) if finished() else None
-            if finished() and left_out is None:
-                checkpoints.write_full_model(changed=changed)
-            checkpoints.finish()
+            full_model = finished() and left_out is None and checkpoints.write_full_model(changed=changed)
+            left = checkpoints.finish(full_model=full_model)
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out}
+            done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out, "left": left}
             end = reports.end(done, log, world.world_size, peak)
             checkpoints.upload_metrics()
     return end

@@ -120,7 +120,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
     for strategy in values["strategies"]:
         if strategy not in STRATEGIES:
             raise ConfigError(f"--strategies {shown(strategy)}: {unknown(shown(strategy), list(STRATEGIES))}")
-    return values, read_values(Config, given)
+    training = read_values(Config, given)
+    if training.get("checkpoint_every") == "never":
+        raise ConfigError("--checkpoint-every never: a comparison measures saves and loading too; drop it")
+    return values, training
 
 
 if __name__ == "__main__":

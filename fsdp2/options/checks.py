@@ -9,6 +9,8 @@ from fsdp2 import data
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.optimizer import FUSED
 
+KEEP = 3  # `--keep` where nobody gives it
+
 Options = Any
 """An object with the flags as attributes, such as `fsdp2.config.Config`."""
 
@@ -22,6 +24,7 @@ def check_together(config: Options) -> None:
         _check_precision,
         _check_recomputation,
         _check_resume,
+        _check_saving,
         _check_lora,
         _check_weights,
         _check_observing,
@@ -133,6 +136,24 @@ def _check_resume(config: Options) -> None:
         )
     if config.init_from is not None:
         raise ConfigError("--resume-partial with --init-from: both give the weights to start from; drop one of them")
+
+
+def _check_saving(config: Options) -> None:
+    if config.saves:
+        return
+    for flag, given, why in (
+        ("--async-checkpoint", config.async_checkpoint is not None, "nothing is written in the background"),
+        (
+            "--memory-checkpoint",
+            config.memory_checkpoint is not None,
+            "what is kept in memory is for the time until the next checkpoint on the disk, and none comes",
+        ),
+        (f"--keep {config.keep}", config.keep != KEEP, "there is none to keep"),
+        ("--keep-every", config.keep_every is not None, "there is none to keep"),
+        ("--on-checkpoint-failure continue", config.on_checkpoint_failure != "stop", "no save can fail"),
+    ):
+        if given:
+            raise ConfigError(f"{flag} with --checkpoint-every never: {why}; drop one of them")
 
 
 def _check_lora(config: Options) -> None:

@@ -212,6 +212,11 @@ def groups_ahead(value: Any) -> int | str:
     return "off" if value == "off" else whole(1)(value)
 
 
+@stands_for("N|never")
+def steps_or_never(value: Any) -> int | str:
+    return "never" if value == "never" else whole(1)(value)
+
+
 @stands_for("auto|never|STEP|PATH")
 def resume_place(value: Any) -> str:
     if isinstance(value, str):

@@ -124,7 +124,8 @@ def _execute(
         ledger.phase("evaluation", STEPS)
         with engine.evaluating():
             scored(engine.forward, spec, batches.evaluation_batches(config, spec, world, ledger), device)
-        saving.save(STEPS + 1)
+        if config.saves:
+            saving.save(STEPS + 1)
         saving.write_full_model(STEPS + 1)
         del reported
     held = engine.held()

@@ -65,6 +65,8 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.last is not memory:
         found[0] += f"; the last rank takes {size(plan.last.peak.bytes)}"
     disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}"
+    if not config.saves:
+        disk = "disk: no checkpoint, as --checkpoint-every never asks"
     host = (
         f"host memory: {size(memory.on_host)} a rank for what is offloaded, saved or loaded; "
         if memory.reserved

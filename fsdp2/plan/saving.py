@@ -41,7 +41,7 @@ CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "resto
 
 def gathers_full_model(config: Config) -> bool:
     """Whether rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
-    return config.save_model is not False and not large(config, config.spec)
+    return config.writes_full_model is not False and not large(config, config.spec)
 
 
 class Saving:

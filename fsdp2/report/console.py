@@ -14,6 +14,7 @@ from fsdp2.report.metrics import nonfinite
 from fsdp2.units import short, size
 
 SECONDS_BETWEEN_LINES = 5.0
+NEVER = "as --checkpoint-every never asks"
 
 
 def speed(data: dict[str, Any]) -> str:
@@ -146,6 +147,9 @@ class Console:
             self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
         elif data["reason"] == "finished":
             self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s")
+        elif data["left"] is None:
+            seconds = f"after {data['seconds']:.1f} s"
+            self.line(f"{data['reason']}: stopped at step {data['step']} {seconds}; nothing is saved, {NEVER}")
         else:
             self.line(f"{data['reason']}: saved at step {data['step']} after {data['seconds']:.1f} s")
         if data["nonfinite_steps"]:
@@ -156,9 +160,13 @@ class Console:
         left_out = data.get("full_model_left_out_bytes")
         if left_out is not None:
             self.line(f"full-model.pt is not written, since the model has {size(left_out)}; --save-model asks for it")
-            self.line(f"next: python -m fsdp2.checkpoint export {quoted} model.pt --format pt")
-        elif data["reason"] in ("finished", "already finished"):
-            self.line(f"next: python -m fsdp2.infer {quoted}")
-        else:
+        if data["reason"] in ("finished", "already finished"):
+            if data["left"] == "checkpoint":
+                self.line(f"next: python -m fsdp2.checkpoint export {quoted} model.pt --format pt")
+            elif data["left"] is not None:
+                self.line(f"next: python -m fsdp2.infer {quoted}")
+            else:
+                self.line(f"no checkpoint and no model is written, {NEVER}")
+        elif data["left"] is not None:
             flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}"
             self.line(f"next: the same command with {flags} goes on from there")

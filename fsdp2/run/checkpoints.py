@@ -91,6 +91,8 @@ class Checkpoints:
     def save(self, epoch: int, *, last: bool = False) -> None:
         """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
 
+        With --checkpoint-every never nothing is written; the `last` call checks the state all the same.
+
         Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
         written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
         """
@@ -99,7 +101,7 @@ class Checkpoints:
 
     def _save(self, epoch: int, *, last: bool) -> None:
         step = self.progress.step
-        if step == self._saved_step:
+        if step == self._saved_step or not (self.config.saves or last):
             return
         if self.config.async_checkpoint == "skip" and not last and any(runtime.gather(self._saver.busy)):
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
@@ -110,6 +112,8 @@ class Checkpoints:
         finite = all(finite for _, finite in known)
         if not finite:
             self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
+        if not self.config.saves:
+            return
         self._epochs[step], self._saved_step = epoch, step
         # The same on all ranks: DCP writes a plain value from whichever rank it likes.
         self.progress.metrics_position = known[0][0]
@@ -158,14 +162,16 @@ class Checkpoints:
 
         return on_rank_0
 
-    def write_full_model(self, *, changed: bool) -> None:
+    def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
 
-        Not with --no-save-model, nor where it is and nothing has `changed` since.
+        Not where it is and nothing has `changed` since. False if it isn't wanted, as with --no-save-model.
         """
         config, run = self.config, self.run
-        if config.save_model is False or not self.job.wants_full_model(run, self.progress.step, changed=changed):
-            return
+        if config.writes_full_model is False:
+            return False
+        if not self.job.wants_full_model(run, self.progress.step, changed=changed):
+            return True
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:
@@ -174,6 +180,7 @@ class Checkpoints:
             else:
                 save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
                 while_rank_0(run.upload_full_model)
+        return True
 
     def upload_metrics(self) -> None:
         """Copy the metrics file as it is to a remote run's URL."""
@@ -234,19 +241,28 @@ class Checkpoints:
             return f"the last {wanted} can't be looked up ({error})"
         return f"there is no {wanted}" if step is None else f"the last {wanted} is {store.checkpoint(step)}"
 
-    def finish(self) -> None:
-        """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint."""
+    def finish(self, *, full_model: bool) -> str | None:
+        """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint.
+
+        Args:
+            full_model: whether it is written.
+
+        Returns what is left of the training: `full model`, or without it `adapters` or `checkpoint`; None for nothing.
+        """
         with self._watch.phase("save"):
             self._end(self._failed or self._saver.wait())
         self._saver.close()
         self.job.stop_if_lost()
         self._warn()
-        if self._saved_step != self.progress.step:
+        if self.config.saves and self._saved_step != self.progress.step:
             raise SaveFailed(
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
                 "the failures above say why"
             )
         self._memory.close()
+        if full_model or not self.config.saves:
+            return "full model" if full_model else None
+        return "checkpoint" if self.config.lora is None else "adapters"
 
     def _warn(self) -> None:
         for text in self._saver.not_removed():

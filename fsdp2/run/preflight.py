@@ -215,10 +215,14 @@ def check_url(url: str, world: World) -> None:
 
 def find_checkpoint(config: Config, store: Store, job: Job) -> None:
     """Decide from `--resume` what to restore. Dead saves are cleaned; damage stops the run."""
-    wanted = config.resume
+    wanted, committed = config.resume, store.committed()
+    if committed and not config.saves:
+        raise ConfigError(
+            f"--checkpoint-every never: {store.files} holds checkpoints, and what is trained after them would be lost; "
+            f"choose another --run-dir, with --resume {store.checkpoint(committed[-1])} to begin with the newest"
+        )
     dead = store.remove_dead()
     notes = [f"removed {name}, a save that was never committed" for name in dead]
-    committed = store.committed()
     if wanted == "auto":
         if committed:
             job.restore = str(store.checkpoint(committed[-1]))

@@ -211,7 +211,7 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 
 def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
     """The bytes of a model's weights if they are too many for a full model, for which nobody asked."""
-    return large(config, spec) if config.save_model is None else None
+    return large(config, spec) if config.writes_full_model is None else None
 
 
 def large(config: Config, spec: ModelSpec) -> int | None:

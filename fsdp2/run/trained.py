@@ -209,7 +209,8 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         if run.full_weights is None:
             raise ConfigError(
                 f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
-                "--no-save-model, or its model is large; use --sharded, or finish it with --save-model"
+                "--no-save-model, its model is large, or --checkpoint-every never left nothing; use --sharded, or "
+                "finish it with --save-model"
             )
         weights = f"{short(run.full_weights)}, {vouched(config, run)}"
     device = runtime.pick_device(config.device, world)

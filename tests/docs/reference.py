@@ -170,6 +170,8 @@ RECORDS: dict[str, dict[str, str]] = {
         "accuracy": "of the last evaluation, or null",
         "run_dir": "path or URL",
         "full_model_left_out_bytes": "size of the full model if it was too large to be written unasked, else null",
+        "left": "`full model` (and checkpoints), `checkpoint` or `adapters` (without a full model), or null: nothing, "
+        "by `--checkpoint-every never`",
         "seconds": "from the first line to the last",
         "nonfinite_steps": "steps whose loss or gradient norm was NaN or infinite",
         "peak_memory_bytes": "as in `train`",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,26 @@ def test_torchrun_waits_as_long_as_the_scripts_say(monkeypatch: pytest.MonkeyPat
     if not hasattr(config, "shutdown_timeout"):
         pytest.skip("this torch waits for 30 s whatever it is told")
     assert config.shutdown_timeout == 110
+
+
+@pytest.mark.parametrize(("flags", "queued"), [("--checkpoint-every=never", False), ("--checkpoint-every 9", True)])
+def test_a_job_with_nothing_to_go_on_from_is_not_queued_again(tmp_path: Path, flags: str, queued: bool) -> None:
+    """SLURM's programs are stand-ins: srun says that it runs, and ends when scancel is called."""
+    over, asked = tmp_path / "over", tmp_path / "asked"
+    for name, body in (
+        ("srun", f"echo running; while [[ ! -e {over} ]]; do sleep 0.05; done; exit 1"),
+        ("scancel", f"touch {over}"),
+        ("scontrol", f"touch {asked}"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}
+    script = ["bash", str(FOLDER / "slurm.sbatch"), *flags.split()]
+    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "running\n"
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=60)
+    assert (job.returncode, asked.exists()) == ((0, True) if queued else (1, False)), (out, err)
+    assert ("goes on from its newest checkpoint" in out) == queued
+    assert ("isn't queued again" in err) == (not queued)
