@@ -9,9 +9,11 @@ streams included. `FSDP2_TEST_DEVICE=cpu` runs the same tests on the CPU with gl
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from fsdp2.train import main, make_engine
 ROOT = Path(__file__).parent.parent.parent
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
-TIMEOUT = 300.0
+TIMEOUT = 150.0 if ON_GPU else 300.0  # seconds of a test; then its ranks print their stacks
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -63,7 +65,8 @@ class Ranks:
         """The results of `function(*arguments)` on each rank. Raises what a rank raises."""
         while len(self._workers) < count:
             # Not forked: a process that has used CUDA can't be.
-            self._workers.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+            spawn = multiprocessing.get_context("spawn")
+            self._workers.append(ProcessPoolExecutor(1, spawn, initializer=faulthandler.enable))
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -74,6 +77,12 @@ class Ranks:
         deadline = time.monotonic() + TIMEOUT
         try:
             return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+        except TimeoutError:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid or 0, signal.SIGABRT)  # faulthandler prints the stacks of all threads
+            time.sleep(2)
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
