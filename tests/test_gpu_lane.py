@@ -30,13 +30,16 @@ def test_an_item_begins_only_if_its_time_is_left() -> None:
 # A rank in a session of its own, as torchrun starts it, whose launcher ends before it does.
 STUCK = """
 import os, subprocess, sys, time
+os.chdir(os.path.dirname(__file__))
 def rank_waits():
-    open(__file__ + ".pid", "w").write(str(os.getpid()))
+    if sys.argv[1] == "rank":
+        open("new", "w").write(str(os.getpid()))
+        os.rename("new", "pid")
     time.sleep(600)
 if sys.argv[1] == "launcher":
     subprocess.Popen([sys.executable, __file__, "rank"], start_new_session=True)
     print("started", flush=True)
-    while not os.path.exists(__file__ + ".pid"):
+    while not os.path.exists("pid"):
         time.sleep(0.1)
     sys.exit(int(sys.argv[2])) if sys.argv[2] != "-" else rank_waits()
 else:
@@ -48,7 +51,7 @@ def test_what_is_stuck_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     before = set(descendants(os.getpid()))
-    assert run([sys.executable, str(script), "launcher", "-"], 4.0, log=tmp_path / "log") is None
+    assert run([sys.executable, str(script), "launcher", "-"], 8.0, log=tmp_path / "log") is None
     assert set(descendants(os.getpid())) <= before
     log = (tmp_path / "log").read_text()
     assert log.startswith("started\n")
@@ -59,7 +62,7 @@ def test_an_orphan_ends_with_the_command_that_left_it(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     assert run([sys.executable, str(script), "launcher", "7"], 60.0) == 7
-    pid = int((tmp_path / "stuck.py.pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -110,13 +110,15 @@ def descendants(pid: int) -> Iterator[int]:
 
 def _end(process: subprocess.Popen[str], own: set[int]) -> None:
     """Kill what is left; again, since what is killed may just have started another."""
-    for _ in range(10):
-        left = set(descendants(os.getpid())) - own
-        if not left:
-            break
+    killed: set[int] = set()
+    while left := set(descendants(os.getpid())) - own:
+        killed |= left
         _signal(left, signal.SIGKILL)
-        time.sleep(0.1)
+        time.sleep(0.05)
     process.wait()
+    for pid in killed:
+        with contextlib.suppress(ChildProcessError):  # it was another's child, or has been waited for
+            os.waitpid(pid, 0)
 
 
 def _signal(pids: set[int], number: int) -> None:
