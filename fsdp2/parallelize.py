@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp2.config import Config
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
+from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
@@ -72,8 +73,7 @@ def parallelize(
     # Compile each block before fully_shard adds its hooks, which break the graph; and each block rather than
     # the model, since equal blocks share one compilation.
     if config.compile:
-        for block in blocks:
-            block.compile()
+        compile_blocks(blocks)
 
     # Shard the groups, then the root, while there is still nothing to move.
     groups = shard(

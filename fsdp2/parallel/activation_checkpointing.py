@@ -5,7 +5,7 @@ Source: https://arxiv.org/abs/1604.06174; for single operators https://arxiv.org
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,4 +47,12 @@ def checkpoint_activations(blocks: Sequence[nn.Module], mode: str) -> None:
         context["context_fn"] = partial(create_selective_checkpoint_contexts, _save_expensive)
     for block in blocks:
         # setattr, because a type checker takes assigning to a method for a mistake.
-        setattr(block, "forward", partial(checkpoint, block.forward, use_reentrant=False, **context))  # noqa: B010
+        setattr(block, "forward", _recomputed(block.forward, context))  # noqa: B010
+
+
+def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+    # A function with a frame of its own: torch.compile traces frames, and `partial(checkpoint, ...)` has none.
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+    return recomputing

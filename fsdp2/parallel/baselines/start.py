@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.baselines.rules import Options, Start
+from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.meta import allocate, check_initialised, poison, shared_names
 
@@ -20,8 +21,7 @@ def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Modu
     if options.activation_checkpointing:
         checkpoint_activations(blocks, options.activation_checkpointing)
     if options.compile:
-        for block in blocks:
-            block.compile()
+        compile_blocks(blocks)
     return model, blocks
 
 
