@@ -225,6 +225,9 @@ class Config:
         bare=1024,
     )
     compile: bool = option(False, "torch.compile each block", switch)
+    attention: str = option(
+        "auto", "kernel; auto = as torch chooses, and flex for documents apart on a GPU", one_of(*models.ATTENTIONS)
+    )
 
     device: str = option(
         "auto", "where to train; auto = on a GPU, if there is one", one_of("auto", "cpu", "cuda"), section="machine"

@@ -181,7 +181,7 @@ def _mixing(corpus: str, folder: str) -> str:
     """A model whose attention knows nothing of documents."""
     flags = [*LLAMA, f"--dataset=text:{corpus}", "--batch-size=3", f"--run-dir={folder}/run"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp2.models.llama.document_mask", lambda ids: None)
+        patch.setattr("fsdp2.models.llama.mask_of", lambda *arguments: None)
         try:
             main_in_ranks(flags)
         except ConfigError as error:

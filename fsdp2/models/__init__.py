@@ -5,30 +5,45 @@ Beside our own: `hf:DIR_OR_NAME`, `timm:NAME`, and `package.module:function` for
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from functools import cache
+from functools import cache, partial
 
+from fsdp2.models.attention import CHOICES as ATTENTIONS
 from fsdp2.models.chunked import chunked
 from fsdp2.models.lora import Lora, adapted
 from fsdp2.models.spec import ModelSpec
 
 NAMES = ("vit", "cnn", "transformer", "llama")
 
-__all__ = ["NAMES", "Lora", "ModelSpec", "get"]
+__all__ = ["ATTENTIONS", "NAMES", "Lora", "ModelSpec", "get"]
 
 
 @cache
 def get(
-    name: str, *, trust_remote_code: bool = False, lora: Lora | None = None, chunk_tokens: int | None = None
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    lora: Lora | None = None,
+    chunk_tokens: int | None = None,
+    attention: str = "auto",
 ) -> ModelSpec:
     """The specification of a model, with adapters or a loss in chunks if asked for; imports only that model's file.
+
+    Args:
+        attention: how a model attends that can choose; others follow `attention.kernels`.
 
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """
     if chunk_tokens is not None:
-        return chunked(get(name, trust_remote_code=trust_remote_code, lora=lora), chunk_tokens)
+        whole = get(name, trust_remote_code=trust_remote_code, lora=lora, attention=attention)
+        return chunked(whole, chunk_tokens)
     if lora is not None:
-        return adapted(get(name, trust_remote_code=trust_remote_code), lora)
+        return adapted(get(name, trust_remote_code=trust_remote_code, attention=attention), lora)
+    if attention != "auto":
+        plain = get(name, trust_remote_code=trust_remote_code)
+        chooses = "flex" in plain.attentions
+        return dataclasses.replace(plain, make=partial(plain.make, attention=attention)) if chooses else plain
     library, colon, rest = name.partition(":")
     if not colon:
         spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2.foreign.code import ForeignCode, installed_code_only
+from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.spec import Batch, ModelSpec
 
@@ -144,6 +145,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
         methods=("generate",) if _generates(model_class) else (),
+        attentions=("auto", *KERNELS) if _uses_torchs_attention(config, model_class) else ("auto",),
     )
 
 
@@ -212,6 +214,12 @@ def _task(transformers: Any, config: Any, *, trust_remote_code: bool) -> tuple[s
 
 def _generates(model_class: Any) -> bool:
     return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
+
+
+def _uses_torchs_attention(config: Any, model_class: Any) -> bool:
+    """Whether the model attends by `scaled_dot_product_attention`, as those that can do unless config.json says how."""
+    said = getattr(config, "_attn_implementation", None)
+    return said in (None, "sdpa") and bool(getattr(model_class, "_supports_sdpa", False))
 
 
 def _special_token(transformers: Any, task: str, config: Any, folder: Path, *, trust_remote_code: bool) -> int | None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp2.models.attention import CHOICES, Mask, attend, mask_of
 from fsdp2.models.initial import Table, normal, ones
 from fsdp2.models.spec import ModelSpec
 
@@ -86,15 +87,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(dim, kv_heads * self.width, bias=False)
         self.o_proj = nn.Linear(heads * self.width, dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x (N, T, dim); cos, sin (N or 1, 1, T, width); mask (N, 1, T, T) of bool, None = causal -> (N, T, dim)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        """x (N, T, dim); cos, sin (N or 1, 1, T, width); mask as `attention.mask_of` gives it -> (N, T, dim)."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(dim)
         self.post_attention_layernorm = RMSNorm(dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         """(N, T, dim) -> (N, T, dim); the other arguments are those of `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -131,10 +131,19 @@ class Decoder(nn.Module):
     """(N, T) tokens -> (N, T, dim)."""
 
     def __init__(
-        self, vocab_size: int, dim: int, layers: int, heads: int, kv_heads: int, hidden: int, theta: float, factor: Any
+        self,
+        vocab_size: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        theta: float,
+        factor: float | None,
+        attention: str,
     ) -> None:
         super().__init__()
-        self.width, self.theta, self.factor = dim // heads, theta, factor
+        self.width, self.theta, self.factor, self.attention = dim // heads, theta, factor, attention
         self.embed_tokens = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList([Block(dim, heads, kv_heads, hidden) for _ in range(layers)])
         self.norm = RMSNorm(dim)
@@ -148,22 +157,17 @@ class Decoder(nn.Module):
         angles = position_ids.unsqueeze(-1) * frequencies(self.width, self.theta, self.factor, x.device)
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = mask_of(document_ids, x, self.attention)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         return self.norm(x)
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Which token sees which: none of another document, and none after it. (N, T) -> (N, 1, T, T) bool."""
-    same = document_ids.unsqueeze(1) == document_ids.unsqueeze(2)
-    return same.tril().unsqueeze(1)
 
 
 class Llama(nn.Module):
     """(N, T) tokens -> (N, T, vocab_size) logits.
 
     Args:
+        attention: one of `attention.CHOICES`.
         position_ids: (N, T), from 0 in each document; None = from 0 in each row.
         document_ids: (N, T), the same number within a document; None = a row is one.
     """
@@ -180,9 +184,10 @@ class Llama(nn.Module):
         tied: bool = False,
         rope_theta: float = 10_000.0,
         rope_factor: float | None = None,
+        attention: str = "auto",
     ) -> None:
         super().__init__()
-        self.model = Decoder(vocab_size, dim, layers, heads, kv_heads, hidden, rope_theta, rope_factor)
+        self.model = Decoder(vocab_size, dim, layers, heads, kv_heads, hidden, rope_theta, rope_factor, attention)
         self.lm_head = nn.Linear(dim, vocab_size, bias=False)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -236,4 +241,6 @@ def files(size: str) -> Mapping[str, bytes]:
     return {"config.json": (json.dumps(config, indent=1) + "\n").encode()}
 
 
-SPEC = ModelSpec("llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head)
+SPEC = ModelSpec(
+    "llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head, attentions=CHOICES
+)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdp2.models.attention import KERNELS
 from fsdp2.models.initial import Table
 from fsdp2.models.meta import parameters_on_meta
 
@@ -82,6 +83,8 @@ class ModelSpec:
         head: the layer whose output are the logits; None for a model that doesn't tell.
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
+        attentions: which of `attention.CHOICES` it can follow. With `flex` among them, `make` takes the choice as
+            `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
     """
 
     name: str
@@ -104,6 +107,7 @@ class ModelSpec:
     head: Callable[[Any], nn.Module | None] | None = None
     scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     whole: ModelSpec | None = None
+    attentions: Sequence[str] = ("auto", *KERNELS)
 
     def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of losses and the number of targets that are the likeliest class, both 0-d."""

@@ -82,4 +82,6 @@ def call(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch.inputs["input_ids"] if isinstance(batch.inputs, dict) else batch.inputs)
 
 
-SPEC = ModelSpec("transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss, call, head=head)
+SPEC = ModelSpec(
+    "transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss, call, head=head, attentions=("auto",)
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp2 import data
@@ -23,6 +24,7 @@ def check_together(config: Options) -> None:
         _check_optimizer,
         _check_precision,
         _check_recomputation,
+        _check_attention,
         _check_resume,
         _check_saving,
         _check_lora,
@@ -121,6 +123,42 @@ def _check_recomputation(config: Options) -> None:
         raise ConfigError(
             "--activation-checkpointing op with --shard-granularity layer: a block's operators are told apart by their "
             "number, and groups within a block change it; use --activation-checkpointing block, or whole blocks"
+        )
+
+
+def _check_attention(config: Options) -> None:
+    way, spec = config.attention, config.spec
+    if way not in spec.attentions:
+        fitting = " or ".join(f"--attention {one}" for one in spec.attentions)
+        why = "attends by code of its own" if way == "flex" else "doesn't use torch's scaled_dot_product_attention"
+        raise ConfigError(f"--attention {way} with --model {config.model}: the model {why}; use {fitting}")
+
+
+def attention_refusals(config: Options, device_type: str) -> Iterator[str]:
+    """Why a device can't attend as `--attention` says, as far as torch's rules tell without it.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    """
+    way = config.attention
+    if device_type == "cpu":
+        if way in ("cudnn", "flash", "efficient"):
+            yield f"--attention {way}: it is a kernel of GPUs; on a CPU use auto or math"
+        if way == "flex":
+            yield "--attention flex: torch's FlexAttention has no backward on a CPU; use --attention auto"
+        return
+    if way in ("cudnn", "flash") and config.mixed_precision is None:
+        yield f"--attention {way} without --mixed-precision: the kernel computes in bf16 or fp16; add it, or use auto"
+    apart = config.documents == "apart" and config.dataset.startswith(data.OWN) and config.spec.task == "causal"
+    if way == "flash" and apart:
+        yield (
+            "--attention flash with --documents apart: the kernel takes no mask; use --attention auto, or --documents "
+            "together"
+        )
+    numbers = config.spec.sizes[config.model_size]
+    if way == "efficient" and numbers.get("kv_heads", 0) != numbers.get("heads", 0):
+        yield (
+            f"--attention efficient with --model-size {config.model_size}: a key of it serves several queries, which "
+            "the kernel doesn't know; use --attention auto"
         )
 
 

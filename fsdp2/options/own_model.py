@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
 from fsdp2.options.errors import ConfigError, shown, unknown
@@ -18,8 +18,11 @@ def spec(config: Config) -> models.ModelSpec:
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """
     chunks = {} if config.chunked_loss is None else {"chunk_tokens": config.chunked_loss}
+    asked: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, **chunks}
+    if config.attention != "auto":
+        asked["attention"] = config.attention
     if config.lora is None:
-        return models.get(config.model, trust_remote_code=config.trust_remote_code, **chunks)
+        return models.get(config.model, **asked)
     # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
     casts = config.strategy == "fsdp2" and config.mixed_precision is not None
     lora = models.Lora(
@@ -29,7 +32,7 @@ def spec(config: Config) -> models.ModelSpec:
         base_dtype=DTYPES[config.mixed_precision] if casts and config.mixed_precision else DTYPES["fp32"],
         weights=config.weights,
     )
-    return models.get(config.model, trust_remote_code=config.trust_remote_code, lora=lora, **chunks)
+    return models.get(config.model, lora=lora, **asked)
 
 
 def weights(config: Config) -> str | None:

@@ -9,6 +9,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from fsdp2.models.attention import missing
+from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.baselines.rules import Options, Rules
@@ -96,8 +100,13 @@ def check_world(config: Any, world_size: int) -> None:
 
 
 def check_device(config: Any, device_type: str) -> None:
-    """Raises ConfigError for what the strategy can't do on a device, or with what is installed."""
+    """Raises ConfigError for what the strategy can't do on a device, or attention, or with what is installed."""
     refuse(STRATEGIES[config.strategy].on_device(config, device_type))
+    refuse(attention_refusals(config, device_type))
+    if config.attention == "flex" and (lacks := missing()) is not None:
+        raise ConfigError(f"--attention flex: it has to be compiled, and {lacks} is missing; install it, or use auto")
+    if config.attention == "cudnn" and not torch.backends.cudnn.is_available():
+        raise ConfigError("--attention cudnn: this torch has no cuDNN; use --attention auto")
 
 
 def refuse(refusals: Iterator[str]) -> None:

@@ -25,6 +25,7 @@ EXPENSIVE = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,  # what torch prefers on an H100
     _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices that bring their own, such as XPU
+    torch.ops.higher_order.flex_attention,
 }
 
 

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.evaluate import scored
 from fsdp2.memory.phases import Phases
 from fsdp2.memory.recorder import Recorder
 from fsdp2.memory.timeline import Timeline
 from fsdp2.models import ModelSpec
+from fsdp2.models.attention import kernels
+from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import refuse
 from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
@@ -76,11 +80,11 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
         )
     # A compiler reads values while it works, and whether losses are finite nobody knows.
-    config = dataclasses.replace(config, compile=False, on_nonfinite="continue")
+    config = dataclasses.replace(_attending(config, gloo=gloo), compile=False, on_nonfinite="continue")
     world, device = World(rank, ranks, rank, ranks), torch.device("cpu")
     ledger = FakeLedger(fake=True, gloo=gloo)
     batches.samples(config.dataset, config.seq_len)  # while tensors have values
-    with fake.fake_group(rank, ranks), ExitStack() as modes:
+    with fake.fake_group(rank, ranks), kernels(config.attention), ExitStack() as modes:
         try:
             return _execute(config, world, device, ledger, modes, blocks)
         except fake.data_dependent() as error:
@@ -89,6 +93,19 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
                 f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
                 "decide what to compute; measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
             ) from error
+
+
+def _attending(config: Config, *, gloo: bool) -> Config:
+    """The configuration whose attention on a CPU takes what that of `config` takes where it will run.
+
+    FlexAttention holds what a flash kernel holds, and computes at most what that does of one document in each row. The
+    kernels but `math` differ in nothing that is counted. Raises ConfigError for what can't attend so.
+    """
+    refuse(attention_refusals(config, "cpu" if gloo else "cuda"))
+    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
+    if not gloo and apart and "flex" in config.spec.attentions and config.attention in ("auto", "flex"):
+        config = dataclasses.replace(config, documents="together")
+    return dataclasses.replace(config, attention="math" if config.attention == "math" else "auto")
 
 
 def _execute(

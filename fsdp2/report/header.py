@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec
+from fsdp2.models.attention import way
 from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
@@ -37,8 +39,18 @@ def lines(
         + segments(device),
         *([] if plan is None else [plan if isinstance(plan, str) else plan.line]),
         f"sharding: {engine.sharding}",
+        *attention(config, spec, device),
         f"run directory: {short(folder)}",
     ]
+
+
+def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:
+    """Which kernel attends, of a model that attends at all."""
+    if len(spec.attentions) == 1:
+        return []
+    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
+    chosen = way(config.attention, device.type, apart=apart) if "flex" in spec.attentions else config.attention
+    return [f"attention: {'as torch chooses' if chosen == 'auto' else chosen}"]
 
 
 def segments(device: torch.device) -> str:

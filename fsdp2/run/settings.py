@@ -1,5 +1,5 @@
-"""What a run sets for its whole process: arithmetic of fp32, determinism, garbage collection, the GPU's allocator.
-Taken back at its end, since a notebook goes on."""
+"""What a run sets for its whole process: arithmetic of fp32, determinism, attention, garbage collection, the GPU's
+allocator. Taken back at its end, since a notebook goes on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdp2.config import Config
+from fsdp2.models.attention import kernels
 
 # What cuBLAS needs for repeatable sums: 8 buffers of 4 MiB.
 # https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
@@ -47,7 +48,7 @@ def growing_segments() -> Iterator[None]:
 
 @contextmanager
 def process_settings(config: Config) -> Iterator[GarbageCollection]:
-    """Set the process as `--matmul-precision`, `--deterministic` and `--gc-every` say, for as long as the body runs.
+    """Set the process as the flags of precision, determinism, attention and garbage say, for as long as the body runs.
 
     cuDNN's convolutions, for which torch has TF32 on by default, follow `--matmul-precision`, too. With
     `--deterministic` an operation that has no deterministic algorithm raises RuntimeError.
@@ -67,7 +68,8 @@ def process_settings(config: Config) -> Iterator[GarbageCollection]:
         torch.use_deterministic_algorithms(True)
     garbage = GarbageCollection(config.gc_every)
     try:
-        yield garbage
+        with kernels(config.attention):
+            yield garbage
     finally:
         garbage.end()
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
