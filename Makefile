@@ -278,8 +278,12 @@ test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported (
 test-gpu: $(VENV)/.tools  ## the tests that need a GPU, some of them two (FSDP2_TEST_DEVICE=cpu: the same on the CPU)
 	$(BIN)/tox run -e gpu -- $(ARGS)
 
+.PHONY: gpu-first
+gpu-first:  ## the three commands for the first half hour on a GPU, and what they need
+	@$(PYTHON) -m tests.gpu.first
+
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed  ## the documentation's tables with GPU rows, each within 8 minutes
+bench-gpu: $(VENV)/.installed  ## the documentation's tables with GPU rows, within 9 minutes
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 # For a machine that has no network and only a Python with torch (docs/notes/gpu.md): that Python, and what fits its torch.

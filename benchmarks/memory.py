@@ -12,6 +12,7 @@ import gc
 import platform
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from fsdp2.data.loader import Batch
 from fsdp2.memory.ledger import Ledger, by_kind
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
+from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
 from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
@@ -96,7 +98,7 @@ def row(flags: list[str], world: World, device: torch.device) -> list[str]:
 
 def measured(config: Config, world: World, device: torch.device) -> list[str]:
     """A cell for each of COLUMNS, of this rank."""
-    spec, gpu = config.spec, device.type == "cuda"
+    spec = config.spec
     engine = make_engine(config, spec, world, device, restoring=False)
     batch = made_up(config, world, device)
 
@@ -105,6 +107,18 @@ def measured(config: Config, world: World, device: torch.device) -> list[str]:
 
     for _ in range(2):  # what cuBLAS and nccl allocate, they allocate once
         step()
+    counts = counted(engine, batch, step, device)
+    names = ("parameters", "optimizer", "activations", "ledger")
+    cells = [f"{counts[name] / MB:.1f}" for name in names]
+    if device.type != "cuda":
+        return [*cells, *["no GPU"] * 3]
+    allocated, ledger = counts["allocated"], counts["ledger"]
+    return [*cells, f"{allocated / MB:.1f}", f"{allocated / ledger:.3f}", f"{counts['reserved'] / MB:.1f}"]
+
+
+def counted(engine: Engine, batch: Batch, step: Callable[[], None], device: torch.device) -> dict[str, int]:
+    """Bytes of a further step: of kinds of tensors, `ledger` = the most at once, `allocated` = by the allocator, less
+    what it had beside the ledger's tensors, and `reserved`; both 0 without a GPU."""
     # What is offloaded takes none of the device's memory.
     held = {kind: [t for t in tensors if t.device.type == device.type] for kind, tensors in engine.held().items()}
     activations, backward = 0, engine.backward
@@ -116,7 +130,7 @@ def measured(config: Config, world: World, device: torch.device) -> list[str]:
         backward(loss, last_microbatch)
 
     vars(engine)["backward"] = noting
-    others = 0
+    others, gpu = 0, device.type == "cuda"
     with Ledger() as ledger:
         ledger.watch(engine.model, held)
         ledger.mark("data", [batch.inputs, batch.targets])
@@ -127,14 +141,14 @@ def measured(config: Config, world: World, device: torch.device) -> list[str]:
             torch.cuda.reset_peak_memory_stats(device)
         ledger.phase("forward", 3)
         step()
-    counts = [state.get("parameters", 0), state.get("optimizer", 0), activations, ledger.peak_bytes]
-    cells = [f"{count / MB:.1f}" for count in counts]
-    if not gpu:
-        return [*cells, *["no GPU"] * 3]
-    torch.cuda.synchronize(device)
-    allocated = torch.cuda.max_memory_allocated(device) - others
-    reserved = torch.cuda.max_memory_reserved(device)
-    return [*cells, f"{allocated / MB:.1f}", f"{allocated / ledger.peak_bytes:.3f}", f"{reserved / MB:.1f}"]
+    vars(engine)["backward"] = backward
+    counts = {kind: state.get(kind, 0) for kind in ("parameters", "optimizer")}
+    counts |= {"activations": activations, "ledger": ledger.peak_bytes, "allocated": 0, "reserved": 0}
+    if gpu:
+        torch.cuda.synchronize(device)
+        counts["allocated"] = torch.cuda.max_memory_allocated(device) - others
+        counts["reserved"] = torch.cuda.max_memory_reserved(device)
+    return counts
 
 
 def made_up(config: Config, world: World, device: torch.device) -> Batch:

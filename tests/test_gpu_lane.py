@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,10 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
+from fsdp2.config import Config, parse
+from fsdp2.options.parser import flags_of_table
 from tests.gpu.deadline import Deadline, descendants, run
 from tests.gpu.junit import SLICES, slice_of
 
@@ -106,10 +111,44 @@ def test_a_run_of_tests_goes_on_from_its_junit_file(tmp_path: Path) -> None:
     assert "figures ? of it" in file.read_text()
 
 
-def test_every_slice_has_a_test_and_the_last_takes_the_rest() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-o", "addopts=", "tests/gpu"]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    found = [line for line in output.splitlines() if "::" in line]
+def test_the_printed_commands_are_there_and_every_slice_has_a_test(tmp_path: Path) -> None:
+    """Each is parsed by its program, which lists what it would do. The wheels' machine may have no make."""
+    printed = subprocess.run(["make", "-s", "gpu-first", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True)
+    lines = [line.strip() for line in printed.stdout.decode().splitlines()]
+    suite, records, saves = (line.split()[1:] for line in lines if line.startswith("python3 "))
+
+    def listed(*command: str) -> list[str]:
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert suite[2:] == ["--out", "results"]
+    found = [line for line in listed(*suite[:2], "--collect-only", "-q") if "::" in line]
     assert {slice_of(nodeid) for nodeid in found} == set(SLICES)
-    firsts = [nodeid for nodeid in found if slice_of(nodeid) == "first"]
-    assert len(firsts) == 8, firsts
+    assert sum(slice_of(nodeid) == "first" for nodeid in found) == 8
+    rows = listed(*records, "--dry-run")
+    assert rows[0].startswith("1b, bf16: --device=cuda --model=llama")
+    for row in rows:  # the flags are ones that a run takes
+        parse(row.partition(": ")[2].split())
+    assert listed(*saves, "--dry-run") == ["checkpoint", "prefetch", "calibration"]
+
+
+def test_a_record_is_measured_once_and_is_a_trial_for_the_planner(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/records.py", "--device=cpu", "--quick", f"--out={tmp_path}", "--rows"]
+
+    def records(pattern: str) -> str:
+        done = subprocess.run([*command, pattern], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "1 of 1 rows are there" in records("^1b, bf16$")
+    (row,) = json.loads((tmp_path / "records.json").read_text())["rows"].values()
+    assert row["tokens_per_second"] == pytest.approx(2 * 64 / row["step_ms"] * 1000)
+    assert row["ledger"]["ledger"] > row["ledger"]["parameters"] > 0
+    assert row["losses"][-1] < row["losses"][0]
+    (trial,) = json.loads((tmp_path / "trials.json").read_text())["trials"]
+    assert Config(**flags_of_table(Config, trial["flags"], "")).model_size == "debug"
+    page = (tmp_path / "records.md").read_text()
+    assert f"| 1b, bf16 | {row['step_ms']:.1f} |" in page
+    assert "all 1 rows are there" in records("^1b, bf16$")
+    assert (tmp_path / "records.md").read_text() == page

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -67,6 +68,8 @@ class Profile(AbstractContextManager["Profile"]):
         self._profiler.__exit__(kind, error, trace)
         # At the end, and not where a step waits for it: a trace has some 10 MB a step.
         self.trace = json.loads(self._text)
+        if (why := without_kernels(self.trace, self.device)) is not None:
+            print(f"fsdp2: rank {self.rank}: {why}", file=sys.stderr, flush=True)
         self.write(f"rank{self.rank}_trace.json.gz", gzip.compress(self._text, mtime=0))
 
     def _end_annotation(self) -> None:
@@ -83,6 +86,16 @@ class Profile(AbstractContextManager["Profile"]):
     def timeline(self, facts: dict[str, Any]) -> Timeline:
         """The allocations in the trace. What was there before the first of them has no kind of its own."""
         return timeline_of(self.trace, CUDA if self.device.type == "cuda" else CPU, facts)
+
+
+def without_kernels(trace: dict[str, Any], device: torch.device) -> str | None:
+    """The line to print if a GPU's trace has nothing of the GPU: torch warns of it among others, if at all."""
+    if device.type != "cuda" or any(event.get("cat") == "kernel" for event in trace.get("traceEvents", [])):
+        return None
+    return (
+        "--profile: the trace has no GPU kernels, since CUPTI may not read them here (it needs root, or the driver's "
+        "NVreg_RestrictProfilingToAdminUsers=0); what the CPU did and the allocations are in it"
+    )
 
 
 def timeline_of(trace: dict[str, Any], device: int, facts: dict[str, Any]) -> Timeline:

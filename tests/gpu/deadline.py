@@ -44,7 +44,12 @@ class Deadline:
 
 
 def run(
-    command: Sequence[str], seconds: float, *, log: Path | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float,
+    *,
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> int | None:
     """Run a command, show its output as it comes and append it to `log`.
 
@@ -59,6 +64,7 @@ def run(
         file = files.enter_context(log.open("a")) if log is not None else None
         process = subprocess.Popen(
             command,
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -103,8 +103,8 @@ def test_the_peak_in_the_metrics_is_the_allocators(train: Train) -> None:
     peaks = [data["peak_memory_bytes"] for data in of_kind(events, "train")]
     assert all(peak > 0 for peak in peaks)
     assert peaks == sorted(peaks)
-    if ON_GPU:  # a process that has torch in it has more than this on a CPU
-        assert of_kind(events, "end")[0]["peak_memory_bytes"] < 200e6
+    if ON_GPU:  # workspaces of cuBLAS and cuBLASLt above all: 32 MB each on Hopper, for each stream
+        assert of_kind(events, "end")[0]["peak_memory_bytes"] < 400e6
 
 
 def _out_of_memory(flags: list[str]) -> str:

@@ -8,8 +8,11 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
+from fsdp2.memory import cuda_history
 from fsdp2.memory.ledger import Allocation, Collective, Phase
+from fsdp2.memory.profile import without_kernels
 from fsdp2.memory.series import series
 from fsdp2.memory.timeline import Timeline, dump, load
 
@@ -101,3 +104,19 @@ def test_all_points_where_there_are_few() -> None:
     curves = series(LINE)
     assert dict(zip(curves.times, curves.bytes["activations"], strict=True))[2.0] == 80
     assert set(curves.bytes) == {"parameters", "activations", "gradients"}
+
+
+def test_a_trace_of_a_gpu_without_kernels_is_reported() -> None:
+    """CUPTI without rights leaves the CPU's events, and torch says nothing that a reader would take for the cause."""
+    operator, kernel = ({"name": name, "cat": cat} for name, cat in (("aten::mm", "cpu_op"), ("gemm", "kernel")))
+    gpu = torch.device("cuda", 0)
+    assert "CUPTI" in str(without_kernels({"traceEvents": [operator]}, gpu))
+    assert without_kernels({"traceEvents": [operator, kernel]}, gpu) is None
+    assert without_kernels({"traceEvents": [operator]}, torch.device("cpu")) is None
+
+
+def test_the_allocators_history_has_pythons_stacks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = {}
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: begun.update(options))
+    cuda_history.start()
+    assert begun["stacks"] == "python"

@@ -1,0 +1,139 @@
+"""One row of benchmarks/records.py, in a process of its own: `train_step` with made-up tokens, and what it took.
+
+python3 benchmarks/record_row.py OUT.json SECONDS [flags of fsdp2.train]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import counted, made_up
+
+from fsdp2.config import Config, parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
+from fsdp2.report.throughput import Throughput
+from fsdp2.run import runtime
+from fsdp2.run.runtime import World
+from fsdp2.run.settings import process_settings
+from fsdp2.train import make_engine, train_step
+
+WARM_UP = 3  # steps: cuBLAS's workspaces, compiling, the optimizer's state
+LEAST, MOST = 2, 12  # timed steps
+
+
+def main(out: Path, seconds: float, flags: list[str]) -> None:
+    """Writes what was found when it is known: the times before the ledger's step, which is slower.
+
+    Args:
+        seconds: in which the row should be done.
+    """
+    began = time.monotonic()
+    world = runtime.world()
+    warnings.simplefilter("ignore")
+    try:
+        config = parse(flags)
+    except ConfigError as error:
+        write(out, world, {"failed": str(error)})
+        return
+    settings = to_flags(config)
+    draw_all(config)
+    device = runtime.pick_device(config.device, world)
+    with runtime.process_group(world, device, config), process_settings(config):
+        runtime.set_threads(config.threads, world)
+        try:
+            measure(config, world, device, out, began, seconds, settings)
+        except ConfigError as error:
+            write(out, world, {"failed": str(error)})
+        except torch.OutOfMemoryError as error:
+            write(out, world, {"failed": f"out of memory: {str(error).partition(chr(10))[0][:200]}"})
+
+
+def draw_all(config: Config) -> None:
+    """Let a run with adapters draw the weights that it would load: 8B are 32 GB, and a step takes as long with any."""
+    if config.lora is not None:
+        object.__setattr__(config, "init_from", None)
+
+
+def measure(
+    config: Config,
+    world: World,
+    device: torch.device,
+    out: Path,
+    began: float,
+    seconds: float,
+    settings: dict[str, Any],
+) -> None:
+    gpu = device.type == "cuda"
+    engine = make_engine(config, config.spec, world, device, restoring=False)
+    batch = made_up(config, world, device)
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        _, values = train_step(engine, iter([batch] * config.grad_accumulation), config.spec, config, world, [])
+        losses.append(values[0].detach())
+
+    def wait() -> None:
+        if gpu:
+            torch.cuda.synchronize(device)
+
+    built = time.monotonic() - began
+    for _ in range(WARM_UP):
+        step()
+    wait()
+    ready = time.monotonic() - began
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    times: list[float] = []
+    # A third of what is left: the ledger's step, and the end, take their time too.
+    until = time.monotonic() + (seconds - ready) / 3
+    while len(times) < LEAST or (len(times) < MOST and time.monotonic() < until):
+        start = time.perf_counter()
+        step()
+        wait()
+        times.append(1000 * (time.perf_counter() - start))
+    worst = runtime.gather(times)
+    steps = [max(ranks) for ranks in zip(*worst, strict=False)]
+    middle = statistics.median(steps)
+    speed = Throughput(config, config.spec, (batch.inputs[0], batch.targets[0]), device, world.world_size)
+    samples = config.batch_size * config.grad_accumulation * world.world_size
+    found: dict[str, Any] = {
+        "step_ms": middle,
+        "all_ms": steps,
+        **speed(samples, middle / 1000),
+        "losses": [float(loss) for loss in losses],
+        "built_seconds": built,
+        "ready_seconds": ready,
+        "world_size": world.world_size,
+        "device": device.type,
+        "settings": settings,
+    }
+    if gpu:
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "device_bytes": total - free,
+        }
+    write(out, world, found)
+    if config.compile:  # what a compiled graph allocates passes no ledger
+        return
+    counts = counted(engine, batch, step, device)
+    write(out, world, {**found, "ledger": counts})
+
+
+def write(out: Path, world: World, found: dict[str, Any]) -> None:
+    if world.rank == 0:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with runtime.exit_status():
+        main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
