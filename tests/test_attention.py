@@ -296,6 +296,7 @@ def test_one_rank_trains_in_bf16_without_sharding_and_with_flex_nearly_as_with_f
         (["--model=llama", "--attention=flex"], "cpu", "flex: torch's FlexAttention has no backward on a CPU"),
         (["--model=llama", "--attention=flash"], "cuda", "flash without --mixed-precision: the kernel computes in"),
         ([*TEXT, "--attention=flash", "--mixed-precision"], "cuda", "apart: the kernel takes no mask"),
+        (["--model=vit", "--attention=cudnn", "--mixed-precision", "--deterministic"], "cuda", "the kernel isn't; use"),
         (["--model=llama", "--attention=efficient"], "cuda", "a key of it serves several queries"),
     ],
 )

@@ -148,6 +148,8 @@ def attention_refusals(config: Options, device_type: str) -> Iterator[str]:
         return
     if way in ("cudnn", "flash") and config.mixed_precision is None:
         yield f"--attention {way} without --mixed-precision: the kernel computes in bf16 or fp16; add it, or use auto"
+    if way == "cudnn" and config.deterministic:
+        yield "--attention cudnn with --deterministic: the kernel isn't; use --attention flash or auto, or drop one"
     apart = config.documents == "apart" and config.dataset.startswith(data.OWN) and config.spec.task == "causal"
     if way == "flash" and apart:
         yield (
