@@ -6,16 +6,15 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
-from fsdp2.config import Config
 from fsdp2.doctor.asking import Asker, Here
 from fsdp2.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
-from fsdp2.parallel.freeze import freeze
+from fsdp2.options.values import is_step
+from fsdp2.run.room import Sizes, run_directory
+from fsdp2.run.rundir import RunDir
 from fsdp2.units import size as in_units
 
 TIMES_SLOWER = 3.0  # than the median rank
@@ -23,31 +22,17 @@ NOISE = 0.5  # seconds: a disk that others use may be so late at any time
 SLOWEST = 2.0  # seconds of an fsync or a rename of a small file; a commit waits for each
 SEEN_WITHIN = 3.0  # seconds that a file system may take to show a new file on another node
 
-AVERAGES = {"adam": 2, "adamw": 2, "adadelta": 2, "sgd": 1}  # tensors that an optimizer keeps for each parameter
-
-
-def kept_bytes(config: Config) -> int | None:
-    """Bytes of the checkpoints that lie in a run at once, about; None for adapters, which are small."""
-    if config.lora is not None:
-        return None
-    model = config.spec.on_meta(config.model_size)
-    freeze(model, config.freeze)
-    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    one_of_them = bytes_of(model.state_dict()) + trained * (AVERAGES[config.optimizer] + (config.ema is not None))
-    return one_of_them * (config.keep + 1)  # the oldest one goes when the newest is committed
-
 
 def room(here: Here, place: str) -> int | None:
-    """On rank 0, the bytes that the checkpoints need beside those that are there already; None if it isn't known."""
+    """On rank 0, the bytes that the run needs beside what is there already; None if it isn't known."""
     if here.world.rank != 0 or "://" in place:
         return None
     here.doing = "counting the bytes of checkpoints"
-    needed = kept_bytes(here.config)
-    if needed is None:
-        return None
-    there = sorted(Path(place, "checkpoints").glob("step-*"))[-here.config.keep :]
-    held = sum(file.stat().st_size for one in there for file in one.rglob("*") if file.is_file())
-    return max(0, needed - held)
+    run = RunDir(place)
+    # A save that wasn't committed is removed, which makes room too.
+    names = (path.name.removeprefix("step-") for path in (run.path / "checkpoints").glob("step-*"))
+    stays = [int(name) for name in names if is_step(name)]
+    return run_directory(here.config, run, Sizes(here.config), stays, done=0).bytes
 
 
 def leave_nonce(here: Here, place: str, folder: str) -> None:
@@ -151,6 +136,6 @@ def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, neede
     free = {rank: one["free"] for rank, one in good.items() if one["free"] is not None}
     if free and needed is not None:
         small = [rank for rank, count in free.items() if count < needed]
-        row = Row("free space", in_units(min(free.values())), f"{in_units(needed)} for the checkpoints that are kept")
+        row = Row("free space", in_units(min(free.values())), f"{in_units(needed)} for what the run writes")
         result.append(row.judged(small, hosts, BAD, "make room, lower --keep, or choose another --run-dir"))
     return result

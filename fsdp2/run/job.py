@@ -181,6 +181,10 @@ class Job:
         """Let `set_aside_newer` leave the checkpoints up to `step`."""
         self._newest_kept = step
 
+    def staying(self, store: Store) -> list[int]:
+        """Steps of the checkpoints that stay until newer ones take their place."""
+        return [step for step in store.committed() if self._newest_kept is None or step <= self._newest_kept]
+
     def set_aside_newer(self, store: Store) -> None:
         """On rank 0, rename the checkpoints that a run which goes back will write again."""
         if self._newest_kept is not None:

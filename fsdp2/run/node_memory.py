@@ -12,14 +12,12 @@ the last start, or is what that went on from: any other belongs to steps that we
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,12 +38,13 @@ from fsdp2.run.limits import free_memory
 from fsdp2.run.lock import WriterLock
 from fsdp2.run.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
+from fsdp2.run.room import SHARED_MEMORY, folder_of
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World, broadcast, end_together, gather
 from fsdp2.units import size
 
 FLAG = "--memory-checkpoint"
-ROOT = Path("/dev/shm")
+ROOT = SHARED_MEMORY
 LINEAGE = "memory.json"
 
 
@@ -226,11 +225,6 @@ class NodeMemory:
                 self.store.clear()
                 (self.folder / ".lock").unlink()
                 self.folder.rmdir()
-
-
-def folder_of(place: str) -> str:
-    """The name of a run's folder in memory, by where its run directory is."""
-    return f"fsdp2-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 class _GivenState:

@@ -44,6 +44,7 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.job import Job
+from fsdp2.run.room import check_room
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
 from fsdp2.run.start import blocks_of, tokenizer_of
@@ -111,14 +112,19 @@ def preflight(config: Config, world: World) -> Job:
     if config.nvme_offload is not None:
         job.take_swap_files(config.nvme_offload, world.rank)
     if world.rank != 0:
+        if world.local_rank == 0:
+            check_room(config, model, world)
         return job
     with ExitStack() as on_error:
         on_error.enter_context(job)
         run = RunDir(place)
+        done = 0
         try:
             job.take(run)
             find_checkpoint(config, run.store, job)
+            stays = job.staying(run.store)
             if job.restore is not None:
+                done = 0 if job.partial else read_marker(open_files(job.restore))["step"]
                 check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
                 job.add_note(
                     None if job.partial else changed_batch(config, world, read_marker(open_files(job.restore)))
@@ -133,8 +139,12 @@ def preflight(config: Config, world: World) -> Job:
             if full is None:
                 raise
             raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
+        loads_whole = (job.restore is None or job.partial) and not config.spec.initial_values
         if job.restore is None and config.weights is not None:
-            job.add_note(check_init_from(config, model))
+            note, by_library = check_init_from(config, model)
+            job.add_note(note)
+            loads_whole = by_library or (loads_whole and config.init_partial)
+        job.add_note(check_room(config, model, world, run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
 
@@ -326,8 +336,11 @@ def changed_batch(config: Config, world: World, marker: dict[str, Any]) -> str |
     return f"{now} samples a step from here on, and {before} before: {keeps}"
 
 
-def check_init_from(config: Config, model: nn.Module) -> str:
-    """What vouches for the weights to start from. Raises ConfigError if they are damaged or of another model."""
+def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
+    """What vouches for the weights to start from, and whether rank 0 loads all of them by the model's library.
+
+    Raises ConfigError if they are damaged or of another model.
+    """
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
     fix = f"give weights of this model, or {SCRATCH}"
@@ -350,7 +363,8 @@ def check_init_from(config: Config, model: nn.Module) -> str:
             spec.load(partial=config.init_partial, read=False)
         except ValueError as difference:
             raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
-        return f"{flag}: its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
+        why = "its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
+        return f"{flag}: {why}", True
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
-    return f"{flag}: {vouched}"
+    return f"{flag}: {vouched}", False

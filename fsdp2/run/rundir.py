@@ -61,7 +61,7 @@ class RunDir:
         return folder if any((folder / name).is_file() for name in (INDEX, "model.safetensors")) else None
 
     def require_plain(self) -> None:
-        """Raise ConfigError if something else is where a file or folder of the run belongs.
+        """Raise ConfigError if something else is where a file or folder of the run belongs, or it can't be written.
 
         A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
         """
@@ -75,6 +75,12 @@ class RunDir:
             raise ConfigError(
                 f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
             )
+        for path in folders:  # the last save and the full model would find it out
+            if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"--run-dir {self.place}: {path} can't be written to; give this user the right to, or choose "
+                    "another run directory"
+                )
 
     def upload_metrics(self, position: int) -> None:
         """Copy the metrics file up to `position`, and the config, to a remote run's URL."""

@@ -97,8 +97,7 @@ def test_a_resume_needs_room_beside_the_checkpoints_that_are_there(tmp_path: Pat
     here = Here(World(0, 1, 0, 1), torch.device("cpu"), None, 5.0, config=config)
     fresh = storage.room(here, str(tmp_path))
     assert fresh is not None
-    assert fresh == storage.kept_bytes(config)
-    for step in range(config.keep + 2):  # --keep-every has kept the first two
+    for step in range(1, config.keep + 1):
         folder = tmp_path / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
         (folder / "shard").write_bytes(bytes(1000))

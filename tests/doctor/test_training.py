@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.config import Config
 from fsdp2.doctor import examine
-from fsdp2.doctor.storage import kept_bytes
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.room import checkpoints_at_once
+from fsdp2.run.sizes import Sizes
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small, small_mnist
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -68,10 +71,8 @@ def test_data_that_differs_is_found_before_the_run(ranks: Ranks, tmp_path: Path)
 
 
 def without_room(flags: list[str]) -> str:
-    from fsdp2.doctor import storage
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "kept_bytes", lambda config: 10**18)
+        patch.setattr(Sizes, "saved", [torch.empty(10**17, device="meta")])
         with pytest.raises(ConfigError) as refused:
             main_in_ranks(flags)
     return str(refused.value)
@@ -81,7 +82,8 @@ def test_room_for_the_checkpoints_of_the_model_is_looked_for(ranks: Ranks, tmp_p
     for said in ranks.run(without_room, small(tmp_path / "run", "--doctor", "--max-steps=1")):
         assert "free space" in said
     weights, copies, kept = 4 * 1_006_090, 3, 4
-    assert kept_bytes(Config()) == weights * copies * kept
+    assert checkpoints_at_once(Config())[0] == kept
+    assert bytes_of(Sizes(Config()).saved) == weights * copies
     head = 4 * (128 * 10 + 10)  # the only layer that has an optimizer's state
     frozen = Config(freeze=("[!h]*",))
-    assert kept_bytes(frozen) == (weights + 2 * head) * kept
+    assert bytes_of(Sizes(frozen).saved) == weights + 2 * head

@@ -1,0 +1,115 @@
+"""Memory of a node that a run takes: what it offloads, what it copies to save, and what it loads whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fsdp2.checkpoint.disk import bytes_of
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.limits import free_memory
+from fsdp2.run.runtime import World
+from fsdp2.run.sizes import Sizes
+from fsdp2.units import size
+
+NEAR = 0.8  # of the memory that is available; more is worth a note, since batches and libraries take some too
+SHARDED = ("fsdp2", "fsdp1", "zero1", "zero2", "zero3")  # strategies whose ranks save a part each
+
+
+def pinned(count: int) -> int:
+    """The bytes that torch takes for a pinned buffer: the next power of two.
+
+    Source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h, 2.11 to 2.15.
+    """
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Callable[[int], int]) -> int:
+    """Bytes that this node's ranks take for their parts of some tensors.
+
+    Args:
+        taken: the bytes that a buffer of so many bytes takes.
+    """
+    local = world.local_world_size
+    if config.strategy not in SHARDED:
+        return local * sum(taken(one.nbytes) for one in tensors)
+    shards = world.world_size // config.replicas
+    total = 0
+    for one in tensors:
+        if not one.dim():
+            total += local * taken(one.nbytes)
+            continue
+        rows = -(-one.shape[0] // shards)  # FSDP2 splits the first dimension; the last ranks may have none of it
+        holders = math.ceil(one.shape[0] / rows) if rows else 0
+        copies = max(1, local // shards)
+        total += copies * min(holders, local, shards) * taken(rows * one.shape[1:].numel() * one.itemsize)
+    return total
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this node's memory that a run takes at once, each part by the flag that asks for it."""
+
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(count for _, count in self.parts)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {size(count)}" for what, count in self.parts)
+
+
+def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> Memory:
+    """What the ranks of this node take of its memory; activations, batches and libraries come on top of it.
+
+    Args:
+        loads_whole: rank 0 of this node has all weights a second time before the first step.
+    """
+
+    def plain(count: int) -> int:
+        return count
+
+    offloads = config.cpu_offload and on_gpu
+    held = list[tuple[str, int]]()
+    if (not on_gpu or offloads) and config.nvme_offload is None:
+        # FSDP2 pins parameters and gradients; the optimizer's own tensors aren't.
+        taken = pinned if offloads and config.strategy == "fsdp2" else plain
+        state = on_node(sizes.held, config, world, taken) + on_node(sizes.trained, config, world, taken)
+        state += on_node(sizes.averages, config, world, plain)
+        state += on_node(sizes.trained, config, world, plain) if config.ema is not None else 0
+        held.append(("--cpu-offload" if offloads else "parameters, gradients and optimizer state", state))
+    later = list[tuple[str, int]]()
+    if config.async_checkpoint is not None:
+        copies = 1 if config.memory_checkpoint is None else 2
+        count = copies * on_node(sizes.saved, config, world, pinned if on_gpu and not offloads else plain)
+        later.append((f"copies for --async-checkpoint{' (pinned)' if on_gpu and not offloads else ''}", count))
+    if config.memory_checkpoint is not None:
+        later.append(("two checkpoints of --memory-checkpoint", 2 * bytes_of(sizes.saved)))
+    first = [("the whole model, in rank 0,", bytes_of(sizes.weights))] if loads_whole else []
+    then = max((later, first), key=lambda parts: sum(count for _, count in parts))
+    return Memory((*held, *then))
+
+
+def check_memory(config: Config, needs: Memory, world: World) -> str | None:
+    """A note if this node's memory is nearly too small. Raises ConfigError if it is too small."""
+    free = free_memory()
+    if free is None or not needs.parts:
+        return None
+    ranks = f"{world.local_world_size} rank{'s' * (world.local_world_size > 1)}"
+    says = f"this node's {ranks} need {size(needs.bytes)} of its memory ({needs}), and {size(free)} are available"
+    if needs.bytes > free:
+        asked = [flag for flag, given in (
+            ("--async-checkpoint", config.async_checkpoint is not None),
+            ("--memory-checkpoint", config.memory_checkpoint is not None),
+            ("--cpu-offload", config.cpu_offload),
+        ) if given]  # fmt: skip
+        flag = asked[0] if asked else f"--model {config.model} --model-size {config.model_size}"
+        ways = ["shard over more nodes", *(f"drop {one}" for one in asked)]
+        ways += [] if asked else ["choose a smaller model"]
+        raise ConfigError(f"{flag}: {says} (a container's or a job's own limit counts); {', or '.join(ways)}")
+    return f"memory: {says}" if needs.bytes > NEAR * free else None

@@ -1,0 +1,217 @@
+"""The room that a run needs late, looked for before anything is started: on disks for what it writes, and in memory.
+
+What depends on the data, such as the steps of an epoch, is left out: what is refused here can't fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fsdp2.checkpoint.disk import bytes_of, temporary_folder
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.host_memory import check_memory, memory_needs
+from fsdp2.run.rundir import RunDir, large, too_large_unasked
+from fsdp2.run.runtime import World, pick_device
+from fsdp2.run.sizes import Sizes
+from fsdp2.units import size
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes to be written below a folder, beside what is there."""
+
+    place: Path
+    bytes: int
+    what: str
+
+
+def saves_left(config: Config, done: int) -> int | None:
+    """Checkpoints that a run writes after so many steps, at least; None if only its data says how many."""
+    every, most = config.checkpoint_every, config.max_steps
+    if every == "never" or (most is not None and done >= most):
+        return 0
+    if not isinstance(every, int):
+        return config.epochs if most is None else 1
+    return None if most is None else math.ceil(most / every) - done // every
+
+
+def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0) -> tuple[int, int]:
+    """The most checkpoints that lie in a run at once, and those that stay after the last save.
+
+    Args:
+        there: steps of those that are there and stay until newer ones take their place, in order.
+        done: steps that are done.
+
+    The oldest goes when the newest is committed, so for a while there is one more than `--keep`.
+    """
+    left, every, keep = saves_left(config, done), config.checkpoint_every, config.keep
+    if left == 0:
+        return len(there), len(there)
+    count, for_good = keep + 1 if left is None else len(there) + left, 0
+    if config.keep_every is not None:
+        # Old ones that later ones push out of `--keep`, and then new ones.
+        pushed = there if left is None or left > keep else there[: max(0, len(there) + left - keep - 1)]
+        for_good = sum(step % config.keep_every == 0 for step in pushed)
+        if isinstance(every, int) and left is not None and config.max_steps is not None:
+            both = math.lcm(every, config.keep_every)  # only a step that is saved is kept for good
+            newest = every * (math.ceil(config.max_steps / every) - keep - 1)
+            for_good += max(0, newest // both - done // both)
+    most = max(len(there) + 1, min(count, keep + 1) + for_good)  # a lower --keep counts after the next save
+    return most, min(most, keep + for_good)
+
+
+def full_model_bytes(config: Config, sizes: Sizes, *, remote: bool) -> int:
+    """The most bytes that `full_model/` takes while it is written; 0 if it isn't."""
+    if config.writes_full_model is False or too_large_unasked(config, config.spec) is not None:
+        return 0
+    weights, optimizer = bytes_of(sizes.weights), bytes_of(sizes.averages)
+    if large(config, config.spec) and not remote:
+        return weights  # by all ranks, without the optimizer
+    # Rank 0 collects what it writes in a file without a name: first the model, then beside it the optimizer.
+    return max(2 * weights, weights + 2 * optimizer)
+
+
+def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], done: int) -> Need:
+    """What the run writes into its directory; of a run at a URL, into its folder on this machine.
+
+    Args:
+        stays: steps of the checkpoints there that newer ones will replace.
+        done: steps that are done.
+    """
+    full = full_model_bytes(config, sizes, remote=run.is_remote)
+    if run.is_remote:
+        return Need(run.path, full, "the full model, before it is uploaded")
+    there = sorted(stays)
+    held = sum(_bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
+    one = bytes_of(sizes.saved)
+    most, last = checkpoints_at_once(config, there, done)
+    # A save in the background may still be written when the full model is.
+    needed = max(most * one, (last if config.async_checkpoint is None else most) * one + full)
+    what = f"{most} checkpoint{'s' * (most > 1)} of {size(one)}{f' (--keep {config.keep})' * (most > 1)}"
+    what += f" and a full model, {size(full)} while it is written" if full else ""
+    return Need(run.path, max(0, needed - held), what)
+
+
+def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> list[Need]:
+    """What this node's ranks write beside the run directory.
+
+    Args:
+        run: None where only rank 0 knows it.
+    """
+    share, needs = min(1.0, world.local_world_size / world.world_size), list[Need]()
+    if run is not None and run.is_remote and config.saves:
+        one = round(share * bytes_of(sizes.saved))
+        needs.append(Need(Path(temporary_folder()), one, "this node's part of a checkpoint, before it is uploaded"))
+    if config.nvme_offload is not None:
+        state = round(share * bytes_of([sizes.trained, sizes.averages]))
+        needs.append(Need(Path(config.nvme_offload), state, "--nvme-offload: parameters and optimizer state"))
+    if config.memory_checkpoint is not None:
+        folder = None if run is None else SHARED_MEMORY / folder_of(run.place)
+        two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else _bytes_below(folder)))
+        needs.append(Need(SHARED_MEMORY, two, "--memory-checkpoint: two checkpoints, the newest and the next"))
+    return needs
+
+
+def free_bytes(place: Path) -> tuple[int, int, Path] | None:
+    """The file system of a path that may not exist yet: its device's number, bytes that are free, where it is mounted.
+
+    None if it can't be asked. A quota isn't seen.
+    """
+    try:
+        there = next(one for one in (place.resolve(), *place.resolve().parents) if one.exists())
+        state = os.statvfs(there)
+        mount = next(one for one in (there, *there.parents) if os.path.ismount(one))
+        return there.stat().st_dev, state.f_bavail * state.f_frsize, mount
+    except OSError:
+        return None
+
+
+def check_disks(config: Config, needs: Iterable[Need]) -> None:
+    """Raises ConfigError if a file system has less room than all that is to be written there."""
+    by_device: dict[int, tuple[int, Path, list[Need]]] = {}
+    for need in needs:
+        found = free_bytes(need.place)
+        if found is not None and need.bytes:
+            by_device.setdefault(found[0], (found[1], found[2], []))[2].append(need)
+    for free, mount, wanted in by_device.values():
+        total = sum(need.bytes for need in wanted)
+        if total <= free:
+            continue
+        place = max(wanted, key=lambda need: need.bytes).place
+        what = " and ".join(need.what for need in wanted)
+        says = f"{what}: {size(total)} are needed beside what is there, and {size(free)} are free on {mount}"
+        raise ConfigError(f"{_flag_of(config, place)}: {says}; {_fix(config, place, what)}")
+
+
+def check_room(
+    config: Config,
+    model: nn.Module,
+    world: World,
+    run: RunDir | None = None,
+    stays: Iterable[int] = (),
+    done: int = 0,
+    *,
+    loads_whole: bool = False,
+) -> str | None:
+    """A note if this node has hardly enough memory. Raises ConfigError if the run can't end well for lack of room.
+
+    Called by one rank of each node.
+
+    Args:
+        model: on `meta`, with what `--freeze` freezes.
+        run: where the run is written, on rank 0; None elsewhere.
+        stays: steps of the checkpoints there that newer ones will replace.
+        done: steps that are done.
+        loads_whole: rank 0 has all weights in its memory before the first step.
+    """
+    sizes = Sizes(config, model)
+    needs = on_each_node(config, run, sizes, world)
+    check_disks(config, needs if run is None else [run_directory(config, run, sizes, stays, done), *needs])
+    on_gpu = pick_device(config.device, world).type == "cuda"
+    memory = memory_needs(config, sizes, world, on_gpu=on_gpu, loads_whole=loads_whole)
+    return check_memory(config, memory, world)
+
+
+def _flag_of(config: Config, place: Path) -> str:
+    if config.nvme_offload is not None and place == Path(config.nvme_offload):
+        return f"--nvme-offload {place}"
+    if place == SHARED_MEMORY:
+        return f"--memory-checkpoint, in {place}"
+    return f"--run-dir {config.run_dir}, {place}" if "://" in (config.run_dir or "") else f"--run-dir {place}"
+
+
+def _fix(config: Config, place: Path, what: str) -> str:
+    flag = _flag_of(config, place)
+    if flag.startswith("--nvme"):
+        return "choose a folder on a larger disk"
+    if flag.startswith("--memory"):
+        return "give it more (docker run --shm-size), shard over more ranks, or drop --memory-checkpoint"
+    if "://" in flag:
+        return "set TMPDIR to a folder with more room, start where there is more, or add --no-save-model"
+    ways = ["choose a larger disk"]
+    if config.keep > 1 and "--keep" in what:
+        ways.append("lower --keep")
+    if config.writes_full_model is not False and not too_large_unasked(config, config.spec):
+        ways.append("add --no-save-model")
+    if config.saves:
+        ways.append("use --checkpoint-every never, which writes none, to measure")
+    return f"{', '.join(ways[:-1])}{', or ' if len(ways) > 1 else ''}{ways[-1]}"
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def folder_of(place: str) -> str:
+    """The name of a run's folder in memory, by where its run directory is."""
+    return f"fsdp2-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
