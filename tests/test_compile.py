@@ -6,6 +6,7 @@ losses have to be equal bit for bit.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import train
+from fsdp2.models import llama
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
-from fsdp2.parallel.compiling import compile_blocks
-from tests.harness import Ranks, losses, main_in_ranks
+from fsdp2.parallel.compiling import Compiled, compile_blocks, compiled
+from fsdp2.report.console import Console
+from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.others.common import save
+
+Events = list[tuple[str, dict[str, Any]]]
 
 VIT = ("--model=vit", "--model-size=tiny", "--batch-size=256")  # 6 steps in an epoch; the last has 157 of 256 images
 LLAMA = ("--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=16", "--batch-size=4")
 WORDS = ("--seq-len=32", "--test-batch-size=1000")
-RECOMPUTED = ("off", "block", "op")
 
 
 class Graphs:
-    """A backend that compiles nothing and counts what it is given."""
+    """A backend that compiles nothing and counts what it is given, and which of it has sizes that vary."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.varying: list[bool] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.varying)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
+        self.varying.append(any(isinstance(one, torch.SymInt) for one in inputs))
         return graph.forward
 
     def counted(self, function: Any, found: list[int]) -> Any:
@@ -45,18 +54,22 @@ class Graphs:
         return counting
 
 
-def _compiled(flags: list[str]) -> tuple[list[float], list[int], list[int]]:
-    """The losses of a run with `--compile`, and how many graphs came with each step and with each evaluation."""
+def _compiled(flags: list[str]) -> tuple[Events, list[int], list[int], list[bool]]:
+    """The events of a run with `--compile`, how many graphs came with each step and with each evaluation, and of each
+    graph whether it is for sizes that vary."""
     graphs = Graphs()
     steps: list[int] = []
     evaluations: list[int] = []
+    tried: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         for place in ("fsdp2.parallelize", "fsdp2.parallel.baselines.start"):
             patch.setattr(f"{place}.compile_blocks", partial(compile_blocks, backend=graphs))
         patch.setattr(train, "train_step", graphs.counted(train.train_step, steps))
         patch.setattr(train, "evaluate", graphs.counted(train.evaluate, evaluations))
+        patch.setattr(train, "try_out", graphs.counted(train.try_out, tried))
         events = main_in_ranks(["--compile", *flags])
-    return losses(events), steps, evaluations
+    assert tried == [0]
+    return events, steps, evaluations, graphs.varying
 
 
 def _text(folder: Path) -> str:
@@ -71,10 +84,14 @@ def _check(ranks: Ranks, folder: Path, flags: tuple[str, ...], kinds: int, count
     plain = losses(ranks.run(main_in_ranks, [*line, f"--run-dir={folder / 'plain'}"], ranks=count)[0])
     assert len(set(plain)) == len(plain)
     found = []
-    for compiled, steps, evaluations in ranks.run(_compiled, [*line, f"--run-dir={folder / 'compiled'}"], ranks=count):
-        assert compiled == plain
+    results = ranks.run(_compiled, [*line, f"--run-dir={folder / 'compiled'}"], ranks=count)
+    for events, steps, evaluations, varying in results:
+        assert losses(events) == plain
         assert steps[0] == kinds
-        # Evaluation is without gradients, and its batches have other sizes.
+        assert not any(varying[:kinds]), "graphs for sizes that vary are slower"
+        (report,) = of_kind(events, "compiled")
+        assert (report["step"], report["graphs"], report["left_out"]) == (1, kinds, [])
+        # Evaluation is without gradients, and has batches of one size and a short one.
         assert 0 < sum(evaluations) <= 2 * kinds
         found.append(steps)
     return found
@@ -83,7 +100,7 @@ def _check(ranks: Ranks, folder: Path, flags: tuple[str, ...], kinds: int, count
 def test_an_epoch_with_a_short_last_batch_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
     # Two kinds, though the layers are equal: the first gets its input from the patches' convolution, in its layout.
     for steps in _check(ranks, tmp_path, (*VIT, "--max-steps=4", "--activation-checkpointing=block"), kinds=2, count=2):
-        # The short batch makes the size a variable, once and for all.
+        # The short batch has graphs of its own, once and for all.
         assert steps == [2, 0, 2, 0]
 
 
@@ -113,6 +130,22 @@ def test_documents(ranks: Ranks, tmp_path: Path, documents: str) -> None:
     assert _check(ranks, tmp_path, (*flags, "--activation-checkpointing=op", "--max-steps=3"), 1) == [[1, 0, 0]]
 
 
+def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's layers")
+    base = tmp_path / "base"
+    ranks.run(main_in_ranks, [*LLAMA, f"--run-dir={base}", "--max-steps=1", "--threads=1", "--device=cpu"], ranks=1)
+    flags = (*LLAMA, f"--init-from={base}", "--lora=4", "--activation-checkpointing", "--max-steps=3")
+    # The first block's input is of an embedding that isn't trained, so it has no gradient: for torch another kind.
+    assert _check(ranks, tmp_path, flags, 2) == [[2, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_models_of_transformers(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", reason="the models are its own")
+    flags = (f"--model={save(name, tmp_path / 'model')}", *LLAMA[2:], "--activation-checkpointing=op", "--max-steps=3")
+    assert _check(ranks, tmp_path, flags, 1) == [[1, 0, 0]]
+
+
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -140,7 +173,7 @@ def _graphs(widths: list[int], mode: str) -> list[int]:
     return [*found, graphs.count]
 
 
-@pytest.mark.parametrize("mode", RECOMPUTED)
+@pytest.mark.parametrize("mode", ["off", "op"])
 def test_torchs_limit_is_for_each_kind_of_block(ranks: Ranks, mode: str) -> None:
     # Equal blocks are far from the limit of 8 graphs of a function; 9 different ones of one class aren't.
     # The first block's input has no gradient, and for torch that is another kind of input.
@@ -162,3 +195,82 @@ def test_a_recomputed_block_with_hooks_has_a_frame_to_trace(mode: str) -> None:
     block.compile(backend=graphs)
     block(torch.ones(2, 8)).sum().backward()
     assert graphs.count == 1
+
+
+class _Branching(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.narrow(x).relu()
+        return x + self.wide(y if y.sum() > 0 else -y)
+
+
+class _Disabled(_Block):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class _Numbered(_Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(8)
+        self.number = width  # for torch a constant of the graph, though the blocks seem to be equal
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.number
+
+
+def _said(kind: type[_Block], mode: str, count: int) -> str:
+    blocks = [kind(width) for width in range(8, 8 + count)]
+    if mode != "off":
+        checkpoint_activations(blocks, mode)
+    with torch._dynamo.config.patch(recompile_limit=8):  # as it is where nothing has run before
+        compile_blocks(blocks, Graphs())
+        for block in blocks:
+            block(torch.ones(2, 8))
+        return str(compiled())
+
+
+NOTHING = "nothing was compiled, and the model runs as without it"
+LEFT_OUT: dict[str, tuple[type[_Block], str, str]] = {
+    "none": (_Block, "off", "2 graphs"),
+    "break": (_Branching, "off", "4 graphs; parts of blocks are not compiled: Data-dependent branching"),
+    "break in what is recomputed": (_Branching, "block", f"{NOTHING}: Data-dependent branching"),
+    "disabled": (_Disabled, "off", f"{NOTHING}: Skip calling `torch.compiler.disable()`d function"),
+    "limit": (_Numbered, "op", "16 graphs; parts of blocks are not compiled: Dynamo recompile limit exceeded"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_is_left_out_is_said(ranks: Ranks, case: str) -> None:
+    kind, mode, said = LEFT_OUT[case]
+    (found,) = ranks.run(_said, kind, mode, 17 if kind is _Numbered else 2, ranks=1)
+    assert found.startswith(f"--compile: {said}")
+    assert len(found.splitlines()) == 1
+    assert ("TORCH_LOGS" in found) == (kind is not _Block)
+
+
+def _untraceable(flags: list[str]) -> Events:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama.Block, "forward", torch.compiler.disable(llama.Block.forward))
+        return _compiled(flags)[0]
+
+
+def test_a_run_that_compiled_nothing_says_so_and_why(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [*LLAMA, f"--run-dir={tmp_path / 'run'}", "--max-steps=3", "--threads=1", "--device=cpu"]
+    (events,) = ranks.run(_untraceable, line, ranks=1)
+    (report,) = of_kind(events, "compiled")
+    written = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one for one in written if one["kind"] == "compiled"] == [{"kind": "compiled", **report}]
+    assert report["graphs"] == 0
+    assert "disable()" in report["left_out"][0]
+    Console(0, 1, 1)("compiled", report)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("--compile: nothing was compiled, and the model runs as without it: ")
+    assert report["left_out"][0] in said
+
+
+def test_why_nothing_is_compiled_without_a_word_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(Compiled(0, ())).endswith("torch names no reason")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert str(Compiled(0, ())).endswith("TORCHDYNAMO_DISABLE is set")

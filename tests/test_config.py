@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from fsdp2.config import Config, parse, parser
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
-from fsdp2.run import preflight as preflight_module
 from fsdp2.run import runtime
+from fsdp2.run.compilers import check_compiler
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
 
@@ -286,10 +287,43 @@ def test_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch, tm
     assert "fsdp2-reference[tensorboard]" in _refused(Config(run_dir=str(tmp_path / "run"), tensorboard=True))
 
 
-def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(preflight_module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--compile: torch needs a C++ compiler" in _refused(Config(run_dir=str(tmp_path / "run"), compile=True))
+@pytest.mark.parametrize("gpu", [False, True])
+def test_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
+    refused = {"auto": "--compile: torch needs a C++ compiler", "cpu": "--compile: torch needs a C++ compiler"}
+    if gpu:
+        refused["auto"] = "--compile: triton needs a C compiler on a GPU, too; install gcc or set CC"
+    for device, message in refused.items():
+        assert message in _refused(Config(run_dir=str(tmp_path / "run"), compile=True, device=device))
+
+
+def test_a_compiler_for_gpus_needs_triton_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for program in ("gcc", "c++-of-mine"):
+        (tmp_path / program).write_text("")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CXX", "c++-of-mine -O1")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="triton, which isn't installed; install it, or drop --compile"):
+        check_compiler("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there")
+    with pytest.raises(ConfigError, match=r"has no Python\.h; install them .*, or drop --compile"):
+        check_compiler("cuda")
+    (tmp_path / "Python.h").write_text("")
+    check_compiler("cuda")
+    monkeypatch.setenv("CC", "absent")
+    with pytest.raises(ConfigError, match="install gcc or set CC, or drop --compile"):
+        check_compiler("cuda")
+    check_compiler("cpu")
+    monkeypatch.setenv("CXX", "absent")
+    with pytest.raises(ConfigError, match=r"install g\+\+ or set CXX, or drop --compile"):
+        check_compiler("cpu")
 
 
 @pytest.mark.parametrize("value", ["missing.pt", "text.pt"])

@@ -40,6 +40,7 @@ Train = Callable[..., list[tuple[str, dict[str, Any]]]]
         ({"strategy": "fsdp1", "fsdp1_sharding": "hybrid-shard"}, "a hybrid has 2 replicas or more"),
         ({"strategy": "fsdp1", "replicas": 2}, "only hybrid-shard and hybrid-shard-zero2 replicate"),
         ({"strategy": "fsdp1", "fsdp1_sharding": "full"}, "must be one of full-shard, shard-grad-op, no-shard"),
+        ({"compile": True, "shard_granularity": "layer"}, "--shard-granularity 1), or drop --compile"),
         ({"strategy": "ddp", "bucket_mb": 0}, "--bucket-mb 0: must be above 0"),
     ],
 )

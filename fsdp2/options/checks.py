@@ -25,6 +25,7 @@ def check_together(config: Options) -> None:
         _check_precision,
         _check_recomputation,
         _check_attention,
+        _check_compilation,
         _check_resume,
         _check_saving,
         _check_lora,
@@ -161,6 +162,14 @@ def attention_refusals(config: Options, device_type: str) -> Iterator[str]:
         yield (
             f"--attention efficient with --model-size {config.model_size}: a key of it serves several queries, which "
             "the kernel doesn't know; use --attention auto"
+        )
+
+
+def _check_compilation(config: Options) -> None:
+    if config.compile and config.shard_granularity == "layer":
+        raise ConfigError(
+            "--compile with --shard-granularity layer: blocks are compiled, and the hooks of groups within a block "
+            "break its graph; use whole blocks (--shard-granularity 1), or drop --compile"
         )
 
 

@@ -136,6 +136,9 @@ class Console:
     def _anomaly(self, data: dict[str, Any]) -> None:
         self.line(f"step {data['step']}: {data['what']}")
 
+    def _compiled(self, data: dict[str, Any]) -> None:
+        self.line(data["what"])
+
     def _checkpoint_skipped(self, data: dict[str, Any]) -> None:
         self.line(f"step {data['step']}: checkpoint skipped, because {data['reason']}")
 

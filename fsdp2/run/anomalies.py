@@ -1,4 +1,5 @@
-"""What looks wrong in a run although every value is a number: reported, or by `--on-anomaly stop` its end."""
+"""What looks wrong in a run although every value is a number: reported, or by `--on-anomaly stop` its end; and what
+`--compile` has done, which is only reported."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp2.config import Config
+from fsdp2.parallel.compiling import Compiled, compiled
 from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, Reports
@@ -33,6 +35,8 @@ class Anomalies:
         self._every, self._stops = config.check_replicas, config.on_anomaly == "stop"
         self._engine, self._checkpoints, self._emit, self._device = engine, checkpoints, reports.emit, device
         self._agreed = self._compared = step
+        self._compiles = config.compile
+        self._compiled: Compiled | None = None
         checkpoints.before_save = self.before_save
         self._jumps = Jumps()
         for record in runtime.broadcast(reports.last_steps(REMEMBERED)):
@@ -54,7 +58,14 @@ class Anomalies:
             self._checkpoints.stop(f"step {step}: {what}", "checkpoint before it", step - 1, advice)
 
     def after_step(self, step: int) -> None:
-        """After each `--check-replicas` steps compare the replicas and report those that differ. Raises as `look`."""
+        """Report what was compiled, after the first step and whenever torch has left out something new; after each
+        `--check-replicas` steps compare the replicas and report those that differ. Raises as `look`."""
+        if self._compiles:
+            now = compiled()
+            if self._compiled is None or now.left_out != self._compiled.left_out:
+                facts = {"graphs": now.graphs, "left_out": list(now.left_out), "what": str(now)}
+                self._emit("compiled", {"step": step, **facts})
+                self._compiled = now
         if self._every is not None and step % self._every == 0:
             self._compare(step)
 

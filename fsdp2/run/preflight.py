@@ -4,8 +4,6 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -43,6 +41,7 @@ from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
+from fsdp2.run.compilers import check_compiler
 from fsdp2.run.job import Job
 from fsdp2.run.room import check_room
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
@@ -164,8 +163,8 @@ def check_versions(config: Config) -> None:
         require("tensorboard", "tensorboard", "--tensorboard")
     if config.profile:
         require("plotly", "plots", "--profile")
-    if config.compile and not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
-        raise ConfigError("--compile: torch needs a C++ compiler on the CPU; install g++ or set CXX, or drop --compile")
+    if config.compile:
+        check_compiler("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def check_world(config: Config, world: World) -> None:

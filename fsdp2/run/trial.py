@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.models import ModelSpec
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.compiling import uncompiled
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.runtime import gather
 
@@ -39,9 +40,10 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
     A collective call.
     """
-    if config.chunked_loss is not None:
-        require_whole_loss(config, engine, dataset, device)
-    require_documents_apart(config, engine, dataset, device)
+    with uncompiled() if config.compile else nullcontext():
+        if config.chunked_loss is not None:
+            require_whole_loss(config, engine, dataset, device)
+        require_documents_apart(config, engine, dataset, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # no step has tensors of these sizes
 

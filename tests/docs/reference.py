@@ -157,6 +157,13 @@ RECORDS: dict[str, dict[str, str]] = {
         "what": "a line about it",
         "[ranks]": "that it names; one about `pace` is an event of rank 0 alone",
     },
+    "compiled": {
+        "step": "after which it was counted: with `--compile` the first of a process, and each with something new in "
+        "`left_out`",
+        "graphs": "that torch has compiled of rank 0's blocks so far; 0: the model runs as without `--compile`",
+        "left_out": "why blocks, or parts of them, are not compiled: a list of torch's reasons",
+        "what": "a line about it",
+    },
     "failure": {
         "[rank], [step]": "where it happened",
         "error": "the message",
@@ -188,6 +195,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "which GPUs a process sees",
     "CUBLAS_WORKSPACE_CONFIG": "`--deterministic` sets it to `:4096:8` unless you do",
     "OMP_NUM_THREADS": "no effect on training: `--threads` decides. Setting it keeps torchrun from warning",
+    "CC": "the C compiler of `--compile` on a GPU",
     "CXX": "the C++ compiler of `--compile` on a CPU, and of DeepSpeed",
     "RANK": "with `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`: set by torchrun",
 }
