@@ -57,6 +57,7 @@ class Row:
 ROWS = (
     Row("bf16", "--batch-size=4", "1b", 40, 80),
     Row("bf16, compiled, recomputing", f"--batch-size=4 --compile {BLOCK}"),
+    Row("LoRA, compiled", "--batch-size=4 --lora=16 --init-from=made-up --compile"),
     Row("LoRA, compiled, recomputing", f"--batch-size=4 --lora=16 --init-from=made-up --compile {BLOCK}", least=70),
     Row("bf16, recomputing", f"--batch-size=4 {BLOCK}"),
     Row("bf16, compiled, recomputing, not sharded", f"--batch-size=4 --compile {BLOCK} --strategy=none"),
