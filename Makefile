@@ -36,18 +36,18 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 $(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
-	$(UV) -e '.[tensorboard,ray,plots,migrate,hf,timm,peft]'
+	$(UV) -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao]'
 	@touch $@
 
 # DeepSpeed builds itself with the torch that is there: after that, and without an environment of its own.
 $(VENV)/.deepspeed: $(VENV)/.installed
 	$(UV) setuptools wheel
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,deepspeed]'
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao,deepspeed]'
 	@touch $@
 
 # What benchmarks/steps.py compares with.
 $(VENV)/.bench: $(VENV)/.deepspeed
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,deepspeed,bench]'
+	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao,deepspeed,bench]'
 	@touch $@
 
 $(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt

@@ -39,7 +39,7 @@ from fsdp2.options.values import (
 )
 from fsdp2.parallel.baselines import fsdp1
 from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
-from fsdp2.parallel.optimizer import OPTIMIZERS
+from fsdp2.parallel.optimizer import OPTIMIZERS, STATES
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import byte_count
 
@@ -108,6 +108,7 @@ class Config:
     fused_optimizer: bool | None = option(
         None, "one kernel for the whole update; unset = on a GPU, where the optimizer has one", optional_switch
     )
+    optimizer_state: str | None = option(None, "adam, adamw: bits of moments (extra torchao)", or_off(one_of(*STATES)))
     gamma: float = option(
         0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
     )

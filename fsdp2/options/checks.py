@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp2 import data
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.optimizer import FUSED
+from fsdp2.parallel.optimizer import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
 KEEP = 3  # `--keep` where nobody gives it
 
@@ -106,6 +106,25 @@ def _check_optimizer(config: Options) -> None:
         raise ConfigError(
             f"--fused-optimizer with --optimizer {config.optimizer}: torch has no fused form of it for shards; use "
             f"--optimizer {' or '.join(FUSED)}, or drop --fused-optimizer"
+        )
+    if config.optimizer_state is None:
+        return
+    flag = f"--optimizer-state {config.optimizer_state}"
+    if config.optimizer not in IN_FEW_BITS:
+        raise ConfigError(
+            f"{flag} with --optimizer {config.optimizer}: torchao has no form of it with moments in few bits; use "
+            f"--optimizer {' or '.join(IN_FEW_BITS)}, or drop --optimizer-state"
+        )
+    if config.fused_optimizer:
+        raise ConfigError(
+            f"{flag} with --fused-optimizer: torch's kernel has moments in the parameters' dtype alone; drop one of "
+            "them, and add --compile for one kernel a parameter"
+        )
+    beta2 = 0.999 if config.betas is None else config.betas[1]
+    if config.optimizer_state == "bf16" and beta2 > LARGEST_BETA2:
+        raise ConfigError(
+            f"{flag} with a second beta of {beta2}: bf16 would round away each fall of the average of squares, so that "
+            f"it could only rise; set --betas 0.9,0.95, or use --optimizer-state 8bit"
         )
 
 

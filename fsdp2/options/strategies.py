@@ -53,6 +53,7 @@ FSDP2 = Rules(
         "inspect",
         "betas",
         "weight_decay",
+        "optimizer_state",
     ),
     refusals=_fsdp2_refusals,
     reads_as_fsdp2=True,
@@ -74,6 +75,7 @@ PARTICULAR = {
     **dict.fromkeys(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), "isn't FSDP1"),
     **dict.fromkeys(("overlap_comm", "deepspeed_config"), "isn't DeepSpeed's"),
     "nvme_offload": "can't keep its state in files",
+    "optimizer_state": "isn't tried with moments in few bits",
     "betas": "is given DeepSpeed's settings",
     "weight_decay": "flattens parameters, so that a norm's weight looks like any other's",
 }

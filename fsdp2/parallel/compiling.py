@@ -29,7 +29,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str | Callable[..., Any
     """
     torch.compiler.reset()
     _counters().clear()
-    _allow_recompilations(len({_kind(block) for block in blocks}))
+    allow_recompilations(len({_kind(block) for block in blocks}))
     for block in blocks:
         # Not block.compile(), which compiles __call__: it would trace hooks, and it leaves torch's own modules eager
         # once they have hooks. setattr, because a type checker takes assigning to a method for a mistake.
@@ -95,7 +95,7 @@ def _kind(block: nn.Module) -> Any:
     return repr(block), tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in block.named_parameters())
 
 
-def _allow_recompilations(kinds: int) -> None:
+def allow_recompilations(kinds: int) -> None:
     """Let each kind of block have 16 graphs: for steps and evaluations, whole and short batches, and layouts of these.
 
     torch counts a function's graphs. Blocks of different sizes are often of one class, and with recomputation all have

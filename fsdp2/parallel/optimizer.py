@@ -20,6 +20,15 @@ OPTIMIZERS: dict[str, Any] = {
 FUSED = ("adam", "adamw")
 
 
+# What `--optimizer-state` has beside the parameters' dtype, and of which optimizers. See `low_bit.py`.
+STATES = ("bf16", "8bit")
+IN_FEW_BITS = ("adam", "adamw")
+
+# bf16 rounds away a change of less than 1/512 of a number, and an average of squares loses at most 1 - beta2 of itself
+# in a step: with 0.999 it would rise and never fall again.
+LARGEST_BETA2 = 0.99
+
+
 Options = Any
 """An object with the flags as attributes, such as `fsdp2.config.Config`, which this room doesn't import."""
 
@@ -29,7 +38,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer for the parameters that require a gradient, its state materialised at step 0 if asked.
 
-    Of sharded parameters the state is sharded likewise, in their dtype. Without a collective.
+    Of sharded parameters the state is sharded likewise, in their dtype unless the options say which. Without a
+    collective.
 
     A weight decay that was asked for counts for parameters of two dimensions or more: pulled to zero, norms and biases
     would lose what they are for.
@@ -42,6 +52,17 @@ def make_optimizer(
         thin = [parameter for parameter in trained if parameter.dim() <= 1]
         decays = ((wide, options.weight_decay), (thin, 0.0))
         groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+    if options.optimizer_state is not None:
+        # Imported here: torchao is an extra.
+        from fsdp2.parallel.low_bit import LowBitAdam
+
+        settings |= {"moments": options.optimizer_state, "decoupled": options.optimizer == "adamw"}
+        if settings["decoupled"] and options.weight_decay is None:
+            settings["weight_decay"] = 0.01  # torch's AdamW's
+        low_bit = LowBitAdam(groups, lr=options.lr, compiled=options.compile, **settings)
+        if materialised:
+            _materialise(low_bit)
+        return low_bit
     return plain_optimizer(
         options.optimizer, groups, options.lr, fused=options.fused_optimizer, materialised=materialised, **settings
     )

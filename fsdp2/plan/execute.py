@@ -84,6 +84,10 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
     world, device = World(rank, ranks, rank, ranks), torch.device("cpu")
     ledger = FakeLedger(fake=True, gloo=gloo)
     batches.samples(config.dataset, config.seq_len)  # while tensors have values
+    if config.optimizer_state == "8bit":
+        from fsdp2.parallel.low_bit import tables  # torchao is an extra
+
+        tables()
     with fake.fake_group(rank, ranks), kernels(config.attention), ExitStack() as modes:
         try:
             return _execute(config, world, device, ledger, modes, blocks)

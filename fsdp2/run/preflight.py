@@ -57,6 +57,7 @@ KEPT = {
     "seed": "the place in the data would mean other samples",
     "seq-len": "the place in the data would mean other samples",
     "optimizer": "the optimizer's state would not fit",
+    "optimizer-state": "the optimizer's state would not fit",
     "freeze": "the optimizer's state would not fit",
     **dict.fromkeys(("lora", "lora-alpha", "lora-targets"), "the adapters would be other ones"),
     "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
@@ -161,6 +162,8 @@ def check_versions(config: Config) -> None:
         )
     if config.tensorboard:
         require("tensorboard", "tensorboard", "--tensorboard")
+    if config.optimizer_state:
+        require("torchao", "torchao", f"--optimizer-state {config.optimizer_state}")
     if config.profile:
         require("plotly", "plots", "--profile")
     if config.compile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ CNN = "--model=cnn --model-size=tiny --batch-size=4 --test-batch-size=16 --no-sa
         f"{LLAMA} --reshard-after-forward=false --explicit-prefetching=1 --chunked-loss=32",
         f"{LLAMA} --global-batch-size=5 --ema=0.9 --cpu-offload --mixed-precision",
         f"{LLAMA} --test-batch-size=64",  # the peak is in evaluation
+        pytest.param(
+            f"{LLAMA} --optimizer=adamw --optimizer-state=8bit",
+            marks=pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the extra torchao"),
+        ),
         CNN,  # one of its layers is most of the model, so its exchange is the peak
         f"{CNN} --optimizer=sgd --shard-granularity=2 --mixed-precision=bf16",
     ],

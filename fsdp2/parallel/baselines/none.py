@@ -35,5 +35,9 @@ def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
 
 
 BASELINE = Baseline(
-    build=build, honours=("betas", "weight_decay"), refusals=reduces_in_fp32, in_world=needs_one_process, autocasts=True
+    build=build,
+    honours=("betas", "weight_decay", "optimizer_state"),
+    refusals=reduces_in_fp32,
+    in_world=needs_one_process,
+    autocasts=True,
 )
