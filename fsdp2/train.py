@@ -193,9 +193,10 @@ def train_step(
     may_skip = config.on_nonfinite == "skip" and not engine.scaler.is_enabled()
     updated = engine.step(update=not may_skip or bool(norm.isfinite()))
     total = torch.stack(losses).double().sum()
-    sums = torch.stack([total, norm.to(total), *(torch.full_like(total, vote) for vote in votes)])
+    norm = norm.to(total.device, total.dtype, non_blocking=True)  # with offload it is on the CPU
+    sums = torch.stack([total, norm, *(torch.full_like(total, vote) for vote in votes)])
     dist.all_reduce(sums)  # one collective for logging and for agreeing to stop
-    scale = {"loss_scale": engine.scaler.get_scale()} if engine.scaler.is_enabled() else {}
+    scale = {"loss_scale": engine.loss_scale} if engine.scaler.is_enabled() else {}
     skipped = {"skipped": not updated} if may_skip or scale else {}
     lr = engine.optimizer.param_groups[0]["lr"]
     facts: dict[str, Any] = {"lr": lr, "samples": batch.samples, **scale, **skipped}

@@ -46,13 +46,14 @@ class Staging:
         DTensors stay DTensors, with the same placements. Nothing is sent, but for the first DTensor of a mesh of
         GPUs: then all ranks must call.
         """
-        changed_by_step = {tensor.untyped_storage().data_ptr() for tensor in self._stepped_tensors()}
+        # By identity, which a storage keeps: a tensor without elements, or without memory in a test, has no address.
+        changed_by_step = {id(storage): storage for storage in map(Tensor.untyped_storage, self._stepped_tensors())}
         later: list[tuple[Tensor, Tensor]] = []
 
         def stage(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
             local, staged = _local(tensor), self._staged(tensor, path)
             buffer = _local(staged)
-            if local.untyped_storage().data_ptr() in changed_by_step:
+            if id(local.untyped_storage()) in changed_by_step:
                 later.append((buffer, local))
             else:
                 buffer.copy_(local, non_blocking=True)  # on a GPU in order with what comes next

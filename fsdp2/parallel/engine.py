@@ -37,6 +37,7 @@ class Engine:
         started: what of other weights the model has started from, as facts for the run's first event.
         parts: what else of it a checkpoint holds, by name.
         ema: the average of its weights, if one is kept.
+        loss_scale: by which the gradient scaler will multiply the next loss, as of the last step.
         elsewhere: whether a weight of this name is in no checkpoint, since it stays as it was where it came from.
     """
 
@@ -44,6 +45,7 @@ class Engine:
     started: Mapping[str, Any] = {}
     parts: Mapping[str, Any] = {}
     ema: Ema | None = None
+    loss_scale: float = 1.0
     elsewhere: Callable[[str], bool] = staticmethod(lambda name: False)
     call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
@@ -151,7 +153,8 @@ class Engine:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        updated = update and self.scaler.get_scale() >= before
+        self.loss_scale = self.scaler.get_scale()  # read once: on a GPU the CPU waits for it
+        updated = update and self.loss_scale >= before
         if updated and self.ema is not None:
             self.ema.update()
         return updated

@@ -169,6 +169,7 @@ class ZeROEngine(Engine):
         norm = self.model.get_global_grad_norm()
         if norm is not None:
             self._norm.fill_(norm if norm >= 0 else math.nan)  # it says -1 where the norm is infinite or NaN
+        self.loss_scale = self.scaler.get_scale()
         return self.model.was_step_applied()
 
 
