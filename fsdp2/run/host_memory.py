@@ -23,7 +23,7 @@ SHARDED = ("fsdp2", "fsdp1", "zero1", "zero2", "zero3")  # strategies whose rank
 def pinned(count: int) -> int:
     """The bytes that torch takes for a pinned buffer: the next power of two.
 
-    Source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h, 2.11 to 2.15.
+    Source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h, as of 2.15.
     """
     return 1 << (count - 1).bit_length() if count else 0
 

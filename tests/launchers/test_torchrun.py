@@ -50,7 +50,7 @@ def test_two_nodes_train(tmp_path: Path, network: str) -> None:
     assert [status for status, _, _ in results] == [0, 0], results
     assert json.loads((run / "config.json").read_text())["environment"]["world_size"] == 2
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3]
-    assert "next: python -m fsdp2.infer" in "".join(out for _, out, _ in results)
+    assert "next: python -m fsdp2.checkpoint export" in "".join(out for _, out, _ in results)
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_the_script_starts_one_run_of_all_tasks(tmp_path: Path, tasks: int) -> N
     run = tmp_path / "a run"
     assert world_size(run) == 2
     assert [record["step"] for record in metrics(run, "train")] == [1, 2, 3]
-    assert "next: python -m fsdp2.infer 'a run'" in out
+    assert "next: python -m fsdp2.checkpoint export 'a run' model.pt --format pt" in out
 
 
 def test_options_of_sbatch_stand_before_the_first_command() -> None:
