@@ -187,7 +187,8 @@ class Races:
                 self.found.append(f"memory is given back while {one.what} may use it")
 
 
-def replaced() -> Any:
+@contextmanager
+def replaced() -> Iterator[None]:
     """torch.cuda's streams and events, replaced."""
     names: dict[str, Any] = {
         "Stream": Stream,
@@ -208,8 +209,13 @@ def replaced() -> Any:
         "get_device_capability": lambda device=None: (9, 0),
         "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,
+        "is_current_stream_capturing": lambda: False,
     }
-    return mock.patch.multiple(torch.cuda, **names, **rest)
+    with (
+        mock.patch.multiple(torch.cuda, **names, **rest),
+        mock.patch.object(torch.accelerator, "current_stream", current),
+    ):
+        yield
 
 
 @contextmanager
