@@ -296,7 +296,7 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 	rm -rf build/wheels build/site
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 		--python-version $(GPU_PYTHON) $(GPU_PLATFORMS) -d build/wheels torchvision==$(GPU_TORCHVISION) \
-		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest scikit-learn tqdm
+		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest scikit-learn torchao tqdm
 	du -sh build/wheels
 
 .PHONY: models

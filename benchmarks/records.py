@@ -57,6 +57,10 @@ class Row:
 ROWS = (
     Row("bf16", "--batch-size=4", "1b", 40, 80),
     Row("bf16, compiled, recomputing", f"--batch-size=4 --compile {BLOCK}"),
+    Row(
+        "bf16, compiled, recomputing what is cheap, 8-bit moments",
+        f"--batch-size=4 --compile {OP} --optimizer-state=8bit",
+    ),
     Row("LoRA, compiled", "--batch-size=4 --lora=16 --init-from=made-up --compile"),
     Row("LoRA, compiled, recomputing", f"--batch-size=4 --lora=16 --init-from=made-up --compile {BLOCK}", least=70),
     Row("bf16, recomputing", f"--batch-size=4 {BLOCK}"),

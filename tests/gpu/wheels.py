@@ -18,6 +18,7 @@ NEEDED = {
     "numpy": "numpy",
     "sklearn": "scikit_learn",
     "torchvision": "torchvision",
+    "torchao": "torchao",
     "PIL": "pillow",
     "fsspec": "fsspec",
     "pytest": "pytest",
