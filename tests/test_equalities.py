@@ -124,7 +124,14 @@ VARIANTS = {
 
 @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS.keys())
 def test_does_not_change_a_single_loss(train: Train, reference: Reference, flags: str) -> None:
-    assert losses(train(*flags.split())) == reference()
+    found, expected = losses(train(*flags.split())), reference()
+    if flags == VARIANTS["layer by layer"]:
+        # Bit-equal on some CPUs. On an AMD EPYC with AVX2 the losses differ by 6e-8 from the fifth step on, and from the
+        # fourth with another MKL_CBWR: MKL's products round differently, why isn't known.
+        assert found[:3] == expected[:3]
+        assert relative(found, expected) < 1e-6
+    else:
+        assert found == expected
 
 
 def test_dropout_does_not_depend_on_recomputation(train: Train, reference: Reference) -> None:

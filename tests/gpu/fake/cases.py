@@ -66,9 +66,15 @@ def _no_record_stream() -> Any:
     return mock.patch.object(streams.Races, "record_stream", _nothing)
 
 
+def _no_wait_by_the_cpu() -> Any:
+    """Nobody waits until a copy has arrived on the CPU."""
+    return mock.patch.object(streams.Event, "synchronize", _nothing)
+
+
 MUTANTS: dict[str, Callable[[], Any]] = {
     "none": nullcontext,
     "the copy doesn't wait for the step": _no_wait_for_the_step,
     "the next step doesn't wait for the copy": _no_wait_for_the_copy,
     "no record_stream": _no_record_stream,
+    "the CPU doesn't wait": _no_wait_by_the_cpu,
 }

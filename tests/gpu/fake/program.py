@@ -72,12 +72,18 @@ class Watch(TorchDispatchMode):
         if func in READS and any(tensor.is_cuda for tensor in given):
             self.waits[f"{func.name()} in {_where()}"] += 1
         self._copies(func, args, kwargs)
-        if any(tensor.is_cuda for tensor in given):
-            clock = streams.current().issue()
-            for tensor, writes in _accesses(func, args, kwargs):
-                if tensor.is_cuda:
-                    self.races.access(tensor, clock, what=f"{func.name()} in {_where()}", writes=writes)
-        return func(*args, **kwargs)
+        what = f"{func.name()} in {_where()}"
+        on_gpu = any(tensor.is_cuda for tensor in given)
+        clock = streams.current().issue() if on_gpu else {}
+        for tensor, writes in _accesses(func, args, kwargs):
+            if tensor.is_cuda:
+                self.races.access(tensor, clock, what=what, writes=writes)
+            elif not writes:
+                self.races.read_by_cpu(tensor, what=what)
+        result = func(*args, **kwargs)
+        if on_gpu and func in (aten.copy_.default, aten._to_copy.default) and not result.is_cuda:
+            self.races.arrives(result, clock, what=what)
+        return result
 
     def _copies(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._to_copy.default:
@@ -97,17 +103,15 @@ class Watch(TorchDispatchMode):
 
 
 def _accesses(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    for schema, value in zip(func._schema.arguments, args, strict=False):
-        writes = schema.alias_info is not None and schema.alias_info.is_write
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf, writes
-    for schema in func._schema.arguments:
-        if schema.name in kwargs:
-            writes = schema.alias_info is not None and schema.alias_info.is_write
-            for leaf in tree_leaves(kwargs[schema.name]):
+    """The tensors whose memory an operator uses, and whether it writes there. A view uses none."""
+    if func.namespace == "prim":  # of what a tensor is, not what it holds
+        return
+    for number, schema in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(schema.name)
+        if schema.alias_info is None or schema.alias_info.is_write:
+            for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    yield leaf, writes
+                    yield leaf, schema.alias_info is not None
 
 
 def _where() -> str:
@@ -162,7 +166,7 @@ class Run:
         parts = (self.batch(last=index == count - 1) for index in range(count))
         facts, values = train_step(self.engine, parts, self.spec, self.config, self.world, votes)
         self.log.add({"step": 1, "epoch": 0, **facts}, values)
-        self.log._waiting = None  # to report it needs its values
+        self.log.flush()
         waits = self.watch.waits - before
         if streams.HOST.waits > waited:
             waits["synchronize"] = streams.HOST.waits - waited
@@ -256,6 +260,7 @@ def of_case(name: str, flags: list[str]) -> dict[str, Any]:
             "waits_later": dict(third),
             "copies": dict(run.watch.copies),  # all of them, the start's left out
             "parameters": sorted(held),
+            "parameter_count": len(run.engine.held()["parameters"]),
             "races": run.races.found,
             **found,
         }
@@ -269,10 +274,13 @@ def staged(run: Run) -> dict[str, Any]:
             run.races.watch(local(tensor))
     run.step()
     stage = staging.Staging(run.engine.optimizer, DEVICE)
-    stage.copy(run.state())
+    copied = stage.copy(run.state())
     copies = run.watch.copies - before
     run.step()
     stage.finish()
+    for tensor in tree_leaves(copied):  # as the saver does, which writes them
+        if isinstance(tensor, Tensor):
+            local(tensor).clone()
     # A tensor that nobody but the copy needs any more: the allocator may give its memory to another stream's.
     stage.copy(run.state())
     for state in run.engine.optimizer.state.values():

@@ -60,6 +60,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Stream:
         STATE.streams.append(self)
         return self
@@ -154,6 +157,7 @@ class Races:
 
     def __init__(self) -> None:
         self.memory: dict[int, Memory] = {}
+        self.arriving: dict[int, tuple[Any, Clock, str]] = {}  # memory of the CPU's that a copy is on its way to
         self.found: list[str] = []
 
     def watch(self, tensor: Tensor) -> None:
@@ -173,6 +177,16 @@ class Races:
             if (writes or earlier.writes) and not earlier.before(clock):
                 self.found.append(f"{what} doesn't wait for {earlier.what}")
         memory.accesses.append(Access(stream, clock[stream], what, writes))
+
+    def arrives(self, tensor: Tensor, clock: Clock, *, what: str) -> None:
+        """A copy to the CPU has been issued that nobody waits for yet."""
+        storage = tensor.untyped_storage()
+        self.arriving[storage._cdata] = storage, dict(clock), what  # kept, so that no other gets its number
+
+    def read_by_cpu(self, tensor: Tensor, *, what: str) -> None:
+        _, clock, copy = self.arriving.get(tensor.untyped_storage()._cdata, (None, {}, ""))
+        if any(HOST.clock.get(stream, 0) < count for stream, count in clock.items()):
+            self.found.append(f"{what} reads what {copy} hasn't brought yet")
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """What `Tensor.record_stream` promises: the tensor's memory isn't given back before the stream has used it."""
