@@ -126,8 +126,8 @@ VARIANTS = {
 def test_does_not_change_a_single_loss(train: Train, reference: Reference, flags: str) -> None:
     found, expected = losses(train(*flags.split())), reference()
     if flags == VARIANTS["layer by layer"]:
-        # Bit-equal on some CPUs. On an AMD EPYC with AVX2 the losses differ by 6e-8 from the fifth step on, and from the
-        # fourth with another MKL_CBWR: MKL's products round differently, why isn't known.
+        # Bit-equal on some CPUs. On an AMD EPYC with AVX2 the losses differ by 6e-8 from the fifth step on, and with
+        # another MKL_CBWR from the fourth: MKL's products round differently, why isn't known.
         assert found[:3] == expected[:3]
         assert relative(found, expected) < 1e-6
     else:

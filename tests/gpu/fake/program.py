@@ -166,7 +166,6 @@ class Run:
         parts = (self.batch(last=index == count - 1) for index in range(count))
         facts, values = train_step(self.engine, parts, self.spec, self.config, self.world, votes)
         self.log.add({"step": 1, "epoch": 0, **facts}, values)
-        self.log.flush()
         waits = self.watch.waits - before
         if streams.HOST.waits > waited:
             waits["synchronize"] = streams.HOST.waits - waited
