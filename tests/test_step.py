@@ -57,7 +57,7 @@ def test_activation_checkpointing_recomputes_blocks_or_only_what_is_cheap(ranks:
 
 
 def test_op_recomputation_keeps_attention_by_every_kernel() -> None:
-    for op in EXPENSIVE:
+    for op in EXPENSIVE - {torch.ops.higher_order.flex_attention}:  # of Python's, which is there if its name is
         assert torch._C._dispatch_has_kernel(op.name()), f"{op} is no operator of this torch"
     # All fused forms that this torch can choose. The other two are made of products, which are kept themselves.
     fused = {
