@@ -95,7 +95,6 @@ class Watch(TorchDispatchMode):
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         else:
             return
-        # A number of the CPU's, such as an optimizer's step, may be filled in without a copy: torch passes it along.
         if between:
             self.copies["blocking" if blocking else "non_blocking"] += 1
             if blocking:
@@ -245,7 +244,7 @@ def a_gpu() -> Iterator[None]:
 def of_case(name: str, flags: list[str]) -> dict[str, Any]:
     """Two steps, an evaluation and another step, with a save between them if asked for."""
     with running(flags) as run:
-        first = run.step()
+        run.step()  # makes what later ones find
         second = run.step()
         held = {one.device.type for one in map(local, run.engine.held()["parameters"])}
         run.evaluate()
@@ -253,7 +252,6 @@ def of_case(name: str, flags: list[str]) -> dict[str, Any]:
         if run.config.async_checkpoint is not None:
             found = staged(run)
         third = run.step()
-        del first  # it makes what later ones find
         return {
             "waits": dict(second),
             "waits_later": dict(third),
