@@ -108,7 +108,9 @@ def test_a_run_that_has_lost_its_lease_does_not_commit(
     other = other_lease()
     proxy.when("PUT .*step-00000004/__1_0", lambda: bucket.put("run/LEASE.json", other))
     flags = ["--checkpoint-every=2", f"--on-checkpoint-failure={on_failure}"]
-    (events, error), (_, others_error) = run_at(*flags, steps=200)
+    # A short lease is renewed every second, by a read and a put. The other's put between these two would be replaced,
+    # which another run sees in its pause and gives up; this one doesn't look.
+    (events, error), (_, others_error) = run_at(*flags, steps=200, FSDP2_LEASE_SECONDS="600")
     assert error == others_error
     lost = f"LeaseLost: {bucket.url()}: process 7 on elsewhere has taken it over; this run writes nothing more there"
     assert error == f"SaveFailed: step 4 was not saved to {bucket.url()}/checkpoints: rank 0: {lost}"
