@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.config import Config
+from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import PARTICULAR, STRATEGIES
 from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
+from fsdp2.run.preflight import check_world
+from fsdp2.run.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step, peak_at_start
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+HYBRIDS = [name for name in SHARDING if name.startswith("hybrid")]
 
 
 @pytest.mark.parametrize(
@@ -155,11 +161,58 @@ def test_no_option_of_fsdp1_changes_a_loss(train: Train, flags: str) -> None:
     assert losses(train("--strategy=fsdp1", *flags.split(), run="fsdp1", steps=4)) == expected
 
 
-@pytest.mark.parametrize("sharding", ["hybrid-shard", "hybrid-shard-zero2"])
+@pytest.mark.parametrize("sharding", HYBRIDS)
 def test_fsdp1s_hybrids_train_as_hsdp(train: Train, sharding: str) -> None:
     expected = losses(train("--replicas=2", n=4, run="fsdp2", steps=4))
     hybrid = train("--strategy=fsdp1", "--replicas=2", f"--fsdp1-sharding={sharding}", n=4, run="fsdp1", steps=4)
     assert losses(hybrid) == expected
+
+
+def _lines(n: int) -> list[str]:
+    """Command lines of each strategy on n ranks, with each `--replicas` that divides them."""
+    one_mesh = ["--strategy=ddp", "--strategy=none"] if n == 1 else ["--strategy=ddp"]
+    degrees = [degree for degree in range(1, n + 1) if n % degree == 0]
+    hybrids = [f"--strategy=fsdp1 --fsdp1-sharding={one} --replicas={n_}" for one in HYBRIDS for n_ in degrees[1:]]
+    flat = [f"--strategy=fsdp1 --fsdp1-sharding={one}" for one in SHARDING if one not in HYBRIDS]
+    return [*one_mesh, *flat, *hybrids, *(f"--replicas={degree}" for degree in degrees)]
+
+
+def _norms(lines: list[str]) -> dict[str, list[float] | str]:
+    """Gradient norms of three steps on the same eight samples, which the ranks divide among them; or the refusal."""
+    generator = torch.Generator().manual_seed(3)
+    inputs, targets = torch.randn(8, 1, 28, 28, generator=generator), torch.arange(8)
+    n, rank = dist.get_world_size(), dist.get_rank()
+    share = SimpleNamespace(inputs=inputs.tensor_split(n)[rank], last=True)
+    found: dict[str, list[float] | str] = {}
+    for line in lines:
+        try:
+            check_world(parse(line.split()), World(rank, n, rank, n))
+        except ConfigError as refusal:
+            found[line] = str(refusal)
+            continue
+        engine = make_engine(line)
+        norms = []
+        for _ in range(3):
+            engine.begin_step()
+            loss = nn.functional.cross_entropy(engine.forward(share), targets.tensor_split(n)[rank])
+            engine.backward(loss, last_microbatch=True)
+            norms.append(float(engine.clip(None)))
+            engine.step()
+        found[line] = norms
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_every_degree_of_replication_averages_gradients_over_all_ranks(ranks: Ranks, n: int) -> None:
+    expected = ranks.run(_norms, ["--strategy=none"], ranks=1)[0]["--strategy=none"]
+    refused = {f"--strategy=fsdp1 --fsdp1-sharding={one} --replicas={n}" for one in HYBRIDS} if n > 1 else set()
+    for found in ranks.run(_norms, _lines(n), ranks=n):
+        assert {line for line, norms in found.items() if isinstance(norms, str)} == refused
+        for line, norms in found.items():
+            if isinstance(norms, str):
+                assert "use --fsdp1-sharding no-shard without --replicas" in norms
+            else:  # sums over ranks are taken in another order
+                assert norms == pytest.approx(expected, rel=1e-4), line
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,20 @@ def refusals(options: Options) -> Iterator[str]:
         )
 
 
+def in_world(options: Options, world_size: int) -> Iterator[str]:
+    """A line for a hybrid whose shard dimension is 1.
+
+    FSDP1 takes such a unit for an unsharded one and averages its gradients over the shard group, which is one rank. The
+    all-reduce between replicas belongs to the sharded path alone, so it never happens.
+    """
+    if options.replicas > 1 and options.replicas == world_size:
+        yield (
+            f"--fsdp1-sharding {options.fsdp1_sharding} with --replicas {options.replicas} on {world_size} ranks: "
+            "FSDP1 never averages gradients between replicas of one rank, so each would train a model of its own; use "
+            "--fsdp1-sharding no-shard without --replicas, fewer replicas, or --strategy fsdp2"
+        )
+
+
 def on_device(options: Options, device_type: str) -> Iterator[str]:
     """A line for each flag that FSDP1 can't honour on this device type."""
     if options.cpu_offload and device_type == "cpu":
@@ -234,5 +248,6 @@ BASELINE = Baseline(
         ),
     },
     refusals=refusals,
+    in_world=in_world,
     on_device=on_device,
 )
