@@ -140,7 +140,7 @@ INDEXES: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
     "out of the folder": (partial(weight_map, {"": "../outside.safetensors"}), "leads out of the checkpoint"),
     "from the root": (partial(weight_map, {"": "/etc/passwd"}), "leads out of the checkpoint"),
     "by a detour": (partial(weight_map, {"": "a/../../outside.safetensors"}), "leads out of the checkpoint"),
-    "the folder": (partial(weight_map, {"": "."}), "is a folder and no file"),
+    "the folder": (partial(weight_map, {"": "."}), "'.' can't be the name of a file"),
     "a number": (partial(weight_map, {"": 5}), "can't be used"),
     "what isn't there": (partial(weight_map, {"": "2.safetensors"}), f"2.safetensors is missing, which {INDEX} names"),
     "a tensor too many": (partial(weight_map, {"ghost": "0.safetensors"}), "disagree about ghost"),

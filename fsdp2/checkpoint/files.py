@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
+_LONGEST_NAME = 255  # bytes; no common file system has more
+
 
 class Unreachable(OSError):
     """A place where an operation failed again and again. It says nothing about what is there."""
@@ -79,6 +81,16 @@ def inside(name: str) -> str:
     """`name` itself, if it stays inside. Raises ValueError for an absolute name or one with `..`."""
     if name.startswith("/") or "\\" in name or ".." in name.split("/") or "\0" in name:
         raise ValueError(f"{name!r} leads out of the checkpoint; it was not followed")
+    return name
+
+
+def file_name(name: str) -> str:
+    """`name` itself, if a file in a checkpoint's folder can be called so. Raises ValueError."""
+    inside(name)
+    # A lone surrogate, which no encoding has, isn't printable either.
+    if name in ("", ".") or "/" in name or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        rule = f"1 to {_LONGEST_NAME} printable bytes without a slash"
+        raise ValueError(f"{name[:80]!r} can't be the name of a file in its folder ({rule})")
     return name
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp2.checkpoint.files import inside
+from fsdp2.checkpoint.files import file_name
 from fsdp2.checkpoint.pickles import Make, Unread, new_dict, unpickle
 from fsdp2.checkpoint.refusal import Refused
 
@@ -147,7 +147,7 @@ def _place(index: Any, info: Any) -> _StorageInfo:
         raise Refused(f"has an entry of {length} bytes at {offset}")
     file = _a(str, fields["relative_path"], "file's name")
     try:
-        return _StorageInfo(inside(file), offset, length)
+        return _StorageInfo(file_name(file), offset, length)
     except ValueError as error:
         raise Refused(f"names a file, and {error}") from None
 

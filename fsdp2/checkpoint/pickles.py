@@ -322,7 +322,7 @@ def _skip(count: int) -> Operation:
 
 
 def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
+    return raw.decode()  # strictly: pickle itself lets a lone surrogate through, which no name has
 
 
 _STOP = pickle.STOP[0]

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from blake3 import blake3
 
-from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, inside, is_there, publish
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, file_name, is_there, publish
+from fsdp2.checkpoint.refusal import Refused
 
 MARKER = "COMMIT.json"
 METADATA = ".metadata"  # DCP's, of what is in the other files
@@ -82,13 +83,35 @@ def says_finite(marker: Mapping[str, Any]) -> bool:
 
 
 # What a marker may say, and of which type. The first two it must.
-_PARTS: dict[str, type] = {"step": int, "files": dict, "world_size": int, "model": dict, "config": dict, "mesh": dict}
+_PARTS: dict[str, type] = {
+    "step": int,
+    "files": dict,
+    "world_size": int,
+    "model": dict,
+    "config": dict,
+    "mesh": dict,
+    "finite": bool,
+    "imported": bool,
+    "source": str,
+}
+_LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _LONGEST_NUMBER:
+        raise Refused(f"it holds a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
     """A marker, as yet of any parts. Raises ValueError, whose text doesn't repeat the file."""
     try:
-        marker = json.loads(raw)
+        marker = json.loads(raw, parse_int=_whole)
+        json.dumps(marker, ensure_ascii=False).encode()
+    except Refused:
+        raise
+    except UnicodeEncodeError:
+        raise ValueError("it holds a lone surrogate, which is no text") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON, {len(raw)} bytes") from error
     if not isinstance(marker, dict):
@@ -108,7 +131,7 @@ def _require_parts(marker: dict[str, Any]) -> None:
     if not marker["files"]:
         raise ValueError("it lists no files")
     for name, entry in marker["files"].items():
-        inside(name)
+        file_name(name)
         if not (isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get(HASH), str)):
             raise ValueError(f"{name} has no size or no hash")
 

@@ -331,7 +331,9 @@ def changed_batch(config: Config, world: World, marker: dict[str, Any]) -> str |
     """What to say if steps will be of more or fewer samples than before, as they are where they follow the ranks."""
     theirs, now = marker.get("config", {}), config.global_batch(world.world_size)
     sizes = [theirs.get("batch-size"), theirs.get("grad-accumulation"), marker["world_size"]]
-    before = theirs.get("global-batch-size") or (math.prod(sizes) if all(type(one) is int for one in sizes) else now)
+    if theirs.get("global-batch-size"):
+        sizes = [theirs["global-batch-size"]]
+    before = math.prod(sizes) if all(type(one) is int for one in sizes) else now
     if before == now:
         return None
     keeps = f"--global-batch-size {before} keeps that on any number of ranks"

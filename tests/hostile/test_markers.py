@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 
+from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.files import LocalFiles, NotAFile
+from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 from fsdp2.checkpoint.store import HASH, MARKER, Store, _marker_bytes, read_marker
 from fsdp2.config import Config
 from fsdp2.infer import main as infer
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.preflight import preflight
+from fsdp2.run.preflight import changed_batch, preflight
 from fsdp2.run.runtime import World
-from tests.commands.common import Cli, flip
+from tests.commands.common import Cli, change_metadata, flip
 from tests.commands.conftest import cli as cli
-from tests.hostile.common import checkpoint_of
+from tests.hostile.common import checkpoint_of, vouch
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -110,6 +112,13 @@ WRITTEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no files": (lambda m: m.update(files={}), "it lists no files"),
     "a null file": (lambda m: m["files"].update(a=None), "a has no size or no hash"),
     "no metadata": (lambda m: m["files"].pop(".metadata"), "lists no .metadata"),
+    "an endless step": (lambda m: m.update(step=10**4000), "it holds a number of 4001 digits"),
+    "an endless setting": (lambda m: m["config"].update({"batch-size": 10**400}), "it holds a number of 401 digits"),
+    "a setting that is no text": (lambda m: m["config"].update({"lr": "\ud800"}), "it holds a lone surrogate"),
+    "a tensor that is no text": (lambda m: m["model"].update({"\ud800": [1]}), "it holds a lone surrogate"),
+    "an import that is a table": (lambda m: m.update(imported={}), "its imported is not as it was written"),
+    "a source that is a list": (lambda m: m.update(source=["x"]), "its source is not as it was written"),
+    "finite text": (lambda m: m.update(finite="x"), "its finite is not as it was written"),
 }
 
 
@@ -124,6 +133,82 @@ def test_a_marker_with_parts_missing_is_damage(run: Path, cli: Cli, kind: str) -
     if kind != "no ranks":  # which only a resume asks for
         assert cli("verify", checkpoint)[0] == 1
         assert cli("show", checkpoint)[0] == 2
+
+
+NO_NAMES = {
+    "a lone surrogate": ("a\ud800", "it holds a lone surrogate, which is no text"),
+    "5,000 characters": ("a" * 5000, "aaa' can't be the name of a file in its folder"),
+    "256 bytes in 128 characters": ("é" * 128, "éé' can't be the name of a file in its folder"),
+    "a folder": ("sub/a", "'sub/a' can't be the name of a file in its folder"),
+    "below a file": ("__0_0.distcp/a", "'__0_0.distcp/a' can't be the name of a file in its folder"),
+    "itself": (".", "'.' can't be the name of a file in its folder"),
+    "nothing": ("", "'' can't be the name of a file in its folder"),
+    "a new line": ("a\nb", "can't be the name of a file in its folder"),
+    "a colour": ("\x1b[31ma", "can't be the name of a file in its folder"),
+    "the other direction": ("a\u202eb", "can't be the name of a file in its folder"),
+    "elsewhere": ("../a", "'../a' leads out of the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_NAMES)
+def test_a_name_that_no_file_has_is_one_line_that_names_the_checkpoint(run: Path, cli: Cli, kind: str) -> None:
+    name, reason = NO_NAMES[kind]
+    checkpoint = checkpoint_of(run)
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != HASH}
+    marker["files"][name] = {"size": 1, HASH: "0"}
+    checkpoint.write(MARKER, _marker_bytes(marker))
+    lines = [refusal(run), refusal(run.with_name("new"), resume=str(run))]
+    lines.append(refusal(run.with_name("new"), resume=str(run), resume_partial=True))
+    lines.append(refusal(run.with_name("new"), init_from=str(checkpoint)))
+    commands: list[tuple[Any, ...]] = [("show", run), ("diff", run, run), ("export", run, run / "out", "--format=pt")]
+    for command in (*commands, ("import", run, run / "out"), ("verify", checkpoint)):
+        status, out, line = cli(*command)
+        assert (status, out, line.count("\n")) == (1 if command[0] == "verify" else 2, "", 1)
+        lines.append(line)
+    for line in lines:
+        assert f"{checkpoint}: {MARKER} can't be read (" in line
+        assert reason in line
+    assert reason in cli("list", run)[1]
+    assert not (run / "out").exists()
+
+
+@pytest.mark.parametrize("kind", NO_NAMES)
+def test_metadata_that_names_no_file_is_one_line(run: Path, cli: Cli, kind: str) -> None:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = NO_NAMES[kind][0]
+
+    checkpoint = checkpoint_of(run)
+    change_metadata(checkpoint.root, change)
+    vouch(checkpoint)
+    for command in ("show", run), ("export", run, run / "out", "--format=pt"):
+        status, out, line = cli(*command)
+        assert (status, out, line.count("\n")) == (2, "", 1)
+        assert f"{checkpoint}: .metadata can't be used: it " in line
+
+
+@pytest.mark.parametrize("kind", ["a lone surrogate", "5,000 characters", "a new line", "elsewhere"])
+def test_an_index_that_names_no_file_is_one_line(tmp_path: Path, cli: Cli, kind: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": NO_NAMES[kind][0]}}))
+    status, out, line = cli("show", tmp_path)
+    assert (status, out, line.count("\n")) == (2, "", 1)
+    assert line.startswith(f"fsdp2.checkpoint: error: {tmp_path}: {INDEX} can't be used (ValueError: ")
+
+
+def test_many_files_that_are_missing_are_a_line_of_bounded_length(run: Path, cli: Cli) -> None:
+    checkpoint = checkpoint_of(run)
+    marker = {key: value for key, value in read_marker(checkpoint).items() if key != HASH}
+    marker["files"] |= {f"missing-{number}": {"size": 1, HASH: "0"} for number in range(1000)}
+    marker |= {"imported": True, "source": "x" * 5000}
+    checkpoint.write(MARKER, _marker_bytes(marker))
+    assert max(map(len, cli("list", run)[1].splitlines())) < 2 * LONGEST_REFUSAL
+    assert max(map(len, cli("show", run)[1].splitlines())) < 2 * LONGEST_REFUSAL
+
+
+@pytest.mark.parametrize("samples", [[8] * 1000, "8 and more", {"8": 8}, 8.5, True])
+def test_a_batch_that_is_no_number_is_not_repeated(samples: Any) -> None:
+    marker = {"config": {"global-batch-size": samples}, "world_size": 2}
+    assert changed_batch(Config(model_size="tiny"), World(0, 2, 0, 2), marker) is None
 
 
 def test_a_shard_that_the_marker_does_not_list_is_not_read(run: Path, cli: Cli) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.convert.source import Source, local_copy
-from fsdp2.checkpoint.files import Files, LocalFiles, inside
+from fsdp2.checkpoint.files import Files, LocalFiles, file_name, inside
 from fsdp2.checkpoint.metadata import sizes
 from fsdp2.checkpoint.refusal import Refused, one_line
 from fsdp2.checkpoint.safe_reader import read_slice
@@ -54,7 +54,7 @@ def read_index(place: str, folder: Files, index: str = INDEX) -> dict[str, set[s
     files: dict[str, set[str] | None] = {}
     try:
         for name, file in json.loads(folder.read(index))["weight_map"].items():
-            names = files.setdefault(inside(file), set())
+            names = files.setdefault("/".join(map(file_name, inside(file).split("/"))), set())
             assert names is not None
             names.add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -71,7 +71,7 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
                 verify(files, hashes=not quick)
                 entries["verified"] = "ok"
             except DamagedCheckpoint as error:
-                entries["verified"] = str(error).removeprefix(f"{files}: ")
+                entries["verified"] = refusal(str(error).removeprefix(f"{files}: "))
         committed = "no, a dead save" if dead else "superseded" if name.startswith("superseded") else "yes"
         rows.append([name, step, entries["when"], entries["size"], entries["ranks"], committed, entries["verified"]])
     _print_table(rows, right=(1, 3, 4))
@@ -149,7 +149,7 @@ def _read_all(files: Files, listed: Container[str], weights: Nonfinite) -> tuple
 def show(place: str) -> int:
     """Tensors with shape, dtype and size, then plain values and totals. No tensor is read. Returns the exit status."""
     with opened(place) as source:
-        print(printable(source.place + _marker_line(source)))
+        print(refusal(source.place + _marker_line(source)))
         rows = [["tensor", "shape", "dtype", "bytes"]]
         rows += [
             [name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"]
