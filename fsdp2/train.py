@@ -86,7 +86,7 @@ def main(
 
         # Model: meta -> sharded -> initialised -> with its optimizer.
         engine = make_engine(config, spec, world, device, restoring=job.restore is not None)
-        schedule = Schedule(config, engine.optimizer, batches.steps_per_epoch)
+        schedule = Schedule(config, engine.optimizer, batches)
         runtime.seed_everything(config.seed, world.rank)  # for dropout, which each rank draws by itself
 
         # Where to start. All that a resumed run needs is part of this state.
@@ -95,6 +95,7 @@ def main(
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
+        job.add_note(schedule.go_on(progress.step, job.before))
         try_out(config, engine, dataset, device)
         first_step = progress.step
         checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights, memory)

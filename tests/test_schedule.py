@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +14,33 @@ from torch.optim.lr_scheduler import LinearLR
 
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.schedule import Schedule, factor
+from fsdp2.run import schedule
+from fsdp2.run.schedule import Length, Schedule, course
 from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, same, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
 
+def place(samples: int, samples_per_step: int = 1, *, epoch: int = 0, position: int = 0) -> Any:
+    """A place in the data, as of `Batches`."""
+    return SimpleNamespace(split=range(samples), global_batch=samples_per_step, epoch=epoch, position=position)
+
+
+def factor(config: Config, step: int, steps_per_epoch: int) -> float:
+    """Of a run that nothing interrupts."""
+    whole = course(Length(config.epochs, config.max_steps, 1), place(steps_per_epoch), 0, 0)
+    return schedule.factor(config, step, whole)
+
+
 def rates(config: Config, steps: int, steps_per_epoch: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
-    schedule, found = Schedule(config, optimizer, steps_per_epoch), []
+    one, found = Schedule(config, optimizer, place(steps_per_epoch)), []
     for step in range(1, steps + 1):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedule.after_step()
+        one.after_step()
         if step % steps_per_epoch == 0:
-            schedule.after_epoch()
+            one.after_epoch()
     return found
 
 
@@ -116,6 +129,76 @@ def test_strategies_agree_and_a_resume_on_other_ranks_goes_on(train: Train, tmp_
         *flags, "--max-steps=6", f"--resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000003'}", n=3, run="3"
     )
     assert [event["lr"] for event in of_kind(wider, "train")] == lr[3:]
+
+
+def _rates(events: list[tuple[str, dict[str, Any]]]) -> list[float]:
+    return [event["lr"] for event in of_kind(events, "train")]
+
+
+# The digits are 1437 samples for training: three steps of up to 480 an epoch.
+@pytest.mark.parametrize(
+    ("flags", "first", "longer", "line"),
+    [
+        ("--schedule=cosine", "--max-steps=2", "--max-steps=5", "this run ends at step 5, and was to end at step 2"),
+        ("--schedule=linear --lr-floor=0.1", "--max-steps=3", "--max-steps=5", "step 5, and was to end at step 3"),
+        ("--schedule=cosine --warmup-steps=3", "--max-steps=4", "--max-steps=6", "step 6, and was to end at step 4"),
+        ("--schedule=cosine", "--epochs=1", "--epochs=2", "this run ends at step 6, and was to end at step 3"),
+        ("--schedule=constant --warmup-steps=3", "--max-steps=4", "--max-steps=5", None),
+        ("--schedule=step --gamma=0.5", "--epochs=1", "--epochs=2", None),
+        ("--schedule=step --gamma=0.5 --warmup-steps=1", "--epochs=1", "--epochs=2", None),
+    ],
+)
+def test_a_run_made_longer_has_the_rates_of_an_uninterrupted_one(
+    train: Train, flags: str, first: str, longer: str, line: str | None
+) -> None:
+    always = [*flags.split(), "--global-batch-size=480", "--no-save-model"]
+    whole = train(*always, longer, run="whole", n=1, steps=None)
+    done = len(_rates(train(*always, first, run="cut", n=1, steps=None)))
+    rest = train(*always, longer, run="cut", n=1, steps=None)
+    assert _rates(rest) == _rates(whole)[done:]
+    (resumed,) = of_kind(rest, "resume")
+    assert (line or "None") in str(resumed["note"])
+    if line is None:  # nothing but the length of the run has changed, and the rates don't follow from it
+        assert resumed["note"] is None
+
+
+def test_a_run_that_goes_on_unchanged_says_nothing_of_its_length(train: Train) -> None:
+    always = ["--schedule=cosine", "--no-save-model", "--max-steps=4", "--checkpoint-every=2"]
+    train(*always, run="run", n=1, steps=None)
+    rest = train(*always, "--resume=2", run="run", n=1, steps=None)
+    assert "ends at" not in str(of_kind(rest, "resume")[0]["note"])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_with_another_batch_a_schedule_ends_with_the_run(train: Train, name: str) -> None:
+    always = [f"--schedule={name}", "--no-save-model", "--epochs=2"]
+    train(*always, "--global-batch-size=480", "--checkpoint-every=1", "--max-steps=2", run="run", n=1, steps=None)
+    rest = train(*always, "--batch-size=120", run="run", n=2, steps=None)
+    # 960 of 1437 samples are done. Two steps of up to 240 end the epoch, and the next one has six.
+    whole = parse([f"--schedule={name}", "--max-steps=10"])
+    assert _rates(rest) == [1e-3 * factor(whole, step, 100) for step in range(2, 10)]
+    note = of_kind(rest, "resume")[0]["note"]
+    assert "240 samples a step from here on, and 480 before" in note
+    assert f"--schedule {name}: this run ends at step 10, and was to end at step 2; from here on it has" in note
+
+
+def test_gamma_counts_epochs_where_a_step_has_become_smaller() -> None:
+    config = Config(gamma=0.5, warmup_steps=1, epochs=4)
+    # Of 12 samples an epoch: one epoch of 3 steps and a step of 4 samples are done, and the rest are of 2.
+    after = course(Length(4, None, 2), place(12, 2, epoch=1, position=4), 4, 4)
+    assert [schedule.factor(config, step, after) for step in range(4, 15)] == [0.5] * 4 + [0.25] * 6 + [0.125]
+    assert after.total == 4 + 4 + 6 + 6
+    # Stopped when the epoch's last sample was done, before the next one began.
+    ended = course(Length(4, None, 2), place(12, 2, epoch=1, position=12), 6, 6)
+    assert [schedule.factor(config, step, ended) for step in (6, 11, 12)] == [0.25, 0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"epochs": 2, "batch-size": "x", "grad-accumulation": 1}, {"epochs": 0, "global-batch-size": 4}]
+)
+def test_a_marker_that_says_no_length_is_not_asked_for_one(flags: dict[str, Any]) -> None:
+    assert schedule.before({"config": flags, "world_size": 2}) is None
+    assert schedule.before({"config": {**flags, "epochs": 3, "global-batch-size": 4}}) == (3, None, 4)
 
 
 @pytest.mark.parametrize(

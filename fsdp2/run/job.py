@@ -18,6 +18,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import RunStopped, broadcast, end_together, gather, world
+from fsdp2.run.schedule import Length
 
 
 class Job:
@@ -31,6 +32,7 @@ class Job:
         self.restore: str | None = None  # where the checkpoint is
         self.partial = False  # of it the weights that fit, and nothing else
         self.in_memory = False  # it is in each node's memory, and of this run
+        self.before: Length | None = None  # of the run that wrote it, as rank 0 knows
         self.note: str | None = None
         self.model = ""  # what the model on this rank is made of
         self.last_call: Callable[[], None] = lambda: None  # before the run directory is given back

@@ -41,6 +41,7 @@ from fsdp2.run.preflight import changed_batch, check_checkpoint
 from fsdp2.run.room import SHARED_MEMORY, folder_of
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World, broadcast, end_together, gather
+from fsdp2.run.schedule import before
 from fsdp2.units import size
 
 FLAG = "--memory-checkpoint"
@@ -134,7 +135,8 @@ class NodeMemory:
         self._start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         job.add_note(f"step {step} was in memory{got}: {self.folder}")
-        job.add_note(changed_batch(config, self.world, marker))
+        job.before = before(marker)
+        job.add_note(changed_batch(config, self.world, job.before))
 
     def _newest(self, lineage: Mapping[str, Any]) -> int:
         """The newest step in this node's memory that counts; 0 if there is none."""

@@ -3,7 +3,6 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -46,6 +45,7 @@ from fsdp2.run.job import Job
 from fsdp2.run.room import check_room
 from fsdp2.run.rundir import RunDir, default_path, shapes_of
 from fsdp2.run.runtime import World
+from fsdp2.run.schedule import Length, before
 from fsdp2.run.start import blocks_of, tokenizer_of
 
 OLDEST_TORCH = (2, 11)
@@ -124,11 +124,11 @@ def preflight(config: Config, world: World) -> Job:
             find_checkpoint(config, run.store, job)
             stays = job.staying(run.store)
             if job.restore is not None:
-                done = 0 if job.partial else read_marker(open_files(job.restore))["step"]
                 check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
-                job.add_note(
-                    None if job.partial else changed_batch(config, world, read_marker(open_files(job.restore)))
-                )
+                if not job.partial:
+                    marker = read_marker(open_files(job.restore))
+                    done, job.before = marker["step"], before(marker)
+                    job.add_note(changed_batch(config, world, job.before))
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
             raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
@@ -327,17 +327,13 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
         )
 
 
-def changed_batch(config: Config, world: World, marker: dict[str, Any]) -> str | None:
+def changed_batch(config: Config, world: World, length: Length | None) -> str | None:
     """What to say if steps will be of more or fewer samples than before, as they are where they follow the ranks."""
-    theirs, now = marker.get("config", {}), config.global_batch(world.world_size)
-    sizes = [theirs.get("batch-size"), theirs.get("grad-accumulation"), marker["world_size"]]
-    if theirs.get("global-batch-size"):
-        sizes = [theirs["global-batch-size"]]
-    before = math.prod(sizes) if all(type(one) is int for one in sizes) else now
-    if before == now:
+    now = config.global_batch(world.world_size)
+    if length is None or length.samples == now:
         return None
-    keeps = f"--global-batch-size {before} keeps that on any number of ranks"
-    return f"{now} samples a step from here on, and {before} before: {keeps}"
+    keeps = f"--global-batch-size {length.samples} keeps that on any number of ranks"
+    return f"{now} samples a step from here on, and {length.samples} before: {keeps}"
 
 
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:

@@ -1,17 +1,73 @@
 """The learning rate over a run: `--schedule`, `--warmup-steps`, `--lr-floor`.
 
-A rate is a function of how many optimizer steps are done, and of how many there will be; so a resumed run goes on with
-the same rates, and one that is made longer with those of a longer run. A step whose update was skipped counts.
+A rate is a function of how many optimizer steps are done and of how many there will be. A resumed run goes on with the
+same rates; one that is made longer, or whose steps have another number of samples, goes on with those of an
+uninterrupted run of its new length. A step whose update was skipped counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fsdp2.config import Config
+from fsdp2.data.loader import Batches
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has before it, from where it begins or goes on.
+
+    Attributes:
+        step: optimizer steps that are done by then.
+        epoch: the epoch of the next step.
+        left_in_epoch: optimizer steps until that epoch is over; 0 if it is.
+        steps_per_epoch: of each further epoch.
+        left: optimizer steps until the run is over.
+    """
+
+    step: int
+    epoch: int
+    left_in_epoch: int
+    steps_per_epoch: int
+    left: int
+
+    @property
+    def total(self) -> int:
+        return self.step + self.left
+
+    def epochs_after(self, step: int) -> int:
+        """How many epochs are over when so many optimizer steps are done."""
+        beyond = step - self.step - self.left_in_epoch
+        return self.epoch + (0 if beyond < 0 else 1 + beyond // self.steps_per_epoch)
+
+
+class Length(NamedTuple):
+    """What decides how long a run is: `--epochs`, `--max-steps`, and samples in an optimizer step."""
+
+    epochs: int
+    max_steps: int | None
+    samples: int
+
+
+def course(length: Length, batches: Batches, step: int, trained: int) -> Course:
+    """The course of a run from the place in the data where `batches` stands.
+
+    Args:
+        step: optimizer steps that the schedule counts as done.
+        trained: those that `--max-steps` counts; more than `step` where an imported checkpoint brought some.
+    """
+    size = len(batches.split)
+    per_epoch, in_epoch = -(-size // length.samples), -(-(size - batches.position) // length.samples)
+    left = in_epoch + (length.epochs - batches.epoch - 1) * per_epoch if batches.epoch < length.epochs else 0
+    if length.max_steps is not None:
+        left = max(0, min(left, length.max_steps - trained))
+    return Course(step, batches.epoch, in_epoch, per_epoch, left)
 
 
 class Schedule:
@@ -22,13 +78,42 @@ class Schedule:
             the tutorials have it; else optimizer steps.
     """
 
-    def __init__(self, config: Config, optimizer: Optimizer, steps_per_epoch: int) -> None:
+    def __init__(self, config: Config, optimizer: Optimizer, batches: Batches) -> None:
+        self._config, self._batches = config, batches
         self._by_epoch = config.schedule == "step" and not config.warmup_steps
+        self._length = Length(config.epochs, config.max_steps, batches.global_batch)
+        self._course = course(self._length, batches, 0, 0)
         self.scheduler: LRScheduler
         if self._by_epoch:
             self.scheduler = StepLR(optimizer, step_size=1, gamma=config.gamma)
         else:
-            self.scheduler = LambdaLR(optimizer, lambda step: factor(config, step, steps_per_epoch))
+            self.scheduler = LambdaLR(optimizer, lambda step: factor(config, step, self._course))
+
+    def go_on(self, trained: int, before: Length | None) -> str | None:
+        """Take up the course that a restored run has from here on; what to say if its length changed.
+
+        The rate of the next step may be another than the checkpoint's, which was that of the earlier course.
+
+        Args:
+            trained: optimizer steps that the run has done.
+            before: of the run that wrote the checkpoint, if it is known.
+        """
+        if self._by_epoch:
+            return None
+        name, step = self._config.schedule, self.scheduler.last_epoch
+        self._course = course(self._length, self._batches, step, trained)
+        rate = factor(self._config, step, self._course)
+        for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * rate
+        if before is None or name not in ("cosine", "linear"):
+            return None
+        total, earlier = self._course.total, course(before, self._batches, step, trained).total
+        if total == earlier:
+            return None
+        return (
+            f"--schedule {name}: this run ends at step {total}, and was to end at step {earlier}; from here "
+            f"on it has the learning rates of a run of {total} steps"
+        )
 
     def after_step(self) -> None:
         if not self._by_epoch:
@@ -39,7 +124,19 @@ class Schedule:
             self.scheduler.step()
 
 
-def factor(config: Config, step: int, steps_per_epoch: int) -> float:
+def before(marker: Mapping[str, Any]) -> Length | None:
+    """The length of the run that wrote a checkpoint with this marker; None if it doesn't say, as an imported one."""
+    flags = marker.get("config", {})
+    epochs, most, samples = flags.get("epochs"), flags.get("max-steps"), flags.get("global-batch-size")
+    parts = [flags.get("batch-size"), flags.get("grad-accumulation"), marker.get("world_size")]
+    if samples is None and all(type(one) is int for one in parts):
+        samples = math.prod(parts)
+    if not all(type(one) is int and one > 0 for one in (epochs, samples, 1 if most is None else most)):
+        return None
+    return Length(epochs, most, samples)
+
+
+def factor(config: Config, step: int, ahead: Course) -> float:
     """What `--lr` is multiplied by when `step` optimizer steps are done.
 
     The warm-up rises linearly and reaches 1 after `--warmup-steps`; `cosine` and `linear` fall from there to
@@ -49,11 +146,8 @@ def factor(config: Config, step: int, steps_per_epoch: int) -> float:
     if step < warm:
         return (step + 1) / (warm + 1)
     if config.schedule == "step":
-        return float(config.gamma ** (step // steps_per_epoch))
+        return float(config.gamma ** ahead.epochs_after(step))
     if config.schedule == "constant":
         return 1.0
-    total = config.epochs * steps_per_epoch
-    if config.max_steps is not None:
-        total = min(total, config.max_steps)
-    done = min(1.0, (step - warm) / max(1, total - warm))
+    done = min(1.0, (step - warm) / max(1, ahead.total - warm))
     return floor + (1 - floor) * ((1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done)
