@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsdp2.foreign.code import ForeignCode, installed_code_only
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
+from fsdp2.models.causal import sees_later
 from fsdp2.models.spec import Batch, ModelSpec
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -127,7 +128,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         return state, wrong
 
     language = task != "image"
-    return ModelSpec(
+    made = ModelSpec(
         name=f"hf:{place}",
         kind="language" if language else "image",
         sizes={"own": {"vocab_size": config.get_text_config().vocab_size} if language else {}},
@@ -147,6 +148,17 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         methods=("generate",) if _generates(model_class) else (),
         attentions=("auto", *KERNELS) if _uses_torchs_attention(config, model_class) else ("auto",),
     )
+    encoder = getattr(transformers, TASKS["masked"][1]).get(type(config), None)
+    # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
+    if task == "causal" and not getattr(config, "is_decoder", encoder is None):
+        with guarded():
+            seen = sees_later(made.on_meta("own"), call, made.logits)
+        if seen:
+            raise ValueError(
+                f"{folder / 'config.json'}: {model_class.__name__} sees the tokens that it is to predict unless "
+                "is_decoder is true; set it there, or name the class for masked tokens in architectures"
+            )
+    return made
 
 
 def loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -196,8 +208,6 @@ def _task(transformers: Any, config: Any, *, trust_remote_code: bool) -> tuple[s
     named = (getattr(config, "architectures", None) or [None])[0]
     for task, model_class in classes.items():
         if model_class.__name__ == named:
-            if task == "causal" and not getattr(config, "is_decoder", "masked" not in classes):
-                raise ValueError(f"{named} sees the tokens that it is to predict unless is_decoder is true")
             return task, model_class
     remote = getattr(config, "auto_map", {})
     for task, (auto, _) in TASKS.items():

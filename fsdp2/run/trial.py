@@ -14,6 +14,7 @@ from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.models import ModelSpec
+from fsdp2.models.causal import same
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.compiling import uncompiled
 from fsdp2.parallel.engine import Engine
@@ -40,9 +41,12 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
     A collective call.
     """
-    with uncompiled() if config.compile else nullcontext():
+    # What a stranger's model draws here would be missing in the draws of its training.
+    kept = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with uncompiled() if config.compile else nullcontext(), kept:
         if config.chunked_loss is not None:
             require_whole_loss(config, engine, dataset, device)
+        require_causal(config, engine, dataset, device)
         require_documents_apart(config, engine, dataset, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # no step has tensors of these sizes
@@ -73,24 +77,47 @@ def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device:
 
 
 @torch.no_grad()
+def require_causal(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
+    """Raise ConfigError if somebody's model that is to learn the next token sees it.
+
+    Two rows of one forward differ in one token, and the logits before it have to be equal.
+    """
+    if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
+        return
+    inputs, _ = dataset.test.__getitems__([0])
+    named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    rows = {name: tensor[:1, :TOKENS].repeat(2, 1).to(device) for name, tensor in named.items()}
+    tokens = rows["input_ids"]
+    at = tokens.shape[1] // 2
+    tokens[1, at] = abs(int(tokens[1, at]) - 1)
+    with whole_logits(engine, config.spec) as plain:
+        given = rows if isinstance(inputs, dict) else tokens
+        logits = plain.logits(engine.forward(Batch(given, tokens, True, 2, tokens.numel(), True)))
+    if not all(gather(same(logits[:, :at]))):
+        raise ConfigError(
+            f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
+            "of those before it; give it a causal mask, which encoders of transformers have with is_decoder true"
+        )
+
+
+@torch.no_grad()
 def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if the model lets a document see another in its row.
 
-    Whether a stranger's model heeds `position_ids` or `document_ids` isn't told by its signature, so it is tried: the
-    first of two documents is changed, and the second's logits have to stay as they are.
+    Whether a stranger's model heeds `position_ids` or `document_ids` isn't told by its signature, so it is tried: of
+    two rows the first documents differ, and the logits of the second have to be equal. They stand in one forward, since
+    experts that get other numbers of tokens in another forward round differently.
     """
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
-    tokens = torch.arange(16, device=device).unsqueeze(0) % 8
-    row = torch.arange(8, device=device).repeat(2).unsqueeze(0)
-    named = {"input_ids": tokens, "position_ids": row, "document_ids": row.new_tensor([[0] * 8 + [1] * 8])}
-    changed = {**named, "input_ids": torch.cat([tokens[:, :8].flip(1), tokens[:, 8:]], dim=1)}
+    tokens = torch.arange(16, device=device).repeat(2, 1) % 8
+    tokens[1, :8] = tokens[0, :8].flip(0)
+    row = torch.arange(8, device=device).repeat(2, 2)
+    named = {"input_ids": tokens, "position_ids": row, "document_ids": row.new_tensor([[0] * 8 + [1] * 8] * 2)}
     with whole_logits(engine, config.spec) as plain:
-        first, second = (
-            plain.logits(engine.forward(Batch(one, tokens, True, 1, 16, True)))[:, 8:] for one in (named, changed)
-        )
-    if not all(gather(bool(torch.equal(first, second)))):
+        logits = plain.logits(engine.forward(Batch(named, tokens, True, 2, 32, True)))
+    if not all(gather(same(logits[:, 8:]))):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"

@@ -1,0 +1,98 @@
+"""Whether a language model sees the tokens that it is to predict, told by running a copy of its first blocks.
+
+No attribute tells it: in a configuration of GPT-NeoX, which is causal, `is_decoder` is False.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp2.models.blocks import find_blocks
+
+LENGTH, CHANGED = 13, 10  # tokens of a row, and the place of the one that differs; no model is 13 wide
+BLOCKS = 2
+# Of the largest number. Rows of one forward go through the same sums; where one is rounded differently by its place in
+# a matrix, it is by some 1e-7. A token that others see changes theirs by 1e-4 and more, also before training.
+ROUNDING = 1e-5
+
+
+class _Enough(Exception):
+    """The blocks that are looked at have run."""
+
+
+def same(made: Tensor) -> bool:
+    """Whether two rows (2, …) of one forward are equal but for rounding. A number that is NaN is not."""
+    first, second = made.double()
+    return bool((first - second).abs().max() <= ROUNDING * first.abs().max())
+
+
+@torch.no_grad()
+def sees_later(model: nn.Module, call: Callable[[nn.Module, Any], Any], logits: Callable[[Any], Tensor]) -> bool | None:
+    """Whether what a model makes of a token depends on a later one; None if its first blocks can't be run like this.
+
+    Two rows that differ in one token go through the first two blocks, on a CPU, in fp32, with weights of no meaning.
+
+    Args:
+        model: its parameters on `meta`, its buffers in memory. It is used up.
+        call: (model, batch) -> outputs.
+        logits: outputs -> (rows, tokens, classes), of a model that has no third block.
+    """
+    tokens = (torch.arange(LENGTH) % 7).repeat(2, 1)
+    tokens[1, CHANGED] += 1
+    try:
+        blocks = find_blocks(model.eval())
+        _fill(model, blocks[BLOCKS:])
+        made = _made_of(model, blocks, lambda: logits(call(model, SimpleNamespace(inputs=tokens, targets=tokens))))
+        along = made.shape.index(LENGTH)  # of a few models the first dimension
+        return not same(made.narrow(along, 0, CHANGED).movedim(made.shape.index(2), 0))
+    except Exception:  # whatever a stranger's code raises that wants a GPU, other inputs, or has no such dimension
+        return None
+
+
+def _made_of(model: nn.Module, blocks: list[nn.Module], forward: Callable[[], Tensor]) -> Tensor:
+    """What enters the block after those that are looked at; what a forward returns if there is none."""
+    found: list[Tensor] = []
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+        found.extend(one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.is_floating_point())
+        raise _Enough
+
+    for block in blocks[BLOCKS:]:
+        block.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        return forward()
+    except _Enough:
+        return found[0]
+
+
+def _fill(model: nn.Module, left_out: list[nn.Module]) -> None:
+    """Give parameters on `meta` values, but for those of modules that won't run."""
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))  # no row of a matrix is that long
+    unused = set(chain.from_iterable(module.modules() for module in left_out))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner, name, parameter in _parameters(model):
+        if owner in unused:
+            continue
+        if parameter not in made:
+            values = torch.ones(parameter.shape)
+            if parameter.dim() > 1:
+                count = parameter.numel()
+                repeated = numbers.repeat(-(-count // len(numbers)))[:count].view(parameter.shape)
+                values = repeated.mul_(1 / math.sqrt(parameter.shape[-1]))
+            made[parameter] = nn.Parameter(values, requires_grad=False)
+        owner._parameters[name] = made[parameter]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in model.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                yield owner, name, parameter

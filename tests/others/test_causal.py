@@ -1,0 +1,101 @@
+"""Causal or not, documents apart or not: told by what a changed token does to the logits of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import models
+from fsdp2.config import parse
+from fsdp2.models.causal import same
+from fsdp2.options.errors import ConfigError
+from fsdp2.run import trial
+from fsdp2.train import main
+from tests.harness import losses
+from tests.others.common import MODELS, WORDS, flags
+
+SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+PYTHIA = {**SMALL, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "intermediate_size": 64}
+XLNET = {"architectures": ["XLNetLMHeadModel"], "model_type": "xlnet", "vocab_size": 300, "d_model": 32, "n_layer": 2}
+XLNET |= {"n_head": 4, "d_inner": 64, "dropout": 0.0}
+OPT = {**SMALL, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}
+OPT |= {"max_position_embeddings": 64, "dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    pytest.importorskip("transformers")
+    models.get.cache_clear()
+
+
+def trained(folder: Path, config: dict[str, Any], *more: str) -> list[float]:
+    """The losses of two steps of a model whose folder has a configuration alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    line = flags(f"hf:{folder}", folder / "run", *more, "--strategy=none", "--init-from=scratch", "--max-steps=2")
+    events: list[Any] = []
+    main(parse([*line, "--no-save-model"]), lambda kind, data: events.append((kind, data)))
+    return losses(events)
+
+
+def words(folder: Path) -> str:
+    """A text of short documents, as a flag."""
+    (folder / "text").mkdir()
+    for i in range(8):
+        (folder / "text" / f"{i}.txt").write_text("A short document. " * (1 + i % 3))
+    return f"--dataset=text:{folder / 'text'}"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_causal_model_whose_configuration_says_that_it_is_no_decoder_trains(tmp_path: Path, layers: int) -> None:
+    config = {**PYTHIA, "num_hidden_layers": layers, "is_decoder": False}
+    assert len(trained(tmp_path / "model", config, *WORDS)) == 2
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_encoder_is_refused_with_what_to_set_however_deep_it_is(tmp_path: Path, layers: int) -> None:
+    config = {**SMALL, "num_hidden_layers": layers, "intermediate_size": 64, "model_type": "roberta"}
+    with pytest.raises(ConfigError, match="sees the tokens that it is to predict unless is_decoder is true; set it"):
+        trained(tmp_path / "model", {**config, "architectures": ["RobertaForCausalLM"]}, *WORDS)
+    config |= {"is_decoder": True, "architectures": ["RobertaForCausalLM"]}
+    models.get.cache_clear()
+    assert len(trained(tmp_path / "other", config, *WORDS)) == 2
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused_whatever_it_says_of_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it sees the tokens that it is to predict, since a later token changes"):
+        trained(tmp_path / "model", XLNET, *WORDS)
+
+
+def test_experts_that_round_differently_see_no_other_document(tmp_path: Path) -> None:
+    _, name, numbers = MODELS["mixtral"]
+    config = {**numbers, "vocab_size": 300, "architectures": [name], "model_type": "mixtral"}
+    assert len(trained(tmp_path / "model", config, words(tmp_path))) == 2
+
+
+def test_a_model_whose_documents_see_each_other_is_refused(tmp_path: Path) -> None:
+    text = words(tmp_path)
+    with pytest.raises(ConfigError, match="a document sees those before it in the same sequence"):
+        trained(tmp_path / "model", OPT, text)
+    models.get.cache_clear()
+    assert len(trained(tmp_path / "other", OPT, text, "--documents=together")) == 2
+
+
+def test_rounding_is_told_from_what_a_row_sees() -> None:
+    row = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    assert same(torch.stack([row, row * (1 + 2**-22)]))
+    assert not same(torch.stack([row, row + 1e-4]))
+    assert not same(torch.stack([row, row * float("nan")]))
+    assert same(torch.zeros(2, 8))
+
+
+def test_what_is_tried_draws_no_number_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("require_causal", "require_documents_apart"):
+        monkeypatch.setattr(trial, name, lambda *_: torch.rand(1))
+    before = torch.get_rng_state()
+    trial.try_out(parse([]), Any, Any, torch.device("cpu"))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)
