@@ -61,6 +61,12 @@ ROWS = (
         "bf16, compiled, recomputing what is cheap, 8-bit moments",
         f"--batch-size=4 --compile {OP} --optimizer-state=8bit",
     ),
+    Row("float8, compiled, recomputing", f"--batch-size=4 --compile {BLOCK} --float8=tensorwise"),
+    Row(
+        "float8, compiled, recomputing what is cheap, 8-bit moments",
+        f"--batch-size=4 --compile {OP} --optimizer-state=8bit --float8=tensorwise",
+    ),
+    Row("float8 by rows, compiled, recomputing", f"--batch-size=4 --compile {BLOCK} --float8=rowwise"),
     Row("LoRA, compiled", "--batch-size=4 --lora=16 --init-from=made-up --compile"),
     Row("LoRA, compiled, recomputing", f"--batch-size=4 --lora=16 --init-from=made-up --compile {BLOCK}", least=70),
     Row("bf16, recomputing", f"--batch-size=4 {BLOCK}"),

@@ -40,7 +40,7 @@ from fsdp2.options.values import (
 from fsdp2.parallel.baselines import fsdp1
 from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
 from fsdp2.parallel.optimizer import OPTIMIZERS, STATES
-from fsdp2.parallel.precision import DTYPES
+from fsdp2.parallel.precision import DTYPES, FLOAT8
 from fsdp2.units import byte_count
 
 TRAIN = "Train a sharded model with PyTorch FSDP2. On several ranks: torchrun --nproc_per_node N -m fsdp2.train."
@@ -211,6 +211,7 @@ class Config:
         bare="bf16",
         section="precision, memory, speed",
     )
+    float8: str | None = option(None, "products of blocks' linear layers (extra torchao)", or_off(one_of(*FLOAT8)))
     reduce_dtype: str = option("fp32", "dtype of the gradient reduction", one_of(*DTYPES))
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in CPU memory", switch)
     activation_checkpointing: Literal["block", "op"] | None = option(

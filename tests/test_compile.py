@@ -110,6 +110,7 @@ CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "op": ((*LLAMA, "--activation-checkpointing=op"), 1),
     "bf16": ((*LLAMA, "--mixed-precision=bf16", "--chunked-loss=8"), 1),
     "fp16": ((*LLAMA, "--mixed-precision=fp16", "--activation-checkpointing=op"), 1),
+    "float8": ((*LLAMA, "--mixed-precision=bf16", "--float8=tensorwise", "--activation-checkpointing=op"), 1),
     "ddp": ((*LLAMA, "--strategy=ddp", "--activation-checkpointing"), 1),
     "vit": (VIT, 2),
     "transformer": (("--model=transformer", *LLAMA[1:], "--activation-checkpointing"), 1),

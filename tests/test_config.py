@@ -158,6 +158,17 @@ BAD = [
     ),
     (["--optimizer-state", "8bit", "--strategy", "ddp"], ["--optimizer-state with --strategy ddp"]),
     (["--optimizer-state", "8bit", "--strategy", "zero3"], ["--optimizer-state with --strategy zero3"]),
+    (["--float8", "tensorwise"], ["--float8 tensorwise with --mixed-precision off", "--mixed-precision bf16"]),
+    (["--float8", "rowwise", "--mixed-precision", "fp16"], ["--float8 rowwise with --mixed-precision fp16"]),
+    (
+        ["--model=llama", "--dataset=random-tokens", "--float8=tensorwise", "--mixed-precision", "--lora=4"],
+        ["--float8 tensorwise with --lora", "drop one"],
+    ),
+    (["--float8", "all", "--mixed-precision"], ["--float8 all", "tensorwise, rowwise"]),
+    (
+        ["--float8", "tensorwise", "--mixed-precision", "--strategy", "ddp"],
+        ["--float8 with --strategy ddp", "--strategy fsdp2"],
+    ),
     (["--dataset", "source-text"], ["--dataset source-text with --model vit", "fashion-mnist"]),
     (["--model", "transformer", "--dataset", "digits"], ["takes language data", "source-text"]),
     (["--data-root", "x"], ["--data-root with --dataset digits", "fashion-mnist"]),

@@ -135,6 +135,19 @@ def _check_precision(config: Options) -> None:
             "gradients would be rounded to a dtype they are not computed in; "
             f"add --mixed-precision {config.reduce_dtype} or drop it"
         )
+    if config.float8 is None:
+        return
+    flag = f"--float8 {config.float8}"
+    if config.mixed_precision != "bf16":
+        raise ConfigError(
+            f"{flag} with --mixed-precision {config.mixed_precision or 'off'}: what float8 doesn't compute needs the "
+            "range of bf16; use --mixed-precision bf16, or drop --float8"
+        )
+    if config.lora is not None:
+        raise ConfigError(
+            f"{flag} with --lora: torchao would compute the gradients of frozen weights, too, which costs more than it "
+            "gains; drop one of them"
+        )
 
 
 def _check_recomputation(config: Options) -> None:

@@ -16,6 +16,7 @@ from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.baselines.rules import Options, Rules
+from fsdp2.parallel.float8 import CAPABILITY
 
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
@@ -54,6 +55,7 @@ FSDP2 = Rules(
         "betas",
         "weight_decay",
         "optimizer_state",
+        "float8",
     ),
     refusals=_fsdp2_refusals,
     reads_as_fsdp2=True,
@@ -75,6 +77,7 @@ PARTICULAR = {
     **dict.fromkeys(("fsdp1_sharding", "min_wrap_params", "fsdp1_backward_prefetch"), "isn't FSDP1"),
     **dict.fromkeys(("overlap_comm", "deepspeed_config"), "isn't DeepSpeed's"),
     "nvme_offload": "can't keep its state in files",
+    "float8": "isn't tried with layers in float8",
     "optimizer_state": "isn't tried with moments in few bits",
     "betas": "is given DeepSpeed's settings",
     "weight_decay": "flattens parameters, so that a norm's weight looks like any other's",
@@ -107,6 +110,11 @@ def check_device(config: Any, device_type: str) -> None:
     refuse(attention_refusals(config, device_type))
     if config.attention == "flex" and (lacks := missing()) is not None:
         raise ConfigError(f"--attention flex: it has to be compiled, and {lacks} is missing; install it, or use auto")
+    if config.float8 and device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+        raise ConfigError(
+            f"--float8 {config.float8}: {torch.cuda.get_device_name()} has no float8 products, which came with Ada and "
+            "Hopper (compute capability 8.9); drop it"
+        )
     if config.attention == "cudnn" and not torch.backends.cudnn.is_available():
         raise ConfigError("--attention cudnn: this torch has no cuDNN; use --attention auto")
 

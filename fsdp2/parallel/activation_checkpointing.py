@@ -19,6 +19,7 @@ EXPENSIVE = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._scaled_mm.default,
     _aten.convolution.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

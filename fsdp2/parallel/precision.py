@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOAT8 = ("tensorwise", "rowwise")  # recipes of `--float8`; see `float8.py`
 
 
 def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:

@@ -79,6 +79,11 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"--strategy {config.strategy}: its engine copies values that a plan doesn't have; plan "
             f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
         )
+    if config.float8:
+        raise ConfigError(
+            f"--float8 {config.float8}: a plan executes on a CPU, where it is emulated in other steps and memory; "
+            "plan without it, which is near in memory, and measure its time with python -m fsdp2.train"
+        )
     # A compiler reads values while it works, and whether losses are finite nobody knows.
     config = dataclasses.replace(_attending(config, gloo=gloo), compile=False, on_nonfinite="continue")
     world, device = World(rank, ranks, rank, ranks), torch.device("cpu")

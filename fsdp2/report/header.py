@@ -29,6 +29,10 @@ def lines(
     if config.replicas > 1:
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
+    if config.float8:
+        layers = sum(type(module).__name__ == "Float8Linear" for module in engine.model.modules())
+        emulated = ", emulated" if device.type == "cpu" else ""
+        dtype += f", {layers} linear layers in float8 ({config.float8}{emulated})"
     plan = planned.read(config, world_size)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "

@@ -37,6 +37,7 @@ from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
+from fsdp2.parallel import float8
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
@@ -102,6 +103,11 @@ def preflight(config: Config, world: World) -> Job:
         freeze(model, config.freeze)
     except ValueError as error:
         raise ConfigError(f"--freeze {error}") from None
+    if config.float8 and not any(float8.layers(blocks)):
+        raise ConfigError(
+            f"--float8 {config.float8} with --model {config.model}: none of its blocks has a trained nn.Linear whose "
+            f"sizes are multiples of {float8.MULTIPLE}; drop --float8"
+        )
     place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
     if "://" in place:
         check_url(place, world)
@@ -164,6 +170,8 @@ def check_versions(config: Config) -> None:
         require("tensorboard", "tensorboard", "--tensorboard")
     if config.optimizer_state:
         require("torchao", "torchao", f"--optimizer-state {config.optimizer_state}")
+    if config.float8:
+        require("torchao", "torchao", f"--float8 {config.float8}")
     if config.profile:
         require("plotly", "plots", "--profile")
     if config.compile:

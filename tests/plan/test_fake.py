@@ -48,3 +48,8 @@ def test_a_model_that_reads_values_is_refused_by_name() -> None:
 def test_a_strategy_that_cannot_be_planned_is_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"--strategy {strategy}: .*compare"):
         run(parse([f"--strategy={strategy}"]), 2, 0, gloo=True)
+
+
+def test_float8_is_refused_since_a_plan_would_count_its_emulation() -> None:
+    with pytest.raises(ConfigError, match=r"--float8 rowwise: .*; plan without it"):
+        run(parse(["--float8=rowwise", "--mixed-precision"]), 2, 0, gloo=True)

@@ -44,6 +44,8 @@ CASES: dict[str, list[str]] = {
     "llama, documents apart": [*_LLAMA, "--dataset=text:/nowhere", "--tokenizer=bytes"],
     "llama, chunked loss, bf16": [*_LLAMA, "--chunked-loss=16", "--mixed-precision=bf16"],
     "llama, recomputed op, bf16": [*_LLAMA, "--activation-checkpointing=op", "--mixed-precision=bf16"],
+    "llama, float8": [*_LLAMA, "--mixed-precision=bf16", "--float8=tensorwise", "--activation-checkpointing=op"],
+    "llama, float8 by rows": [*_LLAMA, "--mixed-precision=bf16", "--float8=rowwise"],
 }
 
 

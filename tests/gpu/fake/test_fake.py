@@ -19,6 +19,8 @@ from tests.gpu.fake.cases import CASES, MUTANTS
 OTHERS = ["transformers' llama", "transformers' gpt2, bf16", "LoRA, bf16", "LoRA, recomputed"]
 ROOT = Path(__file__).parents[3]
 
+pytestmark = pytest.mark.timeout(900)  # of the first test, which runs all configurations
+
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("needs a C++ compiler: the fake device is a few lines that are loaded before torch")
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
+    pytest.importorskip("torchao")
     folder = tmp_path_factory.mktemp("fake")
     library, result = folder / "libcuda.so.1", folder / "seen.json"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, Path(__file__).with_name("device.cpp")], check=True)
@@ -43,7 +46,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(result.read_text())
