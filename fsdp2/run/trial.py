@@ -80,19 +80,19 @@ def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device:
 def require_causal(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if somebody's model that is to learn the next token sees it.
 
-    Two rows of one forward differ in one token, and the logits before it have to be equal.
+    Of three rows of one forward the last differs in one token, and the logits before it have to be equal.
     """
     if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
         return
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    rows = {name: tensor[:1, :TOKENS].repeat(2, 1).to(device) for name, tensor in named.items()}
+    rows = {name: tensor[:1, :TOKENS].repeat(3, 1).to(device) for name, tensor in named.items()}
     tokens = rows["input_ids"]
     at = tokens.shape[1] // 2
-    tokens[1, at] = abs(int(tokens[1, at]) - 1)
+    tokens[2, at] = abs(int(tokens[2, at]) - 1)
     with whole_logits(engine, config.spec) as plain:
         given = rows if isinstance(inputs, dict) else tokens
-        logits = plain.logits(engine.forward(Batch(given, tokens, True, 2, tokens.numel(), True)))
+        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))
     if not all(gather(same(logits[:, :at]))):
         raise ConfigError(
             f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
@@ -105,18 +105,18 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     """Raise ConfigError if the model lets a document see another in its row.
 
     Whether a stranger's model heeds `position_ids` or `document_ids` isn't told by its signature, so it is tried: of
-    two rows the first documents differ, and the logits of the second have to be equal. They stand in one forward, since
-    experts that get other numbers of tokens in another forward round differently.
+    three rows the last has another first document, and the logits of the second have to be equal. They stand in one
+    forward, since experts that get other numbers of tokens in another forward round differently.
     """
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
-    tokens = torch.arange(16, device=device).repeat(2, 1) % 8
-    tokens[1, :8] = tokens[0, :8].flip(0)
-    row = torch.arange(8, device=device).repeat(2, 2)
-    named = {"input_ids": tokens, "position_ids": row, "document_ids": row.new_tensor([[0] * 8 + [1] * 8] * 2)}
+    tokens = torch.arange(16, device=device).repeat(3, 1) % 8
+    tokens[2, :8] = tokens[0, :8].flip(0)
+    row = torch.arange(8, device=device).repeat(3, 2)
+    named = {"input_ids": tokens, "position_ids": row, "document_ids": row.new_tensor([[0] * 8 + [1] * 8] * 3)}
     with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(named, tokens, True, 2, 32, True)))
+        logits = plain.logits(engine.forward(Batch(named, tokens, True, 3, 48, True)))
     if not all(gather(same(logits[:, 8:]))):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
