@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from fsdp2 import infer, models
 from fsdp2.checkpoint.__main__ import main as checkpoint_command
+from fsdp2.checkpoint.convert.adapters import Adapters, merged
 from fsdp2.checkpoint.convert.opening import opened
+from fsdp2.checkpoint.convert.source import Source
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.config import Config
 from fsdp2.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2.options.errors import ConfigError
@@ -197,6 +200,33 @@ def test_a_layer_with_transposed_weights() -> None:
     assert facts["fan_in_fan_out"] is True
     with pytest.raises(ValueError, match=r"some of the layers are nn\.Linear and some Conv1D"):
         Lora(2, 4.0, ("*",)).adapt(transformers.GPT2LMHeadModel(config), [])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_the_embedding_too_gets_no_adapter(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    numbers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(**numbers, head_dim=4, vocab_size=16, tie_word_embeddings=tied)
+    model = transformers.Qwen3ForCausalLM(config)
+    if tied:
+        with pytest.raises(
+            ValueError, match=r"--lora-targets lm_head: shares its weight with model\.embed_tokens, and"
+        ):
+            Lora(2, 4.0, ("*",)).adapt(model, list(model.model.layers))
+        Lora(2, 4.0).adapt(model, list(model.model.layers))  # those in blocks
+    else:
+        assert "lm_head" in Lora(2, 4.0, ("*",)).adapt(model, list(model.model.layers))["target_modules"]
+
+
+def test_an_export_that_cant_merge_advises_no_merging_elsewhere() -> None:
+    def source(*names: str) -> Source:
+        tensors = {name: torch.empty(2, 2, device="meta") for name in names}
+        return Source("a place", tensors, [], {name: (name,) for name in names}, lambda _: torch.zeros(2, 2))
+
+    ours = source("lm_head.lora_A.default.weight", "lm_head.lora_B.default.weight")
+    with pytest.raises(Refused, match="use --format peft, and load both, unmerged") as caught:
+        merged(ours, source("model.embed_tokens.weight"), Adapters(b"", "base", 1.0, False))
+    assert "merge_and_unload" not in str(caught.value)
 
 
 def test_averages_that_no_checkpoint_would_hold_are_refused() -> None:

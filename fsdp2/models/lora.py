@@ -63,7 +63,7 @@ class Lora:
     def adapt(self, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
         """Put adapters into a model, which alone are trained then; what peft's adapter_config.json says of them.
 
-        Raises ValueError as `targets_in` does.
+        Raises ValueError as `targets_in` does, and for layers that can't be adapted, such as a tied head.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -76,6 +76,12 @@ class Lora:
         transposed = {_is_transposed(model.get_submodule(name)) for name in names}
         if len(transposed) > 1:
             raise ValueError("--lora-targets: some of the layers are nn.Linear and some Conv1D; name those of one kind")
+        for name in names:
+            if others := _sharing(model, name):
+                raise ValueError(
+                    f"--lora-targets {name}: shares its weight with {others[0]}, and an adapter changes one of both; "
+                    "merged, it would change both; name other layers"
+                )
         # The last part of a name says it for each block, as people write it, where no other module has such a name.
         parts = sorted({name.rpartition(".")[2] for name in names})
         same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in parts}
@@ -137,6 +143,12 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
         return {**spec.files(size), FILE: (json.dumps(facts, indent=1) + "\n").encode()}
 
     return dataclasses.replace(spec, make=make, files=files, lora=lora)
+
+
+def _sharing(model: nn.Module, name: str) -> list[str]:
+    """The modules, but for this one, that have its weight."""
+    weight = model.get_submodule(name).weight
+    return [one for one, module in model.named_modules() if one != name and getattr(module, "weight", None) is weight]
 
 
 def _is_linear(module: nn.Module) -> bool:

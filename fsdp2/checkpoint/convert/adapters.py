@@ -70,7 +70,7 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
     if absent := sorted(layers.keys() - theirs.keys()):
         raise Refused(
             f"{source.place}: {base.place} has no {absent[0]}, which the adapters go beside; use --format peft, and "
-            "merge_and_unload of that package"
+            "load both, unmerged, with PeftModel.from_pretrained"
         )
 
     def read(name: str) -> Tensor:
