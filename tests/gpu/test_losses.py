@@ -11,6 +11,8 @@ import torch
 from fsdp2 import minimal
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
+from fsdp2.parallel.float8 import CAPABILITY
+from fsdp2.parallel.precision import FLOAT8
 from fsdp2.train import train_step
 from tests.gpu import harness
 from tests.gpu.harness import (
@@ -43,6 +45,22 @@ def test_close_to_the_cpu(gpus: Ranks, tmp_path: Path, model: str) -> None:
     here, there = (losses(gpus.run(harness.train, line)[0]) for line in (flags, on_cpu))
     assert len(here) == 4
     assert here == pytest.approx(there, rel=1e-2 if model == "cnn" else 1e-4)
+
+
+@pytest.mark.parametrize("recipe", FLOAT8)
+def test_float8_is_close_to_what_a_cpu_emulates(gpus: Ranks, tmp_path: Path, recipe: str) -> None:
+    """The same rounding, and sums of products in another order, or with fewer bits where a GPU adds up fast. A sum is
+    rounded to bf16, by 4e-3 of a layer's output, and a loss is the mean of many. Random words are not learned, so that
+    steps don't move apart."""
+    pytest.importorskip("torchao", reason="needs the extra torchao")
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no float8 products")
+    sizes = ["--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=32", "--batch-size=8"]
+    line = [flag for flag in small(tmp_path / "gpu") if "size" not in flag and "steps" not in flag]
+    line = [*line, *sizes, "--max-steps=4", "--mixed-precision=bf16", f"--float8={recipe}"]
+    on_cpu = [*line, "--device=cpu", f"--run-dir={tmp_path / 'cpu'}"]
+    here, there = (losses(gpus.run(harness.train, one)[0]) for one in (line, on_cpu))
+    assert here == pytest.approx(there, rel=2e-3)
 
 
 @pytest.mark.parametrize("count", [1, 2])
