@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,7 +89,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporting.add_argument(
         "--ema", action="store_true", help="take the average of the weights, which a run with --ema keeps"
     )
-    exporting.add_argument("--dtype", choices=tuple(DTYPES), help="cast floating-point tensors to this dtype")
+    exporting.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="cast floating-point tensors; unset = hf: as the model's config.json says",
+    )
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"
     )
@@ -151,6 +156,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
         limit = arguments.max_shard_size or MAX_SHARD_SIZE
         like = hf_model(arguments.place) if arguments.format == "hf" else None
+        if arguments.format == "safetensors" and model_file(arguments.place, "config.json") is not None:
+            with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
+                like = hf_model(arguments.place)
         line = export(
             arguments.place,
             arguments.out,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp2.checkpoint.convert.adapters import Adapters, merged, write_peft
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
-from fsdp2.checkpoint.convert.hf_folder import write_hf
+from fsdp2.checkpoint.convert.hf_folder import dtype_of, without_copies, write_hf
 from fsdp2.checkpoint.convert.nonfinite import Nonfinite
 from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.convert.pt_file import write_pt
@@ -25,6 +25,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import DamagedCheckpoint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
 MAX_SHARD_SIZE = 4_000_000_000
 
 
@@ -45,24 +46,31 @@ def export(
         place: what `opened` takes. A checkpoint's hashes are verified first.
         to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
             that `from_pretrained` loads), or `peft` (a folder of adapters).
-        dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are.
+        dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are. Unset = for `hf`, what
+            the model's own config.json says; else the source's.
         max_shard_size: bytes of tensors in one safetensors file.
-        like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it.
+        like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it. With it
+            `safetensors` too writes what is tied once.
         average: the average of the weights in their place.
         adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
     target, nonfinite = new_path(out), Nonfinite()
+    implied = NAMES.get(dtype_of(like[1]["config.json"]) or "") if to == "hf" and like and dtype is None else None
+    dtype = dtype or implied
     aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
     with ExitStack() as stack:
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
+        trained = source
         if average:
             source = averaged(source)
         if adapters is not None and to != "peft":
-            source = merged(source, stack.enter_context(opened(adapters.base)), adapters)
+            source = trained = merged(source, stack.enter_context(opened(adapters.base)), adapters)
         names = weights(source)
+        if like is not None:
+            names = without_copies(trained, names, like[0])
         tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
 
         def read(name: str) -> Tensor:
@@ -91,9 +99,11 @@ def export(
             folder.rename(aside.name, target.name)
             folder.fsync("")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return "; ".join(
-        [f"{target}: {len(tensors)} tensors, {size:,} bytes", f"the source is {checked}", *nonfinite.note()]
-    )
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in tensors.values() if one.is_floating_point()})
+    said = f"{target}: {len(tensors)} tensors, {size:,} bytes, {' and '.join(dtypes) or 'no floating point'}"
+    if implied is not None:
+        said += " as in the model's config.json (--dtype chooses another)"
+    return "; ".join([said, f"the source is {checked}", *nonfinite.note()])
 
 
 def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:
@@ -136,5 +146,6 @@ def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
     cast = tensor.to(DTYPES[dtype])
     narrower = torch.finfo(cast.dtype).max < torch.finfo(tensor.dtype).max
     if narrower and not tensor.is_meta and int(cast.isinf().sum()) != int(tensor.isinf().sum()):
-        raise Refused(f"--dtype {dtype}: {name} has values up to {tensor.abs().max().item():g}, too large for it")
+        largest = f"{tensor.abs().max().item():g}"
+        raise Refused(f"--dtype {dtype}: {name} has values up to {largest}, too large for it; use --dtype fp32")
     return cast

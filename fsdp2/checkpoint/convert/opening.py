@@ -48,6 +48,12 @@ def is_safetensors(files: Files) -> bool:
     return not is_there(files, METADATA) and any(is_there(files, name) for name in (INDEX, "model.safetensors"))
 
 
+def is_hf(files: Files) -> bool:
+    """Whether a folder is a model of Hugging Face's, which never had a marker, rather than a run's that lost it."""
+    weights = is_safetensors(files) or any(is_there(files, name) for name in (BIN, f"{BIN}.index.json"))
+    return weights and is_there(files, "config.json") and not is_checkpoint(files)
+
+
 @contextmanager
 def opened(place: str, kind: str = "auto") -> Iterator[Source]:
     """Open a checkpoint, a run (its newest checkpoint), a .pt file or safetensors, at a path or URL.
@@ -89,7 +95,8 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
         if names:
             return replace(open_safetensors(place, folder, {names[0]: None}, stack), folder=folder)
     if kind in ("auto", "pt") and (files := bin_files(place, folder)):
-        return _together(place, [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files])
+        parts = [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files]
+        return replace(_together(place, parts), folder=folder)
     if kind in ("auto", "dcp") and (names := dcp_folders(folder)):
         return _together(place, [_open_dcp(f"{place}/{name}", folder.at(name), stack) for name in names])
     missing = {
@@ -174,10 +181,11 @@ def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
 
 
 VERIFIED = "verified"
+FOREIGN = "a Hugging Face folder, which has no hashes"
 
 
 def verified(source: Source, names: Iterable[str] | None = None) -> str:
-    """Compare what was opened with the hashes in its marker: VERIFIED, or "unverified" and why it can't be.
+    """Compare what was opened with the hashes in its marker: VERIFIED, or "unverified" and why it can't be, or FOREIGN.
 
     Args:
         names: of files in its folder; unset = all that the marker lists.
@@ -186,6 +194,8 @@ def verified(source: Source, names: Iterable[str] | None = None) -> str:
     """
     folder, file = source.folder, source.file
     if folder is None or not is_there(folder, MARKER):
+        if folder is not None and file is None and is_hf(folder):
+            return FOREIGN
         return f"unverified: no {MARKER}"
     if file is not None:
         return f"unverified: {MARKER} doesn't list it" if vouched_step(folder, file) is None else VERIFIED

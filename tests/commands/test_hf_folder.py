@@ -1,0 +1,127 @@
+"""export --format hf: what config.json says of the weights is true of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdp2.checkpoint.convert.hf_folder import dtype_of
+from fsdp2.checkpoint.convert.opening import FOREIGN
+from tests.commands.common import Cli
+from tests.harness import same
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in bf16 of a model whose head is its embedding."""
+    numbers = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(1)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**numbers, **heads, tie_word_embeddings=True))
+    place = tmp_path_factory.mktemp("hf") / "bf16"
+    model.to(torch.bfloat16).save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def weights(folder: Path, tmp_path: Path) -> Path:
+    """The weights that a run which began with the folder has in fp32, with the files that it keeps."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    place = tmp_path / "run" / "weights.pt"
+    torch.save({name: tensor * 1.001 for name, tensor in model.state_dict().items()}, place)
+    return place
+
+
+def _config(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "config.json").read_bytes())
+    return found
+
+
+def test_the_dtype_is_the_source_folders_unless_another_is_asked_for(
+    folder: Path, weights: Path, tmp_path: Path, cli: Cli
+) -> None:
+    original, trained = load_file(folder / "model.safetensors"), torch.load(weights, weights_only=True)
+    for flags, dtype, said in (
+        ([], torch.bfloat16, "bfloat16 as in the model's config.json (--dtype chooses another); the source"),
+        (["--dtype=fp32"], torch.float32, "float32; the source"),
+        (["--dtype=fp16"], torch.float16, "float16; the source"),
+    ):
+        out = tmp_path / str(dtype)
+        line = cli("export", weights, out, "--format=hf", *flags)[1]
+        size = sum(tensor.numel() for tensor in original.values()) * dtype.itemsize
+        assert f"{len(original)} tensors, {size:,} bytes, {said}" in line
+        config, state = _config(out), load_file(out / "model.safetensors")
+        assert config["dtype"] == str(dtype).removeprefix("torch.")
+        assert config["tie_word_embeddings"] is True
+        assert same(state, {name: trained[name].to(dtype) for name in original})
+        assert config["vocab_size"] == len(state["model.embed_tokens.weight"])
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+        assert {tensor.dtype for tensor in model.parameters()} == {dtype}
+        assert same(dict(model.state_dict()), {name: tensor.to(dtype) for name, tensor in trained.items()})
+
+
+def test_safetensors_of_a_tied_model_hold_its_head_once(folder: Path, weights: Path, tmp_path: Path, cli: Cli) -> None:
+    assert cli("export", weights, tmp_path / "out", "--format=safetensors")[0] == 0
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert state.keys() == load_file(folder / "model.safetensors").keys()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert cli("export", weights, tmp_path / "out.pt", "--format=pt")[0] == 0
+    every = torch.load(weights, weights_only=True)
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == every.keys()  # torch loads them strictly
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "part"),
+    [
+        (["lm_head.weight"], (64, 8), "model.embed_tokens.weight and lm_head.weight differ, and config.json says that"),
+        (["model.embed_tokens.weight"], (65, 8), "differ, and config.json says that they are one tensor"),
+        (["model.norm.weight"], (9,), "model.norm.weight is [9], and config.json makes it [8]"),
+        (["lm_head.weight", "model.embed_tokens.weight"], (65, 8), "is [65, 8], and config.json makes it [64, 8]"),
+    ],
+)
+def test_weights_of_which_config_json_is_untrue_are_refused(
+    weights: Path, tmp_path: Path, cli: Cli, names: list[str], shape: tuple[int, ...], part: str
+) -> None:
+    torch.save(torch.load(weights, weights_only=True) | dict.fromkeys(names, torch.ones(shape)), weights)
+    status, _, error = cli("export", weights, tmp_path / "out", "--format=hf")
+    assert status == 2
+    assert part in error
+    assert error.rstrip().splitlines()[-1].startswith("fsdp2.checkpoint: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hugging_face_folder_is_not_called_unverified(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    assert cli("show", folder)[1].splitlines()[0] == f"{folder}: {FOREIGN}"
+    line = cli("export", folder, tmp_path / "a.pt", "--format=pt")[1].splitlines()[0]
+    assert line.endswith(f"bfloat16; the source is {FOREIGN}")
+    older = tmp_path / "older"
+    older.mkdir()
+    (older / "config.json").write_bytes((folder / "config.json").read_bytes())
+    torch.save(load_file(folder / "model.safetensors"), older / "pytorch_model.bin")
+    assert cli("show", older)[1].splitlines()[0] == f"{older}: {FOREIGN}"
+    (older / "config.json").unlink()  # then it may be a run's own, which lost its marker
+    assert "unverified" in cli("show", older)[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"dtype": None, "text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": 3}, None),
+        ({}, None),
+    ],
+)
+def test_a_dtype_is_found_where_older_and_composed_configurations_have_it(
+    config: dict[str, Any], dtype: str | None
+) -> None:
+    assert dtype_of(json.dumps(config).encode()) == dtype
