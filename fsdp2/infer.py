@@ -20,9 +20,10 @@ from fsdp2.data.splits import Dataset
 from fsdp2.data.tokenizer import UnusableText, open_tokenizer
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate
+from fsdp2.models import NAMES
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, location, number, text, whole
+from fsdp2.options.values import checked, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
 from fsdp2.run import runtime
 from fsdp2.run.preflight import check_data
@@ -34,14 +35,16 @@ from fsdp2.units import short
 SAMPLES = 10
 
 
-def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False) -> dict[str, Any]:
+def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> dict[str, Any]:
     """Predict ten test samples and measure loss and accuracy on the whole test set.
+
+    `named` is `model` and `trust_remote_code`, for a run whose model is code: see `read_config`.
 
     Returns {"loss": mean, "accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct},
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
     ConfigError if the run, its model or its data can't be used.
     """
-    with opened(place, data_root=data_root, sharded=sharded) as run:
+    with opened(place, data_root=data_root, sharded=sharded, **named) as run:
         check_data(run.config)
         spec = run.config.spec
         dataset = load_data(run.config, spec, run.world)
@@ -72,14 +75,21 @@ def show(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
 
 
 def go_on(
-    place: Path | str, prompt: str, *, new_tokens: int, temperature: float, seed: int, sharded: bool = False
+    place: Path | str,
+    prompt: str,
+    *,
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    sharded: bool = False,
+    **named: Any,
 ) -> dict[str, Any]:
-    """Let a language model go on with a text, and print what it writes while it does.
+    """Let a language model go on with a text, and print what it writes while it does. `named` as of `main`.
 
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.
     """
-    with opened(place, sharded=sharded) as run:
+    with opened(place, sharded=sharded, **named) as run:
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
@@ -121,6 +131,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")
     parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="the run's model where it is code, which is imported only if you name it",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python files that come with the run's model"
+    )
+    parser.add_argument(
         "--prompt", metavar="TEXT", help="let a language model continue this text, instead of predicting"
     )
     parser.add_argument(
@@ -139,6 +157,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.seed = checked("--seed", arguments.seed, whole(0, 2**63 - 1))
     if arguments.prompt is not None:
         checked("--prompt", arguments.prompt, text)
+    if arguments.model is not None:
+        arguments.model = checked("--model", arguments.model, model_name(NAMES))
     for flag, value in (("RUN", arguments.run), ("--data-root", arguments.data_root), ("--json", arguments.json)):
         if value is not None:
             checked(flag, str(value), location)
@@ -148,10 +168,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cli() -> None:
     with runtime.exit_status():
         arguments = parse()
+        named = {"model": arguments.model, "trust_remote_code": arguments.trust_remote_code}
         if arguments.prompt is None:
-            result = main(arguments.run, data_root=arguments.data_root, sharded=arguments.sharded)
+            result = main(arguments.run, data_root=arguments.data_root, sharded=arguments.sharded, **named)
         else:
             settings = {name: getattr(arguments, name) for name in ("new_tokens", "temperature", "seed", "sharded")}
+            settings |= named
             result = go_on(arguments.run, arguments.prompt, **settings)
         if arguments.json is not None and runtime.world().rank == 0:
             arguments.json.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.report import records
 from fsdp2.run import runtime
@@ -47,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, further in (("torchrun", []), ("ray", rays)):
         run = folder / name
         print(f"training under {name} …", flush=True)
-        losses[name] = train([*command(name, options.num_workers.most, run), f"--config={flags}", *further], run)
+        losses[name] = train(
+            [*command(name, options.num_workers.most, run), f"--config={flags}", *code_flags(config), *further], run
+        )
     return compare(losses["torchrun"], losses["ray"], short(folder))
 
 

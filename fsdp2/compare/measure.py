@@ -20,6 +20,7 @@ from fsdp2.compare.variants import Row
 from fsdp2.config import Config
 from fsdp2.memory.read import exchanges, last_steps, read_timelines
 from fsdp2.memory.series import Series, series
+from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.report.records import read as read_records
 from fsdp2.run.rundir import RunDir
@@ -116,7 +117,7 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     run.parent.mkdir(parents=True, exist_ok=True)
     flags.write_text(json.dumps({"flags": to_flags(config)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"]
-    command = [*launcher, "-m", "fsdp2.train", f"--config={flags}", f"--run-dir={run}"]
+    command = [*launcher, "-m", "fsdp2.train", f"--config={flags}", f"--run-dir={run}", *code_flags(row.config)]
     # torchrun would set one thread, and say so at length; the training sets its own.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -9,6 +9,7 @@ import torch
 
 from fsdp2.config import Config
 from fsdp2.memory.ledger import Allocation, by_kind
+from fsdp2.options.own_model import code_flags
 from fsdp2.units import size
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -34,6 +35,7 @@ def planning(config: Config, device: torch.device, world_size: int, run: str) ->
     if budget is None and device.type == "cuda":
         budget = torch.cuda.get_device_properties(device).total_memory
     flags = f"--config {shlex.quote(f'{run}/config.json')} --ranks {world_size}"
+    flags += "".join(f" {shlex.quote(word)}" for word in code_flags(config))
     flags += f" --budget {budget}" if budget is not None else ""
     named = ", with --gpu and the name of this one" if device.type == "cuda" else ""
     return f"which flags make it fit, found by planning{named}:\n  python -m fsdp2.plan {flags}"

@@ -15,8 +15,15 @@ from fsdp2.models.lora import Lora, adapted
 from fsdp2.models.spec import ModelSpec
 
 NAMES = ("vit", "cnn", "transformer", "llama")
+LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
 
-__all__ = ["ATTENTIONS", "NAMES", "Lora", "ModelSpec", "get"]
+__all__ = ["ATTENTIONS", "LIBRARIES", "NAMES", "Lora", "ModelSpec", "get", "is_function"]
+
+
+def is_function(name: str) -> bool:
+    """Whether a model's name is that of a function, whose module `get` imports."""
+    library, colon, _ = name.partition(":")
+    return bool(colon) and library not in LIBRARIES
 
 
 @cache

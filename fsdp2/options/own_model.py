@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
@@ -33,6 +35,35 @@ def spec(config: Config) -> models.ModelSpec:
         weights=config.weights,
     )
     return models.get(config.model, lora=lora, **asked)
+
+
+def code_flags(config: Config) -> list[str]:
+    """The words that a command needs beside a run's files, as they run no code that isn't named: mostly none."""
+    words = ["--model", config.model] if models.is_function(config.model) else []
+    return words + (["--trust-remote-code"] if config.trust_remote_code else [])
+
+
+def require_named(values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """Refuse a run's flags if they would run code of a stranger's, unless the command line names the same flag.
+
+    Args:
+        values: what the run's file says, by flag.
+        given: what the command line says, by field.
+        where: the file, as the refusal begins with it.
+
+    Raises ConfigError.
+    """
+    model = values.get("model")
+    if isinstance(model, str) and models.is_function(model) and "model" not in given:
+        raise ConfigError(
+            f"{where}: its model is code, {shown(model)}, and a run's folder is data that imports none; if you trust "
+            f"that module, add --model {shlex.quote(shown(model))}"
+        )
+    if values.get("trust-remote-code", False) is not False and "trust_remote_code" not in given:
+        raise ConfigError(
+            f"{where}: asks to run the Python files of its model, {shown(model)}, and a run's folder is data that runs "
+            "none; if you trust them, add --trust-remote-code"
+        )
 
 
 def weights(config: Config) -> str | None:

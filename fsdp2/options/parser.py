@@ -16,6 +16,7 @@ from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import empty_word
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
+from fsdp2.options.own_model import require_named
 from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
@@ -88,19 +89,21 @@ def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a parsed command line over its `--config` file. Raises ConfigError."""
     values = dict(given)
     place = values.pop("config", None)
-    return {**({} if place is None else read_file(options, checked("--config", place, location))), **values}
+    return {**({} if place is None else read_file(options, checked("--config", place, location), values)), **values}
 
 
-def read_file(options: type, place: str, *, called: str = "--config") -> dict[str, Any]:
+def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, called: str = "--config") -> dict[str, Any]:
     """Flags from a TOML or JSON file, or from the `config.json` of an earlier run. Raises ConfigError.
 
-    The latter's run directory and resume point belong to that run and are left out.
+    The latter's run directory and resume point belong to that run and are left out. It is data, which may come from a
+    stranger: what would run code that it names has to be among the flags that are `given` by name.
     """
     where = f"{called} {shown(place, LONGEST_PATH)}".lstrip()
     try:
         values = read_table(place)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+    is_of_a_run = "flags" in values or place.rpartition("/")[2] == "config.json"
     if "flags" in values:
         beside = sorted(values.keys() - {"flags", "environment"})
         if beside:
@@ -111,6 +114,8 @@ def read_file(options: type, place: str, *, called: str = "--config") -> dict[st
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
         values |= _kept_model(values.get("model"), place)
+    if is_of_a_run:
+        require_named(values, given, where)
     return flags_of_table(options, values, where)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.plan.report_time import duration
 from fsdp2.plan.search import Setting, frontier
@@ -70,7 +72,8 @@ def write(found: Sequence[Setting], out: Path) -> list[str]:
     flags = {name: value for name, value in to_flags(found[0].plan.config).items() if name not in ("run-dir", "resume")}
     (out / SETTINGS).write_text(json.dumps({"flags": flags}, indent=1) + "\n")
     _picture(found, out / PICTURE)
-    return [f"train with the first: python -m fsdp2.train --config {short((out / SETTINGS).absolute())}"]
+    words = ["--config", short((out / SETTINGS).absolute()), *code_flags(found[0].plan.config)]
+    return [f"train with the first: python -m fsdp2.train {shlex.join(words)}"]
 
 
 def _picture(found: Sequence[Setting], path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -39,9 +40,13 @@ def duration(seconds: float) -> str:
 class Console:
     """A listener: a progress bar in a terminal, plain lines elsewhere."""
 
-    def __init__(self, rank: int, steps_per_epoch: int, epochs: int, max_steps: int | None = None) -> None:
+    def __init__(
+        self, rank: int, steps_per_epoch: int, epochs: int, max_steps: int | None = None, named: Sequence[str] = ()
+    ) -> None:
+        """`named`: words that a command about this run needs."""
         self.active, self.steps_per_epoch, self.epochs, self.max_steps = rank == 0, steps_per_epoch, epochs, max_steps
         self.in_terminal = sys.stderr.isatty()
+        self._named = f" {shlex.join(named)}" if named else ""
         self._bar: Any = None
         self._printed = self._warned = 0.0
         self._nonfinite = 0
@@ -167,9 +172,9 @@ class Console:
             if data["left"] == "checkpoint":
                 self.line(f"next: python -m fsdp2.checkpoint export {quoted} model.pt --format pt")
             elif data["left"] is not None:
-                self.line(f"next: python -m fsdp2.infer {quoted}")
+                self.line(f"next: python -m fsdp2.infer {quoted}{self._named}")
             else:
                 self.line(f"no checkpoint and no model is written, {NEVER}")
         elif data["left"] is not None:
-            flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}"
+            flags = f"--config {shlex.quote(f'{run}/config.json')} --run-dir {quoted}{self._named}"
             self.line(f"next: the same command with {flags} goes on from there")

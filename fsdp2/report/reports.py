@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from fsdp2.config import Config
+from fsdp2.options.own_model import code_flags
 from fsdp2.report import planned
 from fsdp2.report.console import Console
 from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, TensorBoard, peak_memory_bytes
@@ -30,7 +31,7 @@ class Reports:
         self.rank, self.config = rank, config
         self._step_ms: list[float] = []
         self._open = ExitStack()
-        self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps)
+        self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps, code_flags(config))
         self.metrics = MetricsFile(metrics, rank)
         self._open.callback(self.metrics.close)
         self._listeners: list[OnEvent] = [self.metrics, self.console]

@@ -240,8 +240,13 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
     }
 
 
-def read_config(run: RunDir) -> Config:
-    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used."""
+def read_config(run: RunDir, *, model: str | None = None, trust_remote_code: bool = False) -> Config:
+    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
+
+    Args:
+        model: the run's model, by name; a function's module isn't imported without.
+        trust_remote_code: run the Python files that come with the run's model.
+    """
     place = f"{run.place}/{run.config.name}"
     try:
         exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
@@ -251,8 +256,9 @@ def read_config(run: RunDir) -> Config:
         raise ConfigError(
             f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
         )
-    values = read_file(Config, place, called="")
+    given = ({} if model is None else {"model": model}) | ({"trust_remote_code": True} if trust_remote_code else {})
+    values = read_file(Config, place, given, called="")
     try:
-        return Config(**values)
+        return Config(**{**values, **given})
     except ConfigError as error:
         raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None

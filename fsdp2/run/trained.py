@@ -169,8 +169,8 @@ def other_ways(config: Config) -> str:
 
 
 @contextmanager
-def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False) -> Iterator[Opened]:
-    """A run with its model loaded, in a process group. `place` is its folder or URL.
+def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> Iterator[Opened]:
+    """A run with its model loaded, in a process group. `place` is its folder or URL, `named` as of `read_config`.
 
     The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be
     used.
@@ -178,7 +178,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
     world = runtime.world()
     files_at(str(place), "RUN")  # refuses what is no URL that can be used
     run = RunDir(place)
-    config = read_config(run)
+    config = read_config(run, **named)
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
         config,

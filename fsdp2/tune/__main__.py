@@ -21,6 +21,7 @@ from typing import Any
 from fsdp2.compare.measure import memory_of_rank
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
+from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.values import checked, location, number, whole
 from fsdp2.plan.calibration import calibrate, read
@@ -123,7 +124,8 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     }
     report.write(tried, best, facts, out)
     print("\n".join([report.table(tried), "", *report.verdict(tried, best)]))
-    print(f"train with it: python -m fsdp2.train --config {short(out / report.SETTINGS)}")
+    words = ["--config", short(out / report.SETTINGS), *code_flags(config)]
+    print(f"train with it: python -m fsdp2.train {shlex.join(words)}")
     return tried
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdp2.compare.measure import reason
+from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.tune.rounds import Candidate, Measure, Record
 
@@ -65,7 +66,7 @@ def _job(candidates: Sequence[Candidate], steps: int, together: bool, folder: Pa
     for index, one in enumerate(candidates):
         file = folder / f"{index}.json"
         file.write_text(json.dumps({"flags": to_flags(one.config)}))
-        settings.append(str(file))
+        settings.append([f"--config={file}", *code_flags(one.config)])
     peak = any(one.peak_bytes == 0 for one in candidates)
     job = {"settings": settings, "steps": steps, "together": together, "peak": peak, "out": str(out)}
     (folder / "job.json").write_text(json.dumps(job))

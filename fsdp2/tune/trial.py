@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m fsdp2.tune.trial JOB.json
 
-The job says `settings` (files for `--config`), `steps` (timed ones of each), `together`, `peak` and `out`. Trials
+The job says `settings` (a command line each), `steps` (timed ones of each), `together`, `peak` and `out`. Trials
 together are built first and then take their steps in turn, so that what slows the machine slows them all alike; one
 after the other, each has the memory for itself. The findings go into `out`, one JSON object a line, so that a trial
 that ends the process leaves those before it.
@@ -105,7 +105,7 @@ class Trial:
 @growing_segments()
 def main(job: dict[str, Any]) -> None:
     """Try each setting. A collective call; a trial that runs out of memory ends it with an exception."""
-    configs = [parse([f"--config={file}"]) for file in job["settings"]]
+    configs = [parse(words) for words in job["settings"]]
     out, steps = Path(job["out"]), job["steps"]
     world = runtime.world()
     device = runtime.pick_device(configs[0].device, world)

@@ -262,8 +262,8 @@ def test_a_function_of_ones_own_trains_as_in_one_process(ranks: Ranks, tmp_path:
     assert len(set(expected)) == 3
 
 
-def _accuracy(run: Path) -> float:
-    return float(infer.main(run)["accuracy"])
+def _accuracy(run: Path, model: str) -> float:
+    return float(infer.main(run, model=model)["accuracy"])
 
 
 def test_batch_norms_compute_in_fp32_where_the_rest_does_not(ranks: Ranks, tmp_path: Path) -> None:
@@ -275,7 +275,9 @@ def test_batch_norms_compute_in_fp32_where_the_rest_does_not(ranks: Ranks, tmp_p
     grouped = [*norms, "--shard-modules", "blocks.?.norm"]  # groups that are a batch norm and nothing else
     assert losses(ranks.run(main_in_ranks, grouped)[0]) == losses(expected)
     # Buffers and batch norms in fp32 and the rest in bf16: what a single process predicts is what the run measured.
-    assert ranks.run(_accuracy, tmp_path / "run", ranks=1) == [of_kind(expected, "eval")[-1]["accuracy"]]
+    assert ranks.run(_accuracy, tmp_path / "run", "tests.others.own:normed", ranks=1) == [
+        of_kind(expected, "eval")[-1]["accuracy"]
+    ]
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto"])

@@ -1,0 +1,164 @@
+"""A stranger's run folder is data: no tool that reads it imports what it names, but what the command line names too."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import infer
+from fsdp2.checkpoint.__main__ import main as checkpoint
+from fsdp2.compare.__main__ import main as compare
+from fsdp2.config import Config, parse
+from fsdp2.doctor.__main__ import main as doctor
+from fsdp2.memory import out_of_memory
+from fsdp2.memory.__main__ import main as memory
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.own_model import code_flags
+from fsdp2.plan.__main__ import main as plan
+from fsdp2.report.console import Console
+from fsdp2.run.rundir import RunDir, read_config
+from fsdp2.tune.__main__ import main as tune
+from launchers.ray_options import parse as ray_options
+from tests.hostile.test_foreign_code import _folder, _only_the_model
+from tests.hostile.test_foreign_code import mark as mark
+
+MODULE = "strangers_module"
+FUNCTION = f"{MODULE}:build"
+CODE = """
+from pathlib import Path
+from torch import nn
+Path({mark!r}).touch()
+def build():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+"""
+
+
+@pytest.fixture
+def theirs(run: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder whose model is a module beside it, in the current folder, that makes `mark` when it is imported.
+
+    Python's path holds the current folder already, as it does under `python -m`.
+    """
+    (run / f"{MODULE}.py").write_text(CODE.format(mark=str(mark)))
+    monkeypatch.chdir(run)
+    monkeypatch.syspath_prepend(str(run))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    _says(run, model=FUNCTION, model_size=None)
+    return run
+
+
+def _says(run: Path, **flags: Any) -> None:
+    content = json.loads((run / "config.json").read_text())
+    content["flags"] |= {name.replace("_", "-"): value for name, value in flags.items()}
+    (run / "config.json").write_text(json.dumps(content))
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "infer": infer.main,
+    "infer --sharded": lambda run: infer.main(run, sharded=True),
+    "infer --prompt": lambda run: infer.go_on(run, "a", new_tokens=1, temperature=0, seed=1),
+    "train": lambda run: parse([f"--config={run}/config.json", f"--run-dir={run}"]),
+    "plan": lambda run: plan([f"--config={run}/config.json", "--ranks=1"]),
+    "tune": lambda run: tune([f"--config={run}/config.json", "--nproc=1"]),
+    "compare": lambda run: compare([f"--config={run}/config.json", "--nproc=1"]),
+    "doctor": lambda run: doctor([f"--config={run}/config.json"]),
+    "Ray's launchers": lambda run: ray_options([f"--config={run}/config.json"], "launchers.ray_train"),
+}
+
+
+@pytest.mark.parametrize("tool", READERS)
+def test_a_function_that_a_run_names_is_not_imported(theirs: Path, mark: Path, tool: str) -> None:
+    for content in (json.loads((theirs / "config.json").read_text()), {"model": FUNCTION}):  # with flags, and plain
+        (theirs / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError) as caught:
+            READERS[tool](theirs)
+        message = str(caught.value)
+        assert f"{theirs}/config.json: its model is code, {FUNCTION}" in message
+        assert message.endswith(f"add --model {FUNCTION}")
+        assert "\n" not in message
+    assert not mark.exists()
+    assert MODULE not in sys.modules
+
+
+@pytest.mark.parametrize("tool", READERS)
+@pytest.mark.parametrize("says", [True, "true", 1])
+def test_a_run_does_not_trust_its_model_by_itself(theirs: Path, tool: str, says: Any) -> None:
+    _says(theirs, model=f"hf:{theirs}/model", trust_remote_code=says)
+    with pytest.raises(ConfigError, match=r"config\.json: asks to run the Python files of its model.* add --trust-rem"):
+        READERS[tool](theirs)
+
+
+def test_what_reads_no_flags_imports_nothing(theirs: Path, mark: Path) -> None:
+    for line in ("list", "verify", "show", "diff", "export", "import"):
+        more = {"diff": ["."], "export": ["out.pt", "--format=pt"], "import": ["imported"]}.get(line, [])
+        assert checkpoint([line, ".", *more]) == 0
+    with pytest.raises(ConfigError, match="memory-snapshot"):
+        memory(["."])
+    assert not mark.exists()
+    assert MODULE not in sys.modules
+
+
+def test_a_model_that_the_command_names_is_imported(theirs: Path, mark: Path) -> None:
+    """The folder above is hostile indeed: by name its code runs, from the run's flags and over them."""
+    assert parse([f"--config={theirs}/config.json", f"--model={FUNCTION}"]).model == FUNCTION
+    assert mark.exists()
+    assert read_config(RunDir(theirs), model=FUNCTION).model == FUNCTION
+    # Whoever names another model has that one, and the run's is not imported.
+    assert parse([f"--config={theirs}/config.json", "--model=vit"]).model == "vit"
+    # A settings file of one's own is no run's.
+    (theirs / "own.toml").write_text(f'model = "{FUNCTION}"\n')
+    assert parse([f"--config={theirs}/own.toml"]).model == FUNCTION
+
+
+def test_the_command_line_of_infer_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def take(*places: str, **named: Any) -> dict[str, Any]:
+        found.append(named)
+        return {}
+
+    monkeypatch.setattr(infer, "main", take)
+    monkeypatch.setattr(infer, "go_on", take)
+    for more in ([], ["--prompt=a"]):
+        monkeypatch.setattr(sys, "argv", ["infer", "RUN", f"--model={FUNCTION}", "--trust-remote-code", *more])
+        infer.cli()
+        assert found.pop().items() >= {"model": FUNCTION, "trust_remote_code": True}.items()
+        monkeypatch.setattr(sys, "argv", ["infer", "RUN", *more])
+        infer.cli()
+        assert found.pop().items() >= {"model": None, "trust_remote_code": False}.items()
+
+
+def test_a_folders_code_runs_only_by_name(tmp_path: Path, run: Path, mark: Path) -> None:
+    folder = _folder(tmp_path, mark)
+    _only_the_model("")(folder)
+    _says(run, model=f"hf:{folder}", model_size="own", dataset="source-text", test_batch_size=1, seq_len=8)
+    assert read_config(RunDir(run)).spec.task == "causal"  # the library's class
+    assert not mark.exists()
+    _says(run, trust_remote_code=True)
+    with pytest.raises(ConfigError, match="add --trust-remote-code"):
+        read_config(RunDir(run))
+    assert not mark.exists()
+    read_config(RunDir(run), trust_remote_code=True)
+    assert mark.exists()
+
+
+def test_commands_that_are_advised_name_the_code(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(model=FUNCTION)
+    assert code_flags(config) == ["--model", FUNCTION]
+    for reason in ("finished", "stopped"):
+        end = {"run_dir": str(theirs), "reason": reason, "step": 1, "steps": 1, "seconds": 1.0, "nonfinite_steps": 0}
+        Console(0, 1, 1, named=code_flags(config))("end", {**end, "left": "full model"})
+        following = capsys.readouterr().out.splitlines()[-1]
+        assert following.startswith("next: ")
+        assert f" --model {FUNCTION}" in following
+    advised = out_of_memory.planning(config, torch.device("cpu"), 2, str(theirs))
+    words = shlex.split(advised.splitlines()[-1])
+    assert words[words.index("--model") + 1] == FUNCTION
+    assert code_flags(Config()) == []
