@@ -31,6 +31,8 @@ TEMPLATE = (
 )
 PLAIN, GENERATION = TEMPLATE.replace("ANSWER", ANSWER), TEMPLATE.replace("ANSWER", MARKED)
 
+TEXT = '{"city": "Zürich", "days": 2}'
+
 
 def make_tokenizer(folder: Path, template: str | None) -> Path:
     """A folder with a byte-level tokenizer, whose offsets leave out spaces as Llama's do, and a template."""
@@ -89,6 +91,40 @@ def test_answers_are_learned_and_nothing_else(tmp_path: Path) -> None:
     # The tokens are those that transformers gives to whoever asks the model afterwards.
     for (tokens, _), one in zip(encoded(by_marks, *TALKS), TALKS, strict=True):
         assert by_marks._tokenizer().apply_chat_template(one["messages"], return_dict=False) == tokens
+
+
+CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
+# How templates write a call's arguments, and how they show those of OpenAI's, which are the JSON text of an object.
+CALLS = {
+    "{{ call.function.arguments | tojson }}": '{"city": "Zürich", "days": 2}',
+    "{{ call.function | tojson }}": '{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}',
+    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}": "city=Zürich;days=2;",
+    "{{ call.function.arguments }}": TEXT,
+    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}no{% endif %}": TEXT,
+}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_arguments_that_are_json_text_are_not_encoded_twice(tmp_path: Path, call: str, marked: bool) -> None:
+    pytest.importorskip("transformers")
+    template = (GENERATION if marked else PLAIN).replace("{{ message.content }}<", CALL.replace("CALL", call) + "<")
+    chat = Chat(str(make_tokenizer(tmp_path / "tools", template)))
+    function = {"name": "weather", "arguments": TEXT}
+    line = talk("", "")
+    line["messages"][1] |= {"tool_calls": [{"type": "function", "function": function}]}
+    assert learned(chat, line) == CALLS[call] + "<|end|>\n"
+    assert function["arguments"] == TEXT  # what was read stays as it is
+
+
+def test_arguments_that_are_no_object_stay_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = PLAIN.replace("{{ message.content }}<", CALL.replace("CALL", "{{ call.arguments | tojson }}") + "<")
+    chat = Chat(str(make_tokenizer(tmp_path / "tools", template)))
+    for arguments, shown in (("no json", '"no json"'), ("[1]", '"[1]"'), ({"a": 1}, '{"a": 1}'), ("{}", "{}")):
+        line = talk("", "")
+        line["messages"][1] |= {"tool_calls": [{"arguments": arguments}]}
+        assert learned(chat, line) == f"{shown}<|end|>\n"
 
 
 def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,7 +95,22 @@ class Chat:
         return numpy.array(whole, dtype=numpy.uint32), learn
 
     def _rendered(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
-        """A conversation as text, and where its answers stand in it."""
+        """A conversation as text, and where its answers stand in it.
+
+        OpenAI's tool calls have their arguments as the JSON text of an object. Most templates write an object as JSON
+        themselves, and would write such a text as JSON of JSON, or refuse it. They get the object.
+        """
+        parsed, texts = _with_objects(messages)
+        if not texts:
+            return self._shown(messages, tools, where)
+        try:
+            shown = self._shown(messages, tools, where)
+        except UnusableText:
+            return self._shown(parsed, tools, where)
+        return self._shown(parsed, tools, where) if _encoded_twice(texts, shown[0]) else shown
+
+    def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """`_rendered`, of the messages as they are."""
         tokenizer = self._tokenizer()
         try:
             template = _with_one_date(tokenizer.get_chat_template(tools=tools))
@@ -164,6 +180,41 @@ def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any)
         **tokenizer.special_tokens_map,
     )
     return str(text), [(int(begin), int(end)) for begin, end in spans if end > begin]
+
+
+def _object(function: Any) -> Any:
+    """The object whose JSON text a function is called with; None if it isn't called with such a text."""
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str):
+        return None
+    with suppress(ValueError, RecursionError):  # then it is no JSON, and stays the text that it is
+        value = json.loads(text)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _with_objects(messages: list[Any]) -> tuple[list[Any], list[str]]:
+    """A copy of messages whose calls have objects in the place of their JSON text, and those texts."""
+    texts: list[str] = []
+
+    def called(call: Any) -> Any:
+        function: Any = call.get("function", call) if isinstance(call, dict) else None
+        if (value := _object(function)) is None:
+            return call
+        texts.append(function["arguments"])
+        function = {**function, "arguments": value}
+        return {**call, "function": function} if "function" in call else function
+
+    parsed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        parsed.append({**message, "tool_calls": list(map(called, calls))} if isinstance(calls, list) else message)
+    return parsed, texts
+
+
+def _encoded_twice(texts: list[str], shown: str) -> bool:
+    """Whether a template has written one of the texts as a string of JSON."""
+    return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
 
 
 def _with_one_date(template: str) -> str:
