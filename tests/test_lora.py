@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.checkpoint.convert.adapters import Adapters, merged
 from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.convert.source import Source
+from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.store import HASH, read_marker, write_marker
 from fsdp2.config import Config
 from fsdp2.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2.options.errors import ConfigError
@@ -161,6 +164,73 @@ def test_peft_and_transformers_get_the_same_model(base: Path, adapters: Path, tm
             tensor.copy_(source.read(f"app.model.{plain_name}"))
     with torch.no_grad():
         assert torch.allclose(ours(tokens), beside, rtol=1e-5, atol=1e-5)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "a scale of its own": (
+        {"lora_alpha": 9.0},
+        "says lora_alpha 9.0, and COMMIT.json of the checkpoint 8.0",
+    ),
+    "a rank of its own": ({"r": 8}, "of its run says r 8, and COMMIT.json of the checkpoint 4"),
+    "turned over": ({"fan_in_fan_out": True}, "says fan_in_fan_out True, and COMMIT.json of the checkpoint False"),
+    "a scale of 1e30": ({"lora_alpha": 1e30}, "lora_alpha is no number above 0, and up to 1000000"),
+    "no number": ({"lora_alpha": float("nan")}, "lora_alpha is no number above 0"),
+    "endless": ({"lora_alpha": float("inf")}, "lora_alpha is no number above 0"),
+    "negative": ({"lora_alpha": -8.0}, "lora_alpha is no number above 0"),
+    "true": ({"lora_alpha": True}, "lora_alpha is no number above 0"),
+    "text": ({"lora_alpha": "8"}, "lora_alpha is no number above 0"),
+    "no rank": ({"r": 0}, "r is no whole number from 1 to 1000000"),
+    "half a rank": ({"r": 0.5}, "r is no whole number from 1 to 1000000"),
+    "a base that is no text": ({"base_model_name_or_path": "\ud800"}, "base_model_name_or_path is no name"),
+    "a base with a NUL": ({"base_model_name_or_path": "a\0b"}, "base_model_name_or_path is no name"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_adapters_count_as_their_checkpoint_says(
+    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, earlier: bool
+) -> None:
+    changed, reason = CHANGES[kind]
+    if earlier and kind == "turned over":
+        return  # the flags, which are all that such a marker has, don't say it
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    if earlier:
+        _as_before(run)
+    file = run / "model" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    for form in ("hf", "peft", "pt"):
+        assert checkpoint_command(["export", str(run), str(tmp_path / "out"), f"--format={form}"]) == 2
+        out, line = capsys.readouterr()
+        assert (out, line.count("\n"), reason in line) == ("", 1, True), line
+        assert not (tmp_path / "out").exists()
+
+
+def _as_before(run: Path) -> None:
+    """A marker of the version that kept the flags alone."""
+    for folder in (run / "checkpoints").iterdir():
+        marker = read_marker(LocalFiles(folder))
+        assert marker.pop("adapters")["lora_alpha"] == 8.0
+        write_marker(LocalFiles(folder), {key: value for key, value in marker.items() if key != HASH})
+
+
+def test_what_else_a_file_of_adapters_says_is_not_exported(adapters: Path, tmp_path: Path) -> None:
+    """peft has settings that change what weights mean; those of the checkpoint count."""
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    file = run / "model" / "adapter_config.json"
+    was = json.loads(file.read_text())
+    file.write_text(json.dumps({**was, "use_rslora": True, "alpha_pattern": {"*": 1e30}}))
+    assert checkpoint_command(["export", str(run), str(tmp_path / "peft"), "--format=peft"]) == 0
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text()) == was
+
+
+def test_inference_refuses_another_scale_than_the_checkpoints(adapters: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    content = json.loads((run / "config.json").read_text())
+    content["flags"]["lora-alpha"] = 1000.0
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"was made with --lora-alpha None, and the run's config\.json says 1000\.0"):
+        infer.main(run)
 
 
 def test_inference_puts_both_together(adapters: Path, trained: Events) -> None:

@@ -93,6 +93,7 @@ _PARTS: dict[str, type] = {
     "finite": bool,
     "imported": bool,
     "source": str,
+    "adapters": dict,
 }
 _LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more
 

@@ -27,7 +27,7 @@ from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.models import ModelSpec
+from fsdp2.models import ModelSpec, lora
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
 from fsdp2.options.values import LONGEST_PATH
@@ -237,7 +237,13 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
         "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
         "environment": environment(world_size),
         "model": shapes_of(model),
+        **_adapters(spec, config.model_size),
     }
+
+
+def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
+    """What adapters mean: their scale isn't in their tensors."""
+    return {} if spec.lora is None else {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 
 def read_config(run: RunDir, *, model: str | None = None, trust_remote_code: bool = False) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.checkpoint.full_file import plain_names, verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_weights
-from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.parser import files_at
+from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.parallel.baselines.autocast import autocast
 from fsdp2.parallel.meta import shared_names
@@ -168,6 +168,19 @@ def other_ways(config: Config) -> str:
     return f"give the training's command again, which writes it at its end{sharded}"
 
 
+def require_same_adapters(config: Config, checkpoint: Files) -> None:
+    """Raise ConfigError if config.json, which nothing hashes, gives adapters another scale than their checkpoint."""
+    ours, theirs = to_flags(config), {}
+    with suppress(DamagedCheckpoint):  # which loading it says
+        theirs = read_marker(checkpoint).get("config", {})
+    for flag in ("lora", "lora-alpha", "lora-targets"):
+        if flag in theirs and theirs[flag] != ours[flag]:
+            raise ConfigError(
+                f"{short(str(checkpoint))}: was made with --{flag} {theirs[flag]}, and the run's config.json says "
+                f"{ours[flag]}; put the file back that the run wrote"
+            )
+
+
 @contextmanager
 def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> Iterator[Opened]:
     """A run with its model loaded, in a process group. `place` is its folder or URL, `named` as of `read_config`.
@@ -197,6 +210,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
     if sharded:
         checkpoint = open_files(checkpoint_at(run.place))
+        require_same_adapters(config, checkpoint)
         weights = f"{short(str(checkpoint))}, verified"
     else:
         checkpoint = None

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from fsdp2.checkpoint.convert.safetensors_files import write_file
 from fsdp2.checkpoint.convert.source import Source, weights
-from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.refusal import Refused, one_line
+from fsdp2.checkpoint.files import LocalFiles, is_there
+from fsdp2.checkpoint.refusal import Refused, is_name, one_line
+from fsdp2.checkpoint.store import MARKER, read_marker
 
 FILE = "adapter_config.json"  # peft's name
+_BASE = "base_model_name_or_path"
+_LARGEST = 10**6  # as --lora-alpha allows
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -38,13 +41,43 @@ def read_adapters(content: bytes, place: str) -> Adapters:
     """Raises Refused for what isn't as a run writes it."""
     try:
         facts = json.loads(content)
-        base, transposed = facts["base_model_name_or_path"], facts["fan_in_fan_out"]
-        scale = float(facts["lora_alpha"]) / int(facts["r"])
-        if not isinstance(base, str) or not isinstance(transposed, bool):
-            raise TypeError("a value is of another type")
-    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+        base, transposed, rank, alpha = (facts[key] for key in (_BASE, "fan_in_fan_out", "r", "lora_alpha"))
+        if not (isinstance(base, str) and is_name(base)):
+            raise ValueError(f"{_BASE} is no name")
+        if type(transposed) is not bool:
+            raise TypeError("fan_in_fan_out is no true or false")
+        if type(rank) is not int or not 0 < rank <= _LARGEST:
+            raise ValueError(f"r is no whole number from 1 to {_LARGEST}")
+        if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
+            raise ValueError(f"lora_alpha is no number above 0, and up to {_LARGEST}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(f"{place}: {FILE} can't be used ({one_line(error)})") from None
-    return Adapters(content, base, scale, transposed)
+    return Adapters(content, base, alpha / rank, transposed)
+
+
+def vouched(adapters: Adapters, source: Source) -> Adapters:
+    """The adapters as the marker of their checkpoint says; where the base is, says the file.
+
+    The marker of an earlier version has the flags of the run alone. Raises Refused where it and the file differ.
+    """
+    if source.folder is None or not is_there(source.folder, MARKER):
+        return adapters
+    marker = read_marker(source.folder)
+    flags, kept = marker.get("config", {}), marker.get("adapters")
+    file = json.loads(adapters.content)
+    if kept is None:
+        rank = flags.get("lora")
+        if type(rank) is not int:
+            return adapters
+        kept = {**file, "r": rank, "lora_alpha": flags.get("lora-alpha") or 2.0 * rank}
+    kept = {**kept, _BASE: adapters.base}
+    for key in ("r", "lora_alpha", "fan_in_fan_out"):
+        if kept.get(key) != file[key]:
+            raise Refused(
+                f"{source.place}: {FILE} of its run says {key} {file[key]}, and {MARKER} of the checkpoint "
+                f"{kept.get(key)}; put the file back that the run wrote"
+            )
+    return read_adapters((json.dumps(kept, indent=1) + "\n").encode(), source.place)
 
 
 def write_peft(

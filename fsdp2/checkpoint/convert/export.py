@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.convert.adapters import Adapters, merged, write_peft
+from fsdp2.checkpoint.convert.adapters import Adapters, merged, vouched, write_peft
 from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.convert.hf_folder import dtype_of, without_copies, write_hf
 from fsdp2.checkpoint.convert.nonfinite import Nonfinite
@@ -64,6 +64,8 @@ def export(
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
         trained = source
+        if adapters is not None:
+            adapters = vouched(adapters, source)
         if average:
             source = averaged(source)
         if adapters is not None and to != "peft":
