@@ -79,8 +79,8 @@ class Lora:
         for name in names:
             if others := _sharing(model, name):
                 raise ValueError(
-                    f"--lora-targets {name}: shares its weight with {others[0]}, and an adapter changes one of both; "
-                    "merged, it would change both; name other layers"
+                    f"--lora-targets {name}: shares its weight with {others[0]}, and an adapter changes one of the "
+                    "two; merged, it would change both; name other layers"
                 )
         # The last part of a name says it for each block, as people write it, where no other module has such a name.
         parts = sorted({name.rpartition(".")[2] for name in names})

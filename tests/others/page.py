@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.others.published import kept
+
 if TYPE_CHECKING:
     from tests.others.table import Row
 
+NOT_COMPARED = (
+    "Not compared, since the plain library doesn't train what a small configuration makes of it, or a run refuses it:"
+)
 LOSSES = 1e-5  # relative; where it isn't bit for bit, sums are made in another order
 KINDS = {
     "causal": "Causal language models of transformers",
@@ -51,7 +56,11 @@ def _head(rows: Sequence[Row]) -> list[str]:
         "particular to one of them. Models of audio stand behind a function of one's own, which makes what they hear",
         "of pictures: `tests/others/audio.py`.",
         "",
-        "| | known | train in the plain library | pass here | losses bit for bit |",
+        kept(),
+        "",
+        "## All that the libraries know",
+        "",
+        "| | known | compared with the plain library | pass here | losses bit for bit |",
         "|---|---:|---:|---:|---:|",
     ]
     for kind, title in KINDS.items():
@@ -99,7 +108,7 @@ def _tables(rows: Sequence[Row]) -> list[str]:
                 "",
             ]
         if others := [row for row in mine if not row.plain]:
-            lines += ["Not tried, since the plain library doesn't train what a small configuration makes of it:", ""]
+            lines += [NOT_COMPARED, ""]
             lines += [*(f"- {row.name}: {_text(row.failed)}" for row in others), ""]
     return lines
 

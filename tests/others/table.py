@@ -170,6 +170,9 @@ def refused_rightly(name: str, plain: nn.Module, ranks: Ranks, folder: Path) -> 
     if torch.allclose(logits[0], logits[1], rtol=0, atol=1e-6):
         return ""
     line = flags(name, folder / "refused", "--dataset=random-tokens", "--max-steps=1", "--no-save-model")
+    with contextlib.suppress(ValueError):
+        if models.get(name).task != "causal":  # one class for several tasks
+            return ""
     with pytest.raises(pytest.fail.Exception, match="sees the tokens that it is to predict"):
         ranks.run(main_in_ranks, line, timeout=LIMIT)
     return "refused: a later token changes its logits, so it sees the tokens that it is to predict"

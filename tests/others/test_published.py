@@ -1,0 +1,17 @@
+"""Each row of the table of published configurations is what a run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2 import models
+from tests.others.published import CONFIGS, PAGE, outcome, row
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_configuration_does_what_the_page_says(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    models.get.cache_clear()
+    assert row(name, outcome(name, tmp_path)) in PAGE.read_text().splitlines()
