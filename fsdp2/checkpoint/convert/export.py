@@ -47,7 +47,7 @@ def export(
         to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
             that `from_pretrained` loads), or `peft` (a folder of adapters).
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are. Unset = for `hf`, what
-            the model's own config.json says; else the source's.
+            the model's own config.json says, if `like` has one; else the source's.
         max_shard_size: bytes of tensors in one safetensors file.
         like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it. With it
             `safetensors` too writes what is tied once.
@@ -57,7 +57,8 @@ def export(
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
     target, nonfinite = new_path(out), Nonfinite()
-    implied = NAMES.get(dtype_of(like[1]["config.json"]) or "") if to == "hf" and like and dtype is None else None
+    config = like[1].get("config.json") if to == "hf" and like is not None and dtype is None else None
+    implied = NAMES.get(dtype_of(config) or "") if config is not None else None
     dtype = dtype or implied
     aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
     with ExitStack() as stack:
