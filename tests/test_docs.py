@@ -50,7 +50,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
     flags = set(parser()._option_string_actions)
     commands = re.findall(r"(?:-m fsdp2\.train|fsdp2\.train)((?: +\S+)*)", text)
-    for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", " ".join(commands)):
+    for flag in re.findall(r"(?<=\s)--[a-z][a-z0-9-]+", " ".join(commands)):
         assert flag in flags, flag
 
 
