@@ -14,7 +14,6 @@ from torch import nn
 from fsdp2.config import Config
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.compiling import compile_blocks
-from fsdp2.parallel.float8 import compute_in_float8
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
@@ -69,6 +68,8 @@ def parallelize(
 
     # Other modules with the same parameters, so before anything keeps a module or its forward.
     if config.float8 is not None:
+        from fsdp2.parallel.float8 import compute_in_float8
+
         compute_in_float8(blocks, config.float8, device.type)
 
     # Recomputation goes innermost: it must repeat a block's arithmetic, not its communication.

@@ -290,6 +290,17 @@ def full_files(run: Path) -> list[Any]:
     return [torch.load(run / "full_model" / name, weights_only=True) for name in ("full-model.pt", "full-optimizer.pt")]
 
 
+def goes_on_bit_for_bit(train: Callable[..., Any], folder: Path, line: list[str]) -> list[float]:
+    """The losses of six steps, which in two parts are the same, as are the files; `train` runs in `folder`."""
+    whole = losses(train(*line, run="whole", steps=6))
+    train(*line, "--checkpoint-every=3", steps=3)
+    rest = train(*line, "--async-checkpoint", steps=6)
+    assert of_kind(rest, "resume")[0]["step"] == 3
+    assert losses(rest) == whole[3:]
+    assert same(full_files(folder / "run"), full_files(folder / "whole"))
+    return whole
+
+
 def flip_a_bit(file: Path) -> None:
     """Change one bit in the middle of a file."""
     with open(file, "r+b") as raw:

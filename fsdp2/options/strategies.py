@@ -16,7 +16,7 @@ from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.parallel.baselines import BASELINES
 from fsdp2.parallel.baselines.rules import Options, Rules
-from fsdp2.parallel.float8 import CAPABILITY
+from fsdp2.parallel.precision import FLOAT8_CAPABILITY
 
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
@@ -110,7 +110,7 @@ def check_device(config: Any, device_type: str) -> None:
     refuse(attention_refusals(config, device_type))
     if config.attention == "flex" and (lacks := missing()) is not None:
         raise ConfigError(f"--attention flex: it has to be compiled, and {lacks} is missing; install it, or use auto")
-    if config.float8 and device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+    if config.float8 and device_type == "cuda" and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
         raise ConfigError(
             f"--float8 {config.float8}: {torch.cuda.get_device_name()} has no float8 products, which came with Ada and "
             "Hopper (compute capability 8.9); drop it"

@@ -21,7 +21,6 @@ from torch import nn
 from fsdp2.parallel.experts import is_experts
 
 MULTIPLE = 16  # of both sizes of a weight, which the kernels need
-CAPABILITY = (8, 9)  # of the first GPUs that have them: Ada, Hopper and later
 
 
 def compute_in_float8(blocks: Sequence[nn.Module], recipe: str, device_type: str) -> None:

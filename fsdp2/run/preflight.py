@@ -3,6 +3,7 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -37,7 +38,6 @@ from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
-from fsdp2.parallel import float8
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
@@ -103,11 +103,8 @@ def preflight(config: Config, world: World) -> Job:
         freeze(model, config.freeze)
     except ValueError as error:
         raise ConfigError(f"--freeze {error}") from None
-    if config.float8 and not any(float8.layers(blocks)):
-        raise ConfigError(
-            f"--float8 {config.float8} with --model {config.model}: none of its blocks has a trained nn.Linear whose "
-            f"sizes are multiples of {float8.MULTIPLE}; drop --float8"
-        )
+    if config.float8:
+        check_float8(config, blocks)
     place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
     if "://" in place:
         check_url(place, world)
@@ -153,6 +150,16 @@ def preflight(config: Config, world: World) -> Job:
         job.add_note(check_room(config, model, world, run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
+
+
+def check_float8(config: Config, blocks: Sequence[nn.Module]) -> None:
+    from fsdp2.parallel import float8
+
+    if not any(float8.layers(blocks)):
+        raise ConfigError(
+            f"--float8 {config.float8} with --model {config.model}: none of its blocks has a trained nn.Linear whose "
+            f"sizes are multiples of {float8.MULTIPLE}; drop --float8"
+        )
 
 
 def torch_version(text: str) -> tuple[int, int]:

@@ -11,8 +11,7 @@ import torch
 from fsdp2 import minimal
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.parallel.float8 import CAPABILITY
-from fsdp2.parallel.precision import FLOAT8
+from fsdp2.parallel.precision import FLOAT8, FLOAT8_CAPABILITY
 from fsdp2.train import train_step
 from tests.gpu import harness
 from tests.gpu.harness import (
@@ -53,7 +52,7 @@ def test_float8_is_close_to_what_a_cpu_emulates(gpus: Ranks, tmp_path: Path, rec
     rounded to bf16, by 4e-3 of a layer's output, and a loss is the mean of many. Random words are not learned, so that
     steps don't move apart."""
     pytest.importorskip("torchao", reason="needs the extra torchao")
-    if DEVICE == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
         pytest.skip(f"{torch.cuda.get_device_name()} has no float8 products")
     sizes = ["--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=32", "--batch-size=8"]
     line = [flag for flag in small(tmp_path / "gpu") if "size" not in flag and "steps" not in flag]
