@@ -12,6 +12,7 @@ from fsdp2.parallel.optimizer import FUSED
 from fsdp2.plan.device import Gpu, Term, beside_on_cpu, terms
 from fsdp2.plan.memory import Memory, Runs, memory_of, run
 from fsdp2.plan.steptime import StepTime, step_time
+from fsdp2.run.preflight import check_model
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def plan(
     check_world(config, ranks)
     if ranks % config.replicas:
         raise ConfigError(f"--replicas {config.replicas}: doesn't divide --ranks {ranks}; choose a divisor")
+    check_model(config)
     on_gpu = gpu is not None and not gpu.on_cpu
     if on_gpu and config.fused_optimizer is None and not config.cpu_offload:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take

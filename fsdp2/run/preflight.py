@@ -77,34 +77,7 @@ def preflight(config: Config, world: World) -> Job:
     check_versions(config)
     check_world(config, world)
     check_data(config, read=world.rank == 0)
-    try:
-        model = config.spec.on_meta(config.model_size)
-    except ValueError as error:
-        raise ConfigError(f"--model {config.model}: {error}") from None
-    try:
-        blocks = blocks_of(config)(model)
-    except ValueError as error:
-        at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
-        raise ConfigError(f"{at}: {error}") from None
-    if config.spec.kind == "language" and (why := too_long(config.spec, model, blocks, config.seq_len)):
-        raise ConfigError(
-            f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
-        )
-    for name in config.spec.methods:
-        if not callable(getattr(model, name, None)):
-            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
-            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
-    if config.strategy == "fsdp2":
-        try:
-            check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
-        except ValueError as error:
-            raise ConfigError(f"--model {config.model}: FSDP2 can't shard it: {error}") from None
-    try:
-        freeze(model, config.freeze)
-    except ValueError as error:
-        raise ConfigError(f"--freeze {error}") from None
-    if config.float8:
-        check_float8(config, blocks)
+    model = check_model(config)
     place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
     if "://" in place:
         check_url(place, world)
@@ -150,6 +123,39 @@ def preflight(config: Config, world: World) -> Job:
         job.add_note(check_room(config, model, world, run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
+
+
+def check_model(config: Config) -> nn.Module:
+    """The model on `meta`, with what is trained of it. Raises ConfigError for one that can't be built or sharded so."""
+    try:
+        model = config.spec.on_meta(config.model_size)
+    except ValueError as error:
+        raise ConfigError(f"--model {config.model}: {error}") from None
+    try:
+        blocks = blocks_of(config)(model)
+    except ValueError as error:
+        at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
+        raise ConfigError(f"{at}: {error}") from None
+    if config.spec.kind == "language" and (why := too_long(config.spec, model, blocks, config.seq_len)):
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
+        )
+    for name in config.spec.methods:
+        if not callable(getattr(model, name, None)):
+            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
+            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
+    if config.strategy == "fsdp2":
+        try:
+            check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
+        except ValueError as error:
+            raise ConfigError(f"--model {config.model}: FSDP2 can't shard it: {error}") from None
+    try:
+        freeze(model, config.freeze)
+    except ValueError as error:
+        raise ConfigError(f"--freeze {error}") from None
+    if config.float8:
+        check_float8(config, blocks)
+    return model
 
 
 def check_float8(config: Config, blocks: Sequence[nn.Module]) -> None:

@@ -84,6 +84,8 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
         (["--html=/nowhere/x.html"], "--html /nowhere/x.html: there is no folder /nowhere"),
         (["--out=here"], "--out here: only a search leaves results"),
         (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide --ranks 3"),
+        (["--freeze=nonsense"], "--freeze nonsense"),
+        (["--shard-modules=nonsense"], "--shard-modules"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(flags: list[str], message: str) -> None:
