@@ -74,10 +74,9 @@ class Config:
         location,
     )
     text_field: str = option("text", "for text:, the field of .jsonl and .parquet that holds the text", text)
+    bos: str = option("auto", "for text:, begin each document with a token; auto = as its tokenizer", one_of(*data.BOS))
     documents: str = option(
-        "apart",
-        "for text: and chat:, whether documents in a sequence attend to each other",
-        one_of("apart", "together"),
+        "apart", "for text: and chat:, whether documents in one sequence see each other", one_of("apart", "together")
     )
     data_root: str | None = option(
         None, "folder that holds the data in torchvision's layout; unset = each node downloads it once", location

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
-from fsdp2.data.tokenizer import UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import UnusableText, document, open_tokenizer
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate
 from fsdp2.models import NAMES
@@ -94,8 +94,9 @@ def go_on(
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
         try:
-            tokenizer = open_tokenizer(tokenizer_of(config))
-            (tokens,) = tokenizer.encode([prompt], end=False)
+            tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
+            (tokens,) = tokenizer.encode([prompt])
+            tokens = document(tokenizer, tokens, ends=False)
         except UnusableText as error:
             raise ConfigError(f"--prompt: {error}") from None
         if len(tokens) == 0:

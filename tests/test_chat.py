@@ -16,7 +16,7 @@ from fsdp2.data import text
 from fsdp2.data.chat import Chat, _by_template
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.tokenizer import UnusableText, open_tokenizer
 from fsdp2.data.windows import Conversations
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
@@ -34,8 +34,12 @@ PLAIN, GENERATION = TEMPLATE.replace("ANSWER", ANSWER), TEMPLATE.replace("ANSWER
 TEXT = '{"city": "Zürich", "days": 2}'
 
 
-def make_tokenizer(folder: Path, template: str | None) -> Path:
-    """A folder with a byte-level tokenizer, whose offsets leave out spaces as Llama's do, and a template."""
+def make_tokenizer(folder: Path, template: str | None, begin: str = "") -> Path:
+    """A folder with a byte-level tokenizer, whose offsets leave out spaces as Llama's do, and a template.
+
+    Args:
+        begin: what the post-processor puts before a text.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -47,6 +51,10 @@ def make_tokenizer(folder: Path, template: str | None) -> Path:
     made.post_processor = processors.ByteLevel(trim_offsets=True)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>", "<|system|>", "<s>"])
+    if begin:
+        ids = [(begin, made.token_to_id(begin))]
+        front = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=ids)
+        made.post_processor = processors.Sequence([made.post_processor, front])
     folder.mkdir(exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "bos_token": "<s>", **({} if template is None else {"chat_template": template})}
@@ -91,6 +99,19 @@ def test_answers_are_learned_and_nothing_else(tmp_path: Path) -> None:
     # The tokens are those that transformers gives to whoever asks the model afterwards.
     for (tokens, _), one in zip(encoded(by_marks, *TALKS), TALKS, strict=True):
         assert by_marks._tokenizer().apply_chat_template(one["messages"], return_dict=False) == tokens
+
+
+def test_what_the_template_prints_begins_a_conversation_once(tmp_path: Path) -> None:
+    """Whatever the tokenizer begins a text with: a model is asked by the template's tokens alone."""
+    pytest.importorskip("transformers")
+    bare = PLAIN.replace("{{ bos_token }}", "")
+    for name, template, shown in (("prints", PLAIN, "<s>"), ("bare", bare, "")):
+        folder = make_tokenizer(tmp_path / name, template, "<s>")
+        assert open_tokenizer(str(folder)).begin
+        chat = Chat(str(folder))
+        ((tokens, _),) = encoded(chat, TALKS[0])
+        assert chat._text.decode(tokens) == f"{shown}<|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
+        assert chat._tokenizer().apply_chat_template(TALKS[0]["messages"], return_dict=False) == tokens
 
 
 CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"

@@ -22,9 +22,11 @@ NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
 CLASSES = 10  # of each dataset of images
 OWN = ("text:", "chat:")  # before the place of one's own text, or conversations
+BOS = ("auto", "always", "never")  # whether a token begins each document of one's own text
 ON_DISK = ("fashion-mnist", "mnist")
 
 __all__ = [
+    "BOS",
     "DEFAULTS",
     "KINDS",
     "NAMES",
@@ -61,6 +63,7 @@ def load(
     special_token: int | None = None,
     tokenizer: str = "bytes",
     text_field: str = "text",
+    bos: str = "auto",
     apart: bool = True,
     fetch: bool = True,
     say: Callable[[str], None] = lambda _: None,
@@ -74,6 +77,7 @@ def load(
         special_token: the one that hides others, or that a decoder begins with.
         tokenizer: of one's own text, as `open_tokenizer` takes it.
         text_field: of one's own text in .jsonl or .parquet.
+        bos: whether a token begins each document of one's own text, one of `BOS`; `auto` = as its tokenizer says.
         say: is called from time to time while one's own text is prepared, with how far that is.
         apart: whether documents of one's own text see nothing of each other; those that a model learns in another way
             than token by token are always together.
@@ -101,7 +105,7 @@ def load(
         from fsdp2.data import text
 
         kind, _, place = name.partition(":")
-        encoder = text.encoder_of(kind, tokenizer, text_field)
+        encoder = text.encoder_of(kind, tokenizer, text_field, bos)
         causal = task == "causal"
         windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and causal, fetch=fetch, say=say)
     else:

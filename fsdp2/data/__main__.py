@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp2.data import BOS
 from fsdp2.data.meter import Say
 from fsdp2.data.places import find
 from fsdp2.data.preparing import SAY_SECONDS, prepare
@@ -19,7 +20,7 @@ from fsdp2.data.text import encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, location, text
+from fsdp2.options.values import checked, location, one_of, text
 
 BAR_SECONDS = 0.5
 
@@ -41,6 +42,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help="field of .jsonl and .parquet that holds the text (default: text)",
     )
+    preparing.add_argument(
+        "--bos",
+        default="auto",
+        metavar="|".join(BOS),
+        help="whether a token begins each document; auto = as the tokenizer's post-processor (default: auto)",
+    )
     preparing.add_argument("--chat", action="store_true", help="the files are conversations, for --dataset chat:FOLDER")
     arguments = parser.parse_args(argv)
     for place in arguments.places:
@@ -48,6 +55,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
         checked(flag, value, location)
     checked("--text-field", arguments.text_field, text)
+    checked("--bos", arguments.bos, one_of(*BOS))
+    if arguments.chat and arguments.bos != "auto":
+        raise ConfigError(f"--bos {arguments.bos} with --chat: the chat template begins a conversation; drop it")
     if arguments.chat and arguments.text_field != "text":
         raise ConfigError("--text-field with --chat: conversations are in the field messages; drop it")
     return arguments
@@ -59,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     kind = "chat" if arguments.chat else "text"
     out, say = Path(arguments.out).absolute(), _bar if sys.stderr.isatty() else _line
     try:
-        encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field)
+        encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field, arguments.bos)
         files = find(",".join(arguments.places), encoder.suffixes)
         meta = prepare(files, out, encoder, say=say, say_seconds=BAR_SECONDS if say is _bar else SAY_SECONDS)
     except UnusableText as error:
@@ -67,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
     _end(say)
     print(f"prepared {documents:,} {'conversations' if arguments.chat else 'documents'}, {tokens:,} tokens: {out}")
-    print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} --tokenizer {arguments.tokenizer}")
+    same = f"--tokenizer {arguments.tokenizer}" + (f" --bos {arguments.bos}" if arguments.bos != "auto" else "")
+    print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} {same}")
     return meta
 
 

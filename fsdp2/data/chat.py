@@ -43,6 +43,7 @@ class Chat:
     """
 
     kind: str = "chat"
+    begin: tuple[int, ...] = ()  # the template says how a conversation begins
     field: str | None = None
     suffixes: tuple[str, ...] = (".jsonl",)
 
@@ -79,7 +80,7 @@ class Chat:
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The tokens of a text, and 1 for those of the spans."""
         ends = sorted({place for span in spans for place in span})
-        parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)], end=False)]
+        parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)])]
         whole, learn = parts[0], numpy.zeros(len(parts[0]), dtype=numpy.uint8)
         for end, part in zip(ends, parts[1:], strict=True):
             if whole[: len(part)] != part:

@@ -22,7 +22,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.windows import Conversations, Documents
 
-FORMAT = 3
+FORMAT = 4
 META = "meta.json"
 SPLITS = ("train", "test")
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
@@ -35,6 +35,7 @@ class Encoder(Protocol):
         kind: `text`, or `chat`, which says of each token whether it is to be predicted.
         size: one more than its largest token.
         identity: says which one it is; two that differ have two.
+        begin: the tokens that it puts before a document.
         field: of a line or row, the one that holds the text; None = all of it.
         suffixes: of the files that it reads.
         names: how each token is shown.
@@ -43,6 +44,7 @@ class Encoder(Protocol):
     kind: str
     size: int
     identity: str
+    begin: tuple[int, ...]
     field: str | None
     suffixes: tuple[str, ...]
 
@@ -63,7 +65,8 @@ def dtype_of(encoder: Encoder) -> Any:
 
 def source_of(files: Sequence[File], encoder: Encoder) -> str:
     """Says which files in which state are made into tokens, and how."""
-    return identity_of(repr((FORMAT, list(files), encoder.kind, encoder.identity, encoder.field)).encode())
+    how = encoder.kind, encoder.identity, encoder.begin, encoder.field
+    return identity_of(repr((FORMAT, list(files), *how)).encode())
 
 
 def is_prepared(place: str | Path) -> bool:
@@ -91,6 +94,9 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
         raise UnusableText(f"{folder}: was prepared as {meta['kind']}; give it as {meta['kind']}:{folder}")
     if meta["tokenizer"] != encoder.identity:
         raise UnusableText(f"{folder}: was made with another tokenizer; give that with --tokenizer")
+    if meta["begin"] != list(encoder.begin):
+        what, bos = ("a", "always") if meta["begin"] else ("no", "never")
+        raise UnusableText(f"{folder}: was prepared with {what} token before each document; give --bos {bos}")
     if meta["field"] != encoder.field:
         raise UnusableText(f"{folder}: was made of the field {meta['field']}; add --text-field {meta['field']}")
 

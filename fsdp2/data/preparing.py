@@ -117,6 +117,7 @@ def _make(
         "format": FORMAT,
         "kind": encoder.kind,
         "tokenizer": encoder.identity,
+        "begin": list(encoder.begin),
         "field": encoder.field,
         "source": progress.source,
         "content": progress.content,

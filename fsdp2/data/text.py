@@ -15,7 +15,7 @@ from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import Dataset, NotHere
-from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, document, open_tokenizer
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 
@@ -33,7 +33,7 @@ class Text:
     def __init__(self, tokenizer: Bytes | FromFile, field: str = "text") -> None:
         self.field: str | None = field
         self._tokenizer = tokenizer
-        self.size, self.identity = tokenizer.size, tokenizer.identity
+        self.size, self.identity, self.begin = tokenizer.size, tokenizer.identity, tokenizer.begin
 
     @property
     def names(self) -> Sequence[str]:
@@ -41,17 +41,15 @@ class Text:
         return self._tokenizer.names
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
-        """The tokens of each row, (n,), with the end token after a document; None, since each counts for the loss."""
-        end = self._tokenizer.end
-        found = self._tokenizer.encode([row.content for row in rows], end=False)
+        """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
+        found = self._tokenizer.encode([row.content for row in rows])
         for row, tokens in zip(rows, found, strict=True):
-            ended = row.ends and end is not None and (len(tokens) > 0 or not row.begins)
-            yield numpy.append(tokens, numpy.array([end], dtype=tokens.dtype)) if ended else tokens, None
+            yield document(self._tokenizer, tokens, begins=row.begins, ends=row.ends), None
 
 
-def encoder_of(kind: str, tokenizer: str, field: str = "text") -> Encoder:
-    """What makes tokens of `text` or of `chat`. Raises UnusableText."""
-    return Chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer), field)
+def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
+    """What makes tokens of `text` or of `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
+    return Chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
 
 
 def load(

@@ -22,15 +22,17 @@ class Tokenizer(Protocol):
     Attributes:
         size: one more than its largest token.
         identity: says which tokenizer it is; two that differ have two.
+        begin: the tokens that begin a document, () if none does.
         end: the token that ends a document, if it has one.
     """
 
     size: int
     identity: str
+    begin: tuple[int, ...]
     end: int | None
 
-    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
-        """The tokens of each text, with the one that ends a document unless `end` is false."""
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+        """The tokens of each text, and no others."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -44,12 +46,14 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token is a byte of UTF-8. There is none for the end of a document: what follows is of another one."""
+    """A token is a byte of UTF-8. None begins or ends a document: what follows is of another one."""
 
-    size, identity, end = 256, "bytes", None
+    size, identity = 256, "bytes"
+    begin: tuple[int, ...] = ()
+    end: int | None = None
 
-    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
-        """The UTF-8 bytes of each text, (n,) uint8. There is no token for an end."""
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+        """The UTF-8 bytes of each text, (n,) uint8."""
         return (numpy.frombuffer(text.encode(), dtype=numpy.uint8) for text in texts)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -65,10 +69,14 @@ class Bytes:
 class FromFile:
     """A tokenizer.json, and the token that ends a document if the file beside it names one.
 
-    Raises UnusableText if the file can't be read, or `tokenizers` isn't installed.
+    Args:
+        bos: `auto` begins a document with the tokens that the file's post-processor puts there, `never` with none, and
+            `always` with the `bos_token` of the file beside it if the post-processor has none.
+
+    Raises UnusableText if the file can't be read, `always` finds no token, or `tokenizers` isn't installed.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, bos: str = "auto") -> None:
         try:
             import tokenizers
         except ImportError:
@@ -80,18 +88,25 @@ class FromFile:
             # A file's own settings would cut each document, or train on what fills it up.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            front = _front(self._tokenizer)
         except Exception as error:  # its errors are of no class of their own
             raise UnusableText(f"{file}: is not a tokenizer ({' '.join(str(error).split())[:120]})") from None
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.end = self._tokenizer.token_to_id(_end_token(file.with_name("tokenizer_config.json")))
+        settings = file.with_name("tokenizer_config.json")
+        self.end = self._tokenizer.token_to_id(_named(settings, "eos_token"))
+        if bos == "always" and not front:
+            token = self._tokenizer.token_to_id(_named(settings, "bos_token"))
+            if token is None:
+                raise UnusableText(f"--bos always: {file} has no token that begins a text; drop --bos")
+            front = (token,)
+        self.begin = () if bos == "never" else front
         # Text that was prepared with such settings in force is other tokens.
         self.identity = identity_of(content + repr(self.end).encode() + b"whole" * cuts)
 
-    def encode(self, texts: Sequence[str], *, end: bool = True) -> Iterator[numpy.ndarray]:
-        """The tokens of each text, (n,) uint32, and the end token after them unless `end` is False."""
-        ending = [self.end] if end and self.end is not None else []
+    def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
+        """The tokens of each text, (n,) uint32, without those of the post-processor."""
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
-            yield numpy.array([*encoding.ids, *ending], dtype=numpy.uint32)
+            yield numpy.array(encoding.ids, dtype=numpy.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, special ones included."""
@@ -103,25 +118,59 @@ class FromFile:
         return [self._tokenizer.decode([number], skip_special_tokens=False) for number in range(self.size)]
 
 
-def _end_token(settings: Path) -> str:
-    """The end-of-text token's text; empty if the tokenizer's settings name none."""
+def document(tokenizer: Tokenizer, tokens: numpy.ndarray, *, begins: bool = True, ends: bool = True) -> numpy.ndarray:
+    """The tokens of a document, (n,): those of its text, between those that begin and end one.
+
+    This alone decides it, for training and for a prompt. A text that brings its own beginning, as a rendered chat
+    template does, gets no second one. A document without a token of text stays empty.
+
+    Args:
+        tokens: of its text, or of a piece of it.
+        begins, ends: whether the document begins and ends with this piece.
+    """
+    first, last = list(tokenizer.begin), [] if tokenizer.end is None else [tokenizer.end]
+    whole_and_empty = begins and ends and not len(tokens)
+    if not begins or whole_and_empty or tokens[: len(first)].tolist() == first:
+        first = []
+    if not ends or whole_and_empty:
+        last = []
+    return numpy.concatenate([numpy.array(first, tokens.dtype), tokens, numpy.array(last, tokens.dtype)])
+
+
+def _front(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that the post-processor of a `tokenizers.Tokenizer` puts before a text.
+
+    Of no text, so that a vocabulary without a certain letter has them too: it is one token that no vocabulary has.
+    """
+    mark = 2**32 - 1
+    text = tokenizer.encode("", add_special_tokens=False)
+    text.truncate(0)
+    text.pad(1, pad_id=mark)
+    found = tokenizer.post_process(text).ids
+    return tuple(found[: found.index(mark)])
+
+
+def _named(settings: Path, name: str) -> str:
+    """The text of a token, such as `eos_token`; empty if the tokenizer's settings name none."""
     try:
-        token: Any = json.loads(settings.read_bytes()).get("eos_token") or ""
+        token: Any = json.loads(settings.read_bytes()).get(name) or ""
     except FileNotFoundError:
         return ""  # a tokenizer.json alone has no settings
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UnusableText(f"{settings}: can't be used ({' '.join(str(error).split())[:120]})") from None
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise UnusableText(f"{settings}: its eos_token is no text")
+        raise UnusableText(f"{settings}: its {name} is no text")
     return text
 
 
-def open_tokenizer(name: str) -> Bytes | FromFile:
-    """`bytes`, a tokenizer.json, or a folder with one. Raises UnusableText."""
+def open_tokenizer(name: str, bos: str = "auto") -> Bytes | FromFile:
+    """`bytes`, a tokenizer.json, or a folder with one; `bos` as `FromFile` takes it. Raises UnusableText."""
     if name == "bytes":
+        if bos == "always":
+            raise UnusableText("--bos always: bytes have no token that begins a text; drop --bos")
         return Bytes()
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
-    return FromFile(file)
+    return FromFile(file, bos)

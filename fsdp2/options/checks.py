@@ -61,6 +61,9 @@ def _check_data(config: Options) -> None:
         )
     if config.text_field != "text" and (chat or not own):
         raise ConfigError(f"--text-field with --dataset {config.dataset}: only text:PATH has fields; drop it")
+    if config.bos != "auto" and (chat or not own):
+        why = "the chat template begins a conversation" if chat else "only documents of text:PATH begin with a token"
+        raise ConfigError(f"--bos {config.bos} with --dataset {config.dataset}: {why}; drop it")
     if chat and config.spec.task != "causal":
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "

@@ -55,6 +55,7 @@ SCRATCH = "--init-from scratch for none"
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
     "dataset": "the place in the data would mean other samples",
+    "bos": "the place in the data would mean other samples",
     "seed": "the place in the data would mean other samples",
     "seq-len": "the place in the data would mean other samples",
     "optimizer": "the optimizer's state would not fit",
@@ -218,7 +219,7 @@ def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
         kind, _, place = config.dataset.partition(":")
         try:
-            encoder = encoder_of(kind, tokenizer_of(config), config.text_field)
+            encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
             words = config.spec.vocab_size(config.model_size) or 0
             check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
         except UnusableText as error:

@@ -177,6 +177,7 @@ def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset
             special_token=spec.special_token,
             tokenizer=tokenizer_of(config),
             text_field=config.text_field,
+            bos=config.bos,
             apart=config.documents == "apart",
             fetch=fetch,
             say=_say,
