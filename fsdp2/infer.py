@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,13 @@ def go_on(
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.
     """
-    with opened(place, sharded=sharded, **named) as run:
+    with opened(place, sharded=sharded, **named) as run, _usable_text():
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
-        try:
-            tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
-            (tokens,) = tokenizer.encode([prompt])
-            tokens = document(tokenizer, tokens, ends=False)
-        except UnusableText as error:
-            raise ConfigError(f"--prompt: {error}") from None
+        tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
+        (tokens,) = tokenizer.encode([prompt])
+        tokens = document(tokenizer, tokens, ends=False)
         if len(tokens) == 0:
             raise ConfigError("--prompt: holds no token; give some text")
         begin = torch.tensor(tokens.astype("int64"), device=run.device)
@@ -115,7 +113,15 @@ def go_on(
                 print(text.removeprefix(before.rstrip("\ufffd")), end="", flush=True)
         if run.world.rank == 0:
             print()
-    return {"prompt": prompt, "text": tokenizer.decode(written), "weights": run.weights}
+        return {"prompt": prompt, "text": tokenizer.decode(written), "weights": run.weights}
+
+
+@contextmanager
+def _usable_text() -> Iterator[None]:
+    try:
+        yield
+    except UnusableText as error:
+        raise ConfigError(f"--prompt: {error}") from None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -113,7 +113,6 @@ def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
     opened = open_tokenizer(str(tmp_path))
-    assert isinstance(opened, FromFile)
     assert [one.tolist() for one in opened.encode(["a b", "b c"])] == [[0, 1], [1, 3]]
     assert list(opened.names) == ["a", "b", "<end>", "?"]
 

@@ -21,7 +21,8 @@ import numpy
 
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import FromFile, UnusableText
+from fsdp2.data.tokenizer import FromFile, UnusableText, foreign
+from fsdp2.foreign.bounds import in_bounds
 from fsdp2.foreign.code import installed_code_only
 
 # What of a tokenizer's folder makes a conversation into tokens.
@@ -48,11 +49,10 @@ class Chat:
     suffixes: tuple[str, ...] = (".jsonl",)
 
     def __init__(self, folder: str) -> None:
-        place = Path(folder).parent if Path(folder).name == "tokenizer.json" else Path(folder)
+        place = _place(folder)
         if not (place / "tokenizer.json").is_file():
             raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
         self._folder, self._text = place, FromFile(place / "tokenizer.json")
-        files = sorted({file for pattern in FILES for file in place.glob(pattern) if file.is_file()})
         if not _has_template(place):
             raise UnusableText(
                 f"{place}: its tokenizer has no chat template; put one beside it as chat_template.jinja, or give the "
@@ -62,7 +62,7 @@ class Chat:
             if find_spec(module) is None:
                 raise UnusableText(f"{module} isn't installed; pip install 'fsdp2-reference[hf]'")
         self.size = self._text.size
-        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in files))
+        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
 
     @property
@@ -161,6 +161,19 @@ class Chat:
                 reason = " ".join(str(error).split())[:160]
                 raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason})") from None
         return self._loaded
+
+
+def open_chat(folder: str) -> Chat:
+    """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
+    return in_bounds(lambda: Chat(folder), foreign(folder, _files(_place(folder))))
+
+
+def _place(folder: str) -> Path:
+    return Path(folder).parent if Path(folder).name == "tokenizer.json" else Path(folder)
+
+
+def _files(place: Path) -> list[Path]:
+    return sorted({file for pattern in FILES for file in place.glob(pattern) if not file.is_dir()})
 
 
 def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy
 
-from fsdp2.data.chat import Chat
+from fsdp2.data.chat import open_chat
 from fsdp2.data.places import SUFFIXES, find, is_url
 from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import Dataset, NotHere
-from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, document, open_tokenizer
+from fsdp2.data.tokenizer import Tokenizer, UnusableText, document, open_tokenizer
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 
@@ -30,7 +30,7 @@ class Text:
     kind: str = "text"
     suffixes: tuple[str, ...] = SUFFIXES
 
-    def __init__(self, tokenizer: Bytes | FromFile, field: str = "text") -> None:
+    def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
         self.field: str | None = field
         self._tokenizer = tokenizer
         self.size, self.identity, self.begin = tokenizer.size, tokenizer.identity, tokenizer.begin
@@ -49,7 +49,7 @@ class Text:
 
 def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
     """What makes tokens of `text` or of `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
-    return Chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
+    return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
 
 
 def load(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy
 
 from fsdp2.data.splits import identity_of
+from fsdp2.foreign.bounds import Foreign, in_bounds
 
 
 class UnusableText(ValueError):
@@ -152,6 +153,7 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
 
 def _named(settings: Path, name: str) -> str:
     """The text of a token, such as `eos_token`; empty if the tokenizer's settings name none."""
+    require_regular(settings)
     try:
         token: Any = json.loads(settings.read_bytes()).get(name) or ""
     except FileNotFoundError:
@@ -164,13 +166,27 @@ def _named(settings: Path, name: str) -> str:
     return text
 
 
-def open_tokenizer(name: str, bos: str = "auto") -> Bytes | FromFile:
-    """`bytes`, a tokenizer.json, or a folder with one; `bos` as `FromFile` takes it. Raises UnusableText."""
+def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder with one, within bounds; `bos` as of `FromFile`. Raises UnusableText."""
     if name == "bytes":
         if bos == "always":
             raise UnusableText("--bos always: bytes have no token that begins a text; drop --bos")
         return Bytes()
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    if not file.is_file():
+    if not file.exists():
         raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
-    return FromFile(file, bos)
+    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
+
+
+def foreign(name: str, files: Sequence[Path]) -> Foreign:
+    """The bounds of what works with these files, under a name for messages. Raises UnusableText."""
+    for file in files:
+        require_regular(file)
+    fix = "give another with --tokenizer, or shorter documents"
+    return Foreign(name, UnusableText, fix, sum(file.stat().st_size for file in files))
+
+
+def require_regular(file: Path) -> None:
+    """Raises UnusableText for what waits when it is read, or has no end."""
+    if file.exists() and not file.is_file():
+        raise UnusableText(f"{file}: is no regular file; put a copy of its content there")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp2.foreign.bounds import Foreign, run_in_bounds
 from fsdp2.foreign.code import ForeignCode, installed_code_only
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
@@ -35,6 +36,7 @@ TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
+MEMORY = 16 << 30  # for its description, and for two blocks of a model of which it isn't known what they see
 # What transformers calls the tensors of a file that aren't the model's.
 DIFFERENCES = {
     "missing_keys": "only in the model",
@@ -56,6 +58,35 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     except ImportError:
         raise ValueError("transformers isn't installed; pip install 'fsdp2-reference[hf]'") from None
     folder = _folder(place)
+
+    def described() -> tuple[ModelSpec, str]:
+        return _described(transformers, place, folder, trust_remote_code=trust_remote_code)
+
+    def looked_at() -> bool | None:
+        made, in_doubt = described()
+        model = made.on_meta("own")
+        with installed_code_only(folder, trusted=trust_remote_code):
+            return sees_later(model, made.call, made.logits) if in_doubt else False
+
+    def alone() -> bool | None:
+        torch.set_num_threads(1)  # a fork has none of its parent's
+        return looked_at()
+
+    file = folder / "config.json"
+    bounds = Foreign(str(file), ValueError, "give another model, or lower its numbers", file.stat().st_size, MEMORY)
+    # First: what goes beyond its bounds never begins in this process.
+    seen = looked_at() if trust_remote_code else run_in_bounds(alone, bounds)
+    made, in_doubt = described()
+    if seen:
+        raise ValueError(
+            f"{file}: {in_doubt} sees the tokens that it is to predict unless is_decoder is true; set it there, or "
+            "name the class for masked tokens in architectures"
+        )
+    return made
+
+
+def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code: bool) -> tuple[ModelSpec, str]:
+    """`spec`, and the name of a causal model's class which may see later tokens all the same; else no name."""
 
     def guarded() -> AbstractContextManager[None]:
         return installed_code_only(folder, trusted=trust_remote_code)
@@ -150,15 +181,8 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     )
     encoder = getattr(transformers, TASKS["masked"][1]).get(type(config), None)
     # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
-    if task == "causal" and not getattr(config, "is_decoder", encoder is None):
-        with guarded():
-            seen = sees_later(made.on_meta("own"), call, made.logits)
-        if seen:
-            raise ValueError(
-                f"{folder / 'config.json'}: {model_class.__name__} sees the tokens that it is to predict unless "
-                "is_decoder is true; set it there, or name the class for masked tokens in architectures"
-            )
-    return made
+    in_doubt = task == "causal" and not getattr(config, "is_decoder", encoder is None)
+    return made, model_class.__name__ if in_doubt else ""
 
 
 def loss(outputs: Any, targets: Tensor) -> Tensor:

@@ -1,0 +1,227 @@
+"""A library works on a stranger's file in a process of its own, within limits that the kernel keeps.
+
+A tokenizer, a chat template, a model's configuration and a compressed table are programs: a few kilobytes of them can
+ask for 7 GB, or for a year, and nothing in them tells that they do. So they run in a child process, which has so much
+memory, so much time of a processor, and so long an answer, each growing with the bytes that go in. The child is a
+fork, so that a library is imported once. It does nothing else, and ends with the process that made it.
+
+The limit on memory counts what the child takes beyond its parent, and needs Linux.
+
+Source: https://man7.org/linux/man-pages/man2/setrlimit.2.html (RLIMIT_DATA), setitimer.2.html (ITIMER_PROF).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn, TypeVar, cast
+
+T = TypeVar("T")
+
+SECONDS, MEMORY, ANSWER = 60.0, 4 << 30, 256 << 20  # of a processor, of bytes, of bytes
+SECONDS_PER_BYTE, MEMORY_PER_BYTE, ANSWER_PER_BYTE = 1e-5, 256, 64
+WAITING = 20  # seconds by the clock for each of a processor: others use it, too, and disks are slow
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A stranger's file, as far as its bounds and messages go.
+
+    Attributes:
+        name: which file it is; the beginning of a message.
+        refusal: what is raised.
+        fix: what to do about a file that goes beyond its bounds.
+        size: its bytes.
+        memory: of bytes, how many it has beside those that grow with `size`; None = `MEMORY`.
+    """
+
+    name: str
+    refusal: type[Exception]
+    fix: str
+    size: int = 0
+    memory: int | None = None
+
+    def limits(self, given: int) -> tuple[float, int, int]:
+        """Seconds of a processor, bytes of memory and bytes of an answer, with so many bytes of input."""
+        size, memory = self.size + given, MEMORY if self.memory is None else self.memory
+        return (
+            SECONDS + SECONDS_PER_BYTE * size,
+            memory + MEMORY_PER_BYTE * size,
+            ANSWER + ANSWER_PER_BYTE * size,
+        )
+
+
+def in_bounds(make: Callable[[], T], foreign: Foreign) -> T:
+    """Stands for what `make` gives, which a child process makes and keeps.
+
+    It has the object's public methods, and its attributes as they are when each is first read. Arguments and results
+    are pickled; of an iterator, all that it gives. One thread at a time may use it.
+
+    Raises the file's `refusal`, here and at each use, in one line: an error of that class with its own text, and others
+    and what goes beyond the bounds with the file's name and `fix`.
+    """
+    return cast(T, _Child(make, foreign))
+
+
+def run_in_bounds(function: Callable[[], T], foreign: Foreign) -> T:
+    """What a function gives in a child process. Raises what `in_bounds` does."""
+    return in_bounds(lambda: function, foreign)()
+
+
+class _Child:
+    def __init__(self, make: Callable[[], Any], foreign: Foreign) -> None:
+        self._foreign = foreign
+        self._pipe, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of this process's threads; the child needs none
+            pid = os.fork()
+        if pid == 0:
+            _serve(make, theirs, foreign.refusal)
+        theirs.close()
+        self._end = weakref.finalize(self, _end, self._pipe, pid, os.getpid())
+        self._ask("")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        is_method, value = self._ask(name)
+        if is_method:
+            return lambda *some, **named: self._ask(name, some, named)[1]
+        self.__dict__[name] = value
+        return value
+
+    def __call__(self, *some: Any, **named: Any) -> Any:
+        return self._ask("__call__", some, named)[1]
+
+    def _ask(self, name: str, some: tuple[Any, ...] | None = None, named: dict[str, Any] | None = None) -> Any:
+        """Whether an attribute is a method, and its value; with arguments, the method's result."""
+        request = pickle.dumps((name, some, named))
+        limits = self._foreign.limits(len(request))
+        try:
+            self._pipe.send(limits)
+            self._pipe.send_bytes(request)
+            how, answer = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            how, answer = _ended_by(self._end()), None
+        if how == "made":
+            return answer
+        if how == "refused":
+            raise self._foreign.refusal(answer)
+        seconds, memory, length = limits
+        whys = {
+            "failed": f"the library that reads it gives up ({answer})",
+            "time": f"takes more than {seconds:.0f} seconds of a processor",
+            "memory": f"takes more than {memory / (1 << 30):.1f} GiB of memory, or ends the library that reads it",
+            "long": f"makes more than {length >> 20} MiB",
+            "ended": "has gone beyond its bounds before",
+        }
+        given = f" ({len(request):,} bytes were given to it)" if some else ""
+        raise self._foreign.refusal(f"{self._foreign.name}: {whys[how]}{given}; {self._foreign.fix}")
+
+
+def _end(pipe: Connection, pid: int, owner: int) -> int | None:
+    """End the child; its status. None in a copy of the process that made it, such as a loader's."""
+    pipe.close()
+    if os.getpid() != owner:
+        return None
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _ended_by(status: int | None) -> str:
+    if status is None:
+        return "ended"
+    # Without memory a library ends its process itself, or the system does.
+    return "time" if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM) else "memory"
+
+
+def _serve(make: Callable[[], Any], pipe: Connection, refusal: type[Exception]) -> NoReturn:
+    """Answer until the other end is closed."""
+    try:
+        _let_go(pipe)
+        before, made = _memory(), None
+        while True:
+            seconds, memory, length = pipe.recv()
+            request = pipe.recv_bytes()
+            with _limits(seconds, None if before is None else before + memory):
+                try:
+                    name, some, named = pickle.loads(request)
+                    if name:
+                        answer = pickle.dumps(("made", _attribute(made, name, some, named)))
+                    else:
+                        made = make()
+                        answer = pickle.dumps(("made", None))
+                    if len(answer) > length:
+                        answer = pickle.dumps(("long", None))
+                except refusal as error:
+                    without = isinstance(error.__context__, MemoryError)  # of which it is only another name
+                    answer = pickle.dumps(("memory", None) if without else ("refused", str(error)))
+                except MemoryError:
+                    answer = pickle.dumps(("memory", None))
+                except BaseException as error:  # a panic of a library in Rust is no Exception
+                    answer = pickle.dumps(("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"))
+            pipe.send_bytes(answer)
+    finally:
+        os._exit(0)  # nothing that the parent would do at its end
+
+
+def _attribute(made: Any, name: str, some: tuple[Any, ...] | None, named: Any) -> tuple[bool, Any]:
+    value = getattr(made, name)
+    if some is None:
+        return callable(value), None if callable(value) else value
+    value = value(*some, **named)
+    return True, list(value) if isinstance(value, Iterator) else value
+
+
+@contextmanager
+def _limits(seconds: float, memory: int | None) -> Iterator[None]:
+    """Let the kernel end this process after its time, and give it no more than its memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * WAITING)
+    if memory is not None:
+        within = [one for one in (memory, soft, hard) if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(within), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+        signal.setitimer(timer, 0)
+
+
+def _memory() -> int | None:
+    """Bytes of this process that RLIMIT_DATA counts; None where the system doesn't tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _let_go(pipe: Connection) -> None:
+    """Leave the parent its files, locks, connections and objects, and what it does at signals."""
+    faulthandler.disable()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent ends, and this process with it
+    for number in (signal.SIGTERM, signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nowhere, standard)
+    for name in os.listdir("/dev/fd"):
+        if int(name) > 2 and int(name) != pipe.fileno():
+            with suppress(OSError):  # the listing's own
+                os.close(int(name))
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -1,0 +1,226 @@
+"""A stranger's tokenizer, template, configuration or table is a program: whatever it asks for ends in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2 import models
+from fsdp2.config import parse
+from fsdp2.data.__main__ import cli
+from fsdp2.data.text import encoder_of
+from fsdp2.data.tokenizer import UnusableText, open_tokenizer
+from fsdp2.foreign import bounds
+from fsdp2.foreign.bounds import Foreign, in_bounds, run_in_bounds
+from fsdp2.models import hf
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import check_data
+from tests.others.common import save
+from tests.test_chat import PLAIN, encoded, make_tokenizer, talk
+
+SMALL = 200 << 20
+FOREIGN = Foreign("file", UnusableText, "give another")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are reached soon."""
+    monkeypatch.setattr(bounds, "SECONDS", 2.0)
+    monkeypatch.setattr(bounds, "MEMORY", SMALL)
+    monkeypatch.setattr(bounds, "ANSWER", 4 << 20)
+    monkeypatch.setattr(hf, "MEMORY", SMALL)
+    models.get.cache_clear()
+
+
+def one_line(error: BaseException, *parts: str) -> None:
+    for part in parts:
+        assert part in str(error)
+    assert "\n" not in str(error)
+    assert "Traceback" not in str(error)
+
+
+# --- the door --------------------------------------------------------------------------------------------
+
+
+def _endless() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        (_endless, "file: takes more than 2 seconds of a processor; give another"),
+        (lambda: len(bytes(SMALL + (32 << 20))), "file: takes more than 0.2 GiB of memory"),
+        (lambda: bytes(8 << 20), "file: makes more than 4 MiB; give another"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends the library that reads it; give another"),
+        (lambda: 1 / 0, "the library that reads it gives up (ZeroDivisionError: division by zero); give another"),
+    ],
+)
+def test_a_bound_ends_in_one_line(function: Callable[[], Any], part: str) -> None:
+    with pytest.raises(UnusableText, match=re.escape(part)) as caught:
+        run_in_bounds(function, FOREIGN)
+    one_line(caught.value)
+
+
+class Counter:
+    """Something with attributes and methods."""
+
+    step = 2
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def up(self, *, times: int = 1) -> Iterator[int]:
+        for _ in range(times):
+            self.count += self.step
+            yield self.count
+
+
+def test_what_is_in_bounds_is_used_like_the_object_itself() -> None:
+    counter = in_bounds(Counter, FOREIGN)
+    assert (counter.step, list(counter.up(times=2)), list(counter.up()), counter.count) == (2, [2, 4], [6], 6)
+
+
+def test_the_child_ends_with_what_stands_for_it_and_keeps_nothing_open() -> None:
+    read, write = os.pipe()
+    made = in_bounds(lambda: os.getpid, FOREIGN)
+    os.close(write)
+    assert os.read(read, 1) == b""  # else the child has the other end
+    os.close(read)
+    pid = made()
+    os.kill(pid, 0)
+    del made
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_child_of_a_process_that_is_killed_ends_too() -> None:
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        made = in_bounds(lambda: os.getpid, FOREIGN)
+        os.write(write, str(made()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(os.read(read, 20))
+    os.waitpid(parent, 0)
+    for descriptor in (read, write):
+        os.close(descriptor)
+    while _runs(child):  # the suite's limit of time ends a test that waits for ever
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # of one that nobody has waited for yet
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------
+
+
+def _tokenizer(folder: Path, **parts: Any) -> str:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    for name, part in parts.items():
+        setattr(made, name, part)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def _backtracking(folder: Path) -> str:
+    tokenizers = pytest.importorskip("tokenizers")
+    pattern = tokenizers.Regex(r"(x+x+)+y")
+    return _tokenizer(folder, pre_tokenizer=tokenizers.pre_tokenizers.Split(pattern, "isolated"))
+
+
+def _growing(folder: Path) -> str:
+    tokenizers = pytest.importorskip("tokenizers")
+    each = tokenizers.normalizers.Replace("x", "x" * 100)
+    return _tokenizer(folder, normalizer=tokenizers.normalizers.Sequence([each] * 4))
+
+
+TOKENIZERS: dict[Callable[[Path], str], str] = {
+    _backtracking: "the library that reads it gives up (PanicException",
+    _growing: "GiB of memory, or ends the library that reads it (",
+}
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_tokenizer_that_asks_for_too_much(
+    make: Callable[[Path], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "tokenizer")
+    with pytest.raises(UnusableText) as caught:
+        open_tokenizer(folder).encode(["x" * 2000])
+    one_line(caught.value, f"{folder}/tokenizer.json: ", TOKENIZERS[make], "; give another with --tokenizer")
+    (tmp_path / "a.txt").write_text("x" * 2000)
+    command = ["prepare", str(tmp_path / "a.txt"), f"--tokenizer={folder}", f"--out={tmp_path / 'out'}"]
+    assert cli(command) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith(f"fsdp2.data: error: {folder}/tokenizer.json: ")
+    assert len(shown.err.splitlines()) == 1  # the library's own words of its panic aren't among them
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save("llama", tmp_path / "model")
+    make_tokenizer(tmp_path / "model", PLAIN)
+    (tmp_path / "model" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "model" / name)
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk("hello", "hi")))
+    kind = "text" if name != "chat_template.jinja" else "chat"
+    config = parse([f"--model=hf:{tmp_path / 'model'}", f"--dataset={kind}:{tmp_path / 'a.jsonl'}", "--seq-len=8"])
+    with pytest.raises(ConfigError) as caught:
+        check_data(config)
+    one_line(caught.value, f"{tmp_path / 'model' / name}: is no regular file; put a copy of its content there")
+
+
+# --- templates -------------------------------------------------------------------------------------------
+
+LOOPS = "{% for i in range(99999) %}" * 3 + "PRINTED" + "{% endfor %}" * 3
+TEMPLATES = {
+    "prints": (LOOPS.replace("PRINTED", "{{ 'x' * 50000 ~ i }}"), "GiB of memory, or ends the library that reads it ("),
+    "goes on": (LOOPS.replace("PRINTED", ""), "takes more than 2 seconds of a processor ("),
+    "multiplies": ("{{ 'x' * 1000000000 }}", "GiB of memory, or ends the library that reads it ("),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_that_asks_for_too_much(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template, part = TEMPLATES[case]
+    folder = str(make_tokenizer(tmp_path / case, PLAIN + template))
+    encoder: Any = encoder_of("chat", folder)
+    with pytest.raises(UnusableText) as caught:
+        encoded(encoder, talk("hello", "hi"))
+    one_line(caught.value, f"{folder}: ", part, "; give another with --tokenizer")
+
+
+# --- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [10**7, 10**13])
+def test_a_configuration_that_asks_for_too_much(layers: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save("llama", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": layers}))
+    with pytest.raises(ValueError, match=r"takes|gives up") as caught:
+        _ = parse([f"--model=hf:{tmp_path / 'model'}"]).spec
+    one_line(caught.value, str(file))
