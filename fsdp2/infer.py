@@ -96,7 +96,7 @@ def go_on(
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
         tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
         (tokens,) = tokenizer.encode([prompt])
-        tokens = document(tokenizer, tokens, ends=False)
+        tokens = document(tokens, tokenizer.begin, tokenizer.end, ends=False)
         if len(tokens) == 0:
             raise ConfigError("--prompt: holds no token; give some text")
         begin = torch.tensor(tokens.astype("int64"), device=run.device)

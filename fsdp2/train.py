@@ -115,7 +115,7 @@ def main(
         seen = observed(config, engine, checkpoints, run, world, device, progress)
         with reports, StopSignals() as stop, seen as peak, Watch(config, engine.model, run, reports.last_words) as hang:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
-            opening = header.lines(config, engine, spec, world.world_size, device, run.path) + speed.lines
+            opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
             checkpoints.open(reports, checkpoint_info(config, world.world_size, spec), hang)
             if config.inspect:

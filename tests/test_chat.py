@@ -248,12 +248,13 @@ LLAMA = [
 ]
 
 
-def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[float], dict[str, Any]]:
+def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[float], dict[str, Any], list[str]]:
     flags = [*LLAMA, f"--dataset=chat:{corpus}", f"--tokenizer={Path(corpus).parent}/tokenizer"]
     flags += [f"--batch-size={batch}", "--checkpoint-every=2"]
     whole = main_in_ranks([*flags, f"--run-dir={folder}/whole"])
     resumed = [f"--resume={folder}/whole/checkpoints/step-00000002", f"--run-dir={folder}/rest"]
-    return losses(whole), losses(main_in_ranks([*flags, *resumed])), of_kind(whole, "eval")[0]
+    rest = losses(main_in_ranks([*flags, *resumed]))
+    return losses(whole), rest, of_kind(whole, "eval")[0], of_kind(whole, "start")[0]["header"]
 
 
 def _by_hand(corpus: str) -> list[float]:
@@ -294,11 +295,13 @@ def test_the_loss_is_the_mean_over_the_tokens_of_answers(ranks: Ranks, corpus: P
     train, test = _splits(str(corpus), 96)
     assert len({train.target_count([row]) for row in range(len(train))}) > 3  # ranks with unequal numbers of targets
     wanted = _by_hand(str(corpus))
-    whole, rest, evaluation = ranks.run(_runs_of, str(corpus), str(tmp_path), 3)[0]
+    whole, rest, evaluation, header = ranks.run(_runs_of, str(corpus), str(tmp_path), 3)[0]
     assert rest == whole[2:]
     # Sums are rounded in another order than in one process, and without empty places.
     assert whole == pytest.approx(wanted, rel=1e-5)
     assert evaluation["count"] == test.target_count(range(len(test)))
+    share = train.target_count(range(len(train))) / len(train.tokens)
+    assert any(line.startswith(f"learned: {share:.1%} of {len(train.tokens):,} tokens") for line in header)
 
 
 def test_a_conversation_is_never_cut(corpus: Path) -> None:

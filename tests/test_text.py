@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -16,24 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp2 import infer
 from fsdp2.config import parse
-from fsdp2.data import __main__ as command
 from fsdp2.data import text
 from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
-from fsdp2.data.reading import Row
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
 from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.parser import to_flags
-from fsdp2.run import preflight, runtime
 from fsdp2.run.preflight import check_data
-from fsdp2.run.rundir import shapes_of
-from fsdp2.run.start import open_data
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.test_bos import make_words
 
 
 def documents(count: int) -> list[str]:
@@ -115,106 +105,6 @@ def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     opened = open_tokenizer(str(tmp_path))
     assert [one.tolist() for one in opened.encode(["a b", "b c"])] == [[0, 1], [1, 3]]
     assert list(opened.names) == ["a", "b", "<end>", "?"]
-
-
-# Of each post-processor, the tokens that begin and end a document by `auto`; its tokenizer is `make_words`.
-PROCESSORS: dict[str, tuple[Callable[[Any], Any], list[int], list[int]]] = {
-    "none": (lambda kinds: None, [], [3]),
-    "of bytes": (lambda kinds: kinds.ByteLevel(), [], [3]),
-    "template": (lambda kinds: _template(kinds, "<s> $A"), [2], [3]),
-    "end as well": (lambda kinds: _template(kinds, "<s> $A </s>"), [2], [3]),
-    "end alone": (lambda kinds: _template(kinds, "$A </s>"), [], [3]),
-    "two": (lambda kinds: kinds.Sequence([kinds.ByteLevel(), _template(kinds, "<s> $A")]), [2], [3]),
-    "roberta": (lambda kinds: kinds.RobertaProcessing(("</s>", 3), ("[CLS]", 4)), [4], [3]),
-    "bert": (lambda kinds: kinds.BertProcessing(("</s>", 3), ("[CLS]", 4)), [4], [3]),
-}
-
-
-def _template(kinds: Any, single: str) -> Any:
-    return kinds.TemplateProcessing(single=single, special_tokens=[("<s>", 2), ("</s>", 3)])
-
-
-def make_words(folder: Path, processor: str, settings: dict[str, Any]) -> str:
-    """A folder with a tokenizer of words: a 0, b 1, <s> 2, </s> 3, [CLS] 4."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<s>", "</s>", "[CLS]"])
-    made.post_processor = PROCESSORS[processor][0](tokenizers.processors)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
-
-
-def tokens_of(encoder: Text, *rows: Row) -> list[list[int]]:
-    return [tokens.tolist() for tokens, _ in encoder.encode(rows)]
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_a_document_begins_as_its_tokenizer_says(tmp_path: Path, name: str) -> None:
-    tokenizer = make_words(tmp_path, name, {"eos_token": "</s>", "bos_token": "<s>"})
-    _, begin, end = PROCESSORS[name]
-    row, empty = Row("a b", "", (0, 0), 0.0, 0), Row(" ", "", (0, 0), 0.0, 0)
-    first, last = replace(row, ends=False), replace(row, begins=False)
-    for bos, wanted in (("auto", begin), ("always", begin or [2]), ("never", [])):
-        encoder = Text(open_tokenizer(tokenizer, bos))
-        assert tokens_of(encoder, row, empty) == [[*wanted, 0, 1, *end], []]
-        # A large document comes in pieces, and the first may hold no token.
-        assert tokens_of(encoder, first, last) == [[*wanted, 0, 1], [0, 1, *end]]
-        assert tokens_of(encoder, replace(empty, ends=False)) == [wanted]
-        # A document that brings its beginning, such as a rendered template, has one.
-        shown = {2: "<s>", 4: "[CLS]"}[(wanted or [2])[0]]
-        assert tokens_of(encoder, replace(row, content=f"{shown} a")) == [[*(wanted or [2]), 0, *end]]
-    # Nobody has to name the tokens beside the file.
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert tokens_of(Text(open_tokenizer(tokenizer)), row) == [[*begin, 0, 1]]
-
-
-def test_training_and_a_prompt_begin_alike(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus.write_text('{"text": "a b"}\n' * 40)
-    tokenizer = make_words(tmp_path, "template", {"eos_token": "</s>", "bos_token": "<s>"})
-    for bos, begin in (("auto", [2]), ("always", [2]), ("never", [])):
-        line = ["--model=llama", "--seq-len=4", f"--dataset=text:{corpus}", f"--tokenizer={tokenizer}", f"--bos={bos}"]
-        config = parse(line)
-        split = open_data(config, config.spec).train
-        assert split.tokens[: len(begin) + 3].tolist() == [*begin, 0, 1, 3]  # type: ignore[attr-defined]
-        asked: list[list[int]] = []
-
-        def generate(forward: Any, spec: Any, tokens: Any, asked: list[list[int]] = asked, **_: Any) -> Iterator[int]:
-            asked.append(tokens.tolist())
-            return iter([])
-
-        run = SimpleNamespace(config=config, device="cpu", world=runtime.world(), forward=None, weights="")
-        monkeypatch.setattr("fsdp2.infer.opened", lambda place, run=run, **_: nullcontext(run))
-        monkeypatch.setattr("fsdp2.infer.generate", generate)
-        for prompt in ("a b", "<s> a b"):
-            infer.go_on("run", prompt, new_tokens=1, temperature=0.0, seed=1)
-        assert asked == [[*begin, 0, 1], [2, 0, 1]]
-
-
-def test_a_folder_prepared_with_another_beginning_is_refused(corpus: Path, tmp_path: Path) -> None:
-    corpus.write_text('{"text": "a b"}\n' * 40)
-    tokenizer = make_words(tmp_path, "template", {"bos_token": "<s>"})
-    for bos, other, part in (
-        ("auto", "never", "with a token .*; give --bos always"),
-        ("never", "auto", "with no token .* --bos never"),
-    ):
-        out = tmp_path / bos
-        assert command.cli(["prepare", str(corpus), f"--tokenizer={tokenizer}", f"--out={out}", f"--bos={bos}"]) == 0
-        line = ["--model=llama", "--seq-len=4", f"--dataset=text:{out}", f"--tokenizer={tokenizer}"]
-        check_data(parse([*line, f"--bos={bos}"]))
-        with pytest.raises(ConfigError, match=part):
-            check_data(parse([*line, f"--bos={other}"]))
-
-
-def test_a_run_is_resumed_with_the_same_beginning(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    then, now = (parse(["--model=llama", f"--dataset=text:{corpus}", f"--bos={bos}"]) for bos in ("never", "auto"))
-    model = now.spec.on_meta(now.model_size)
-    marker = {"model": shapes_of(model), "config": to_flags(then)}
-    monkeypatch.setattr(preflight, "read_marker", lambda checkpoint: marker)
-    preflight.check_checkpoint(then, model, None, partial=False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="--bos auto: the checkpoint to resume from was made with never"):
-        preflight.check_checkpoint(now, model, None, partial=False)  # type: ignore[arg-type]
 
 
 LLAMA = [

@@ -7,6 +7,7 @@ evaluation and inference cannot disagree about it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp2.data.splits import Dataset, DownloadFailed, NotHere
@@ -118,4 +119,5 @@ def load(
 
     assert special_token is not None, f"{task} needs a token"
     learn = Masked if task == "masked" else SecondHalves
-    return Dataset(learn(windows.train, special_token), learn(windows.test, special_token), windows.classes)
+    train, test = (learn(split, special_token) for split in (windows.train, windows.test))
+    return replace(windows, train=train, test=test)

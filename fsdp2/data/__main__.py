@@ -1,6 +1,9 @@
-"""Make tokens of text before a run:  python -m fsdp2.data prepare PATH… --tokenizer DIR --out FOLDER
+"""Make tokens of text before a run, or look at what a run would learn of them:
 
-One process, without a GPU. Killed at any moment, the same command goes on where it was.
+python -m fsdp2.data prepare PATH… --tokenizer DIR --out FOLDER
+python -m fsdp2.data show --model llama --dataset text:PATH …
+
+One process, without a GPU. `prepare` that was killed at any moment goes on, by the same command, where it was.
 """
 
 from __future__ import annotations
@@ -12,23 +15,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2.data import BOS
+from fsdp2 import config as training
+from fsdp2.config import Config
+from fsdp2.data import BOS, OWN, seen
 from fsdp2.data.meter import Say
 from fsdp2.data.places import find
 from fsdp2.data.preparing import SAY_SECONDS, prepare
 from fsdp2.data.text import encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, location, one_of, text
+from fsdp2.options.parser import Parser, read_values
+from fsdp2.options.values import checked, location, one_of, text, whole
+from fsdp2.run.preflight import check_data
+from fsdp2.run.start import open_data, tokenizer_of
 
 BAR_SECONDS = 0.5
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
-    parser = Parser(prog="python -m fsdp2.data", description="Prepare data before a run.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="prepare")
+    description = "Prepare data before a run, or look at it."
+    parser = Parser(prog="python -m fsdp2.data", description=description, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{prepare,show}")
+    words = "print the first sequences of a run's text or conversations, what is learned of them marked, and counts"
+    common = training.parser(add_help=False)
+    showing = commands.add_parser("show", help=words, description=words, parents=[common], allow_abbrev=False)
+    showing.add_argument("--samples", default="3", metavar="N", help="how many sequences to print (default: 3)")
     words = "tokenize text once, for --dataset text:FOLDER"
     preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
     preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder, a pattern or a URL")
@@ -50,6 +62,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     preparing.add_argument("--chat", action="store_true", help="the files are conversations, for --dataset chat:FOLDER")
     arguments = parser.parse_args(argv)
+    if arguments.command == "show":
+        arguments.samples = checked("--samples", arguments.samples, whole(0, 10**6))
+        return arguments
     for place in arguments.places:
         checked("PATH", place, location)
     for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
@@ -64,22 +79,44 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What was prepared: counts by split, as the folder's meta.json has them. Raises ConfigError."""
+    """What was prepared, or is shown: counts by split, as the folder's meta.json has them. Raises ConfigError."""
     arguments = parse(argv)
+    if arguments.command == "show":
+        given = {name: value for name, value in vars(arguments).items() if name not in ("command", "samples")}
+        return show(Config(**read_values(Config, given)), arguments.samples)
     kind = "chat" if arguments.chat else "text"
     out, say = Path(arguments.out).absolute(), _bar if sys.stderr.isatty() else _line
     try:
         encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field, arguments.bos)
         files = find(",".join(arguments.places), encoder.suffixes)
         meta = prepare(files, out, encoder, say=say, say_seconds=BAR_SECONDS if say is _bar else SAY_SECONDS)
+        warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
     except UnusableText as error:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
     _end(say)
+    for line in warnings:
+        print(line)
     print(f"prepared {documents:,} {'conversations' if arguments.chat else 'documents'}, {tokens:,} tokens: {out}")
     same = f"--tokenizer {arguments.tokenizer}" + (f" --bos {arguments.bos}" if arguments.bos != "auto" else "")
     print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} {same}")
     return meta
+
+
+def show(config: Config, count: int) -> dict[str, Any]:
+    """Print a run's lines about its data, and its first sequences; the counts. Raises ConfigError."""
+    if not config.dataset.startswith(OWN):
+        raise ConfigError(f"--dataset {config.dataset}: only text:PATH and chat:PATH are shown; give one of them")
+    check_data(config)
+    dataset = open_data(config, config.spec)
+    kind = config.dataset.partition(":")[0]
+    try:
+        encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
+        for line in (*seen.lines(dataset), *seen.samples(dataset, encoder.decode, count)):
+            print(line)
+    except UnusableText as error:
+        raise ConfigError(f"--dataset {config.dataset}: {error}") from None
+    return dataset.about
 
 
 def _line(text: str) -> None:

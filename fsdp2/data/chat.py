@@ -61,7 +61,8 @@ class Chat:
         for module in ("transformers", "jinja2"):
             if find_spec(module) is None:
                 raise UnusableText(f"{module} isn't installed; pip install 'fsdp2-reference[hf]'")
-        self.size = self._text.size
+        self.size, self.end = self._text.size, self._text.end
+        self.about = {**self._text.about, "template": str(_template_file(place))}
         self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
 
@@ -69,6 +70,10 @@ class Chat:
     def names(self) -> Sequence[str]:
         """The text of each token, by its number."""
         return self._text.names
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones included."""
+        return self._text.decode(tokens)
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
@@ -237,6 +242,12 @@ def _with_one_date(template: str) -> str:
     shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in "aAbBdjmyYHIMSp")
     # The + keeps a line end that follows.
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro +%}}{template}"
+
+
+def _template_file(folder: Path) -> Path:
+    """Where a folder's chat template is: in a file of its own, which counts first, or among the settings."""
+    found = sorted(folder.glob("*chat_template*"), key=lambda file: (file.is_dir(), file.name))
+    return found[0] if found else folder / "tokenizer_config.json"
 
 
 def _has_template(folder: Path) -> bool:

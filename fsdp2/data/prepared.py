@@ -35,9 +35,10 @@ class Encoder(Protocol):
         kind: `text`, or `chat`, which says of each token whether it is to be predicted.
         size: one more than its largest token.
         identity: says which one it is; two that differ have two.
-        begin: the tokens that it puts before a document.
+        begin, end: the tokens that it puts before a document, and the one that ends a text.
         field: of a line or row, the one that holds the text; None = all of it.
         suffixes: of the files that it reads.
+        about: as of a `Tokenizer`; of `chat` also the file of its `template`.
         names: how each token is shown.
     """
 
@@ -45,12 +46,18 @@ class Encoder(Protocol):
     size: int
     identity: str
     begin: tuple[int, ...]
+    end: int | None
+    about: dict[str, Any]
     field: str | None
     suffixes: tuple[str, ...]
 
     @property
     def names(self) -> Sequence[str]:
         """The text of each token, by its number."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        ...
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
         """The tokens of each row, (tokens,), none for one that is empty; and of `chat` a mask of them, uint8."""

@@ -26,6 +26,7 @@ from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, is_prep
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.turns import Turns
 
 PROGRESS = "progress.json"
 AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20  # of documents that are tokenised together
@@ -42,6 +43,8 @@ class Progress:
         inside: the split of a document that has begun and not ended.
         content: says which documents came so far.
         tokens, documents, targets: by split.
+        characters, empty: of documents of text, and how many documents hold none.
+        turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
         files: name -> bytes of it that are good.
     """
 
@@ -53,6 +56,9 @@ class Progress:
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     targets: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    characters: int = 0
+    empty: int = 0
+    turns: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
 
 
@@ -124,6 +130,9 @@ def _make(
         "dtype": numpy.dtype(dtype_of(encoder)).name,
         "documents": progress.documents,
         "tokens": progress.tokens,
+        "characters": progress.characters,
+        "empty": progress.empty,
+        "turns": progress.turns,
         "files": progress.files,
     }
     _replace(work / META, json.dumps(meta, indent=1) + "\n")
@@ -173,6 +182,7 @@ class _Output:
 
     def __init__(self, work: Path, progress: Progress, encoder: Encoder) -> None:
         self.work, self.progress, self._dtype = work, progress, dtype_of(encoder)
+        self._turns = Turns(encoder.names, encoder.about["added"], encoder.end) if encoder.kind == "chat" else None
         columns = ("", "-ends", "-learn", "-targets") if encoder.kind == "chat" else ("", "-ends")
         self._files = {}
         for name in [f"{split}{column}.bin" for split in SPLITS for column in columns]:
@@ -190,6 +200,7 @@ class _Output:
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
         progress = self.progress
         if not len(tokens) and progress.inside is None:
+            progress.empty += row.ends
             return
         tokens = tokens.astype(self._dtype)
         identity = identity_of(tokens.tobytes() + (b"" if learn is None else learn.tobytes()))
@@ -201,6 +212,10 @@ class _Output:
         if learn is not None:
             progress.targets[split] += int(learn[1:].sum())  # nothing comes before the first
             self._files[f"{split}-learn.bin"].write(learn.tobytes())
+            for token, learned in self._turns(tokens, learn) if self._turns else ():
+                progress.turns.setdefault(str(token), [0, 0])[not learned] += 1
+        else:
+            progress.characters += len(row.content)
         progress.inside = None if row.ends else split
         if row.ends:
             progress.documents[split] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -130,8 +130,13 @@ class Windows(TorchDataset[Pair]):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Train and test split, and how to name a class (a label's name, or a token's text)."""
+    """Train and test split, and how to name a class (a label's name, or a token's text).
+
+    Attributes:
+        about: of text that was prepared, its counts and its tokenizer, which `fsdp2.data.seen` tells of.
+    """
 
     train: Split
     test: Split
     classes: Sequence[str]
+    about: dict[str, Any] = field(default_factory=dict)

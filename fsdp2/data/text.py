@@ -33,18 +33,23 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
         self.field: str | None = field
         self._tokenizer = tokenizer
-        self.size, self.identity, self.begin = tokenizer.size, tokenizer.identity, tokenizer.begin
+        self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
+        self.begin, self.end = tokenizer.begin, tokenizer.end
 
     @property
     def names(self) -> Sequence[str]:
         """The text of each token, by its number."""
         return self._tokenizer.names
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return self._tokenizer.decode(tokens)
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
         found = self._tokenizer.encode([row.content for row in rows])
         for row, tokens in zip(rows, found, strict=True):
-            yield document(self._tokenizer, tokens, begins=row.begins, ends=row.ends), None
+            yield document(tokens, self.begin, self.end, begins=row.begins, ends=row.ends), None
 
 
 def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
@@ -74,7 +79,7 @@ def load(
                 f"{place}: its {name} split has {len(split.tokens)} tokens, which fill no sequence of {seq_len}; lower "
                 "--seq-len or give more text"
             )
-    return Dataset(train, test, classes=encoder.names)
+    return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about})
 
 
 def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, read: bool = True) -> None:

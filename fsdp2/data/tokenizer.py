@@ -25,12 +25,15 @@ class Tokenizer(Protocol):
         identity: says which tokenizer it is; two that differ have two.
         begin: the tokens that begin a document, () if none does.
         end: the token that ends a document, if it has one.
+        about: for a reader: which `tokenizer` it is, the texts that it `begins` and `ends` a document with, and what of
+            its file's settings is `off`; and which tokens were `added` to those of text.
     """
 
     size: int
     identity: str
     begin: tuple[int, ...]
     end: int | None
+    about: dict[str, Any]
 
     def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
         """The tokens of each text, and no others."""
@@ -52,6 +55,9 @@ class Bytes:
     size, identity = 256, "bytes"
     begin: tuple[int, ...] = ()
     end: int | None = None
+
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {"tokenizer": "bytes", "begins": "", "ends": "", "off": [], "added": []}
 
     def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
         """The UTF-8 bytes of each text, (n,) uint8."""
@@ -85,7 +91,7 @@ class FromFile:
         try:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-            cuts = self._tokenizer.truncation is not None or self._tokenizer.padding is not None
+            off = _settings(self._tokenizer)
             # A file's own settings would cut each document, or train on what fills it up.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -101,8 +107,13 @@ class FromFile:
                 raise UnusableText(f"--bos always: {file} has no token that begins a text; drop --bos")
             front = (token,)
         self.begin = () if bos == "never" else front
+        last = () if self.end is None else (self.end,)
+        begins, ends = ("".join(str(self._tokenizer.id_to_token(one)) for one in some) for some in (self.begin, last))
+        added = list(self._tokenizer.get_added_tokens_decoder())
+        self.about: dict[str, Any] = {"tokenizer": str(file), "begins": begins, "ends": ends}
+        self.about |= {"off": off, "added": added}
         # Text that was prepared with such settings in force is other tokens.
-        self.identity = identity_of(content + repr(self.end).encode() + b"whole" * cuts)
+        self.identity = identity_of(content + repr(self.end).encode() + b"whole" * bool(off))
 
     def encode(self, texts: Sequence[str]) -> Iterator[numpy.ndarray]:
         """The tokens of each text, (n,) uint32, without those of the post-processor."""
@@ -119,23 +130,33 @@ class FromFile:
         return [self._tokenizer.decode([number], skip_special_tokens=False) for number in range(self.size)]
 
 
-def document(tokenizer: Tokenizer, tokens: numpy.ndarray, *, begins: bool = True, ends: bool = True) -> numpy.ndarray:
+def document(
+    tokens: numpy.ndarray, begin: tuple[int, ...], end: int | None, *, begins: bool = True, ends: bool = True
+) -> numpy.ndarray:
     """The tokens of a document, (n,): those of its text, between those that begin and end one.
 
     This alone decides it, for training and for a prompt. A text that brings its own beginning, as a rendered chat
     template does, gets no second one. A document without a token of text stays empty.
 
     Args:
-        tokens: of its text, or of a piece of it.
+        tokens: (n,), of its text, or of a piece of it.
+        begin, end: those of a `Tokenizer`.
         begins, ends: whether the document begins and ends with this piece.
     """
-    first, last = list(tokenizer.begin), [] if tokenizer.end is None else [tokenizer.end]
+    first, last = list(begin), [] if end is None else [end]
     whole_and_empty = begins and ends and not len(tokens)
     if not begins or whole_and_empty or tokens[: len(first)].tolist() == first:
         first = []
     if not ends or whole_and_empty:
         last = []
     return numpy.concatenate([numpy.array(first, tokens.dtype), tokens, numpy.array(last, tokens.dtype)])
+
+
+def _settings(tokenizer: Any) -> list[str]:
+    """What a tokenizer.json asks for that would cut documents, or fill them up."""
+    cut, fill = tokenizer.truncation, tokenizer.padding
+    found = [] if cut is None else [f"truncation to {cut['max_length']} tokens"]
+    return found if fill is None else [*found, f"padding to {fill['length'] or 'the longest'}"]
 
 
 def _front(tokenizer: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
+from fsdp2.data import Dataset, seen
 from fsdp2.models import ModelSpec
 from fsdp2.models.attention import way
 from fsdp2.parallel import inspect
@@ -18,9 +19,15 @@ from fsdp2.units import short, size
 
 
 def lines(
-    config: Config, engine: Engine, spec: ModelSpec, world_size: int, device: torch.device, folder: Path
+    config: Config,
+    engine: Engine,
+    spec: ModelSpec,
+    dataset: Dataset,
+    world_size: int,
+    device: torch.device,
+    folder: Path,
 ) -> list[str]:
-    """Model and parameters, ranks and mesh, precision and memory, what was planned, sharding, run directory."""
+    """Model and parameters, data, ranks and mesh, precision and memory, the plan, sharding, run directory."""
     model = spec.on_meta(config.model_size)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
@@ -37,6 +44,7 @@ def lines(
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
+        *seen.lines(dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else "")

@@ -1,0 +1,234 @@
+"""A run says what it sees of text and conversations; wrong data would show at a glance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from fsdp2 import data
+from fsdp2.data import __main__ as command
+from fsdp2.data import seen, text
+from fsdp2.data.chat import Chat
+from fsdp2.data.splits import IGNORED
+from fsdp2.data.text import Text
+from fsdp2.data.tokenizer import FromFile, open_tokenizer
+from fsdp2.data.turns import NONE, Turns
+from tests.test_bos import make_words
+from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk
+
+UNENDED = TEMPLATE.replace("ANSWER", "{% generation %}{{ message.content }}{% endgeneration %}<|end|>\n")
+ENDLESS = NO_BORDER.replace("assistant: ", "<|assistant|>").replace("{{ message.role }}: ", "<|{{ message.role }}|>")
+# A turn that ends with another token than the tokenizer's eos_token.
+OTHER = GENERATION.replace("<|end|>", "<|system|>")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """100 documents of 0 to 10 words of a tokenizer that begins and ends each."""
+    make_words(tmp_path, "template", {"eos_token": "</s>"})
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(json.dumps({"text": " ".join("a" * (number % 11))}) + "\n" for number in range(110)))
+    return file
+
+
+def talks(folder: Path, template: str) -> Path:
+    """A folder with the file of 40 conversations of two answers each, and a tokenizer."""
+    pytest.importorskip("transformers")
+    make_tokenizer(folder, template)
+    file = folder / "talks.jsonl"
+    file.write_text("".join(json.dumps(talk("hi", "yes", "a" * (number % 9), "no")) + "\n" for number in range(40)))
+    return file
+
+
+def counted(split: Any, length: int) -> str:
+    """The line of a split, by looking at each of its sequences."""
+    learned = sum(int((split[number][1] != IGNORED).sum()) for number in range(len(split)))
+    return f"learned: {learned / (length):.1%} of {length:,} tokens in {len(split):,} sequences for training"
+
+
+@pytest.mark.parametrize("task", ["causal", "masked", "seq2seq"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_counts_of_text_are_those_of_its_sequences(words: Path, task: str, apart: bool) -> None:
+    made = data.load(
+        f"text:{words}",
+        root=None,
+        seq_len=8,
+        vocab_size=8,
+        tokenizer=str(words.parent),
+        task=task,
+        special_token=4,
+        apart=apart,
+    )
+    counts, learned, tokenizer = seen.lines(made)
+    splits: list[Any] = [getattr(split, "windows", split) for split in (made.train, made.test)]
+    documents = [range(end - length, end) for one in splits for end, length in _lengths(one.ends.tolist())]
+    cut = sum(int(document[0] // 8 != document[-1] // 8) for document in documents)
+    left = sum(len(split.tokens) - 8 * len(split) - 1 for split in splits)
+    # 550 words, a beginning and an end of 100 documents; and 9 spaces between 10 words.
+    assert counts == (
+        f"documents: 100 of 3 to 12 tokens (750 in all, {(550 + 450) / 750:.1f} characters each); "
+        f"{cut} go on in the next sequence of 8; dropped: 10 empty ones, {left} tokens at the end"
+    )
+    assert learned == f"{counted(made.train, 8 * len(made.train))}, {len(made.test)} for evaluation"
+    assert tokenizer.endswith("/tokenizer.json; a document begins with <s>, ends with </s>")
+
+
+def _lengths(ends: list[int]) -> list[tuple[int, int]]:
+    return [(end, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_counts_of_conversations_are_those_of_their_sequences(tmp_path: Path) -> None:
+    file = talks(tmp_path / "chat", GENERATION)
+    made = text.load(str(file), 80, 256, Chat(str(file.parent)), apart=True)
+    counts, learned, tokenizer = seen.lines(made)
+    tokens = [len(split.tokens) for split in (made.train, made.test)]  # type: ignore[attr-defined]
+    assert counts.startswith("conversations: 40 of ")
+    assert f" tokens ({sum(tokens):,} in all); truncated: none, dropped: none" in counts
+    assert learned == (
+        f"{counted(made.train, tokens[0])}, {len(made.test)} for evaluation; <|end|> ends a turn, learned in 80 of 80 "
+        "answers"
+    )
+    assert tokenizer.endswith("tokenizer.json; a conversation is as the chat template prints it")
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "warning"),
+    [
+        (PLAIN, "<|end|> ends a turn, learned in 80 of 80 answers", None),
+        (OTHER, "<|system|> ends a turn (eos_token is <|end|>), learned in 80 of 80 answers", None),
+        (
+            UNENDED,
+            "<|end|> ends a turn, learned in 0 of 80 answers",
+            "{file} leaves <|end|> out of what is learned; put that inside {{% generation %}}",
+        ),
+        (ENDLESS, "no token ends a turn", "{file} prints no special token there; let it print one after an answer"),
+    ],
+)
+@pytest.mark.parametrize("own_file", [False, True])
+def test_an_end_of_turn_that_is_not_learned_is_named_with_its_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, turn: str, warning: str | None, own_file: bool
+) -> None:
+    file = talks(tmp_path / "chat", template)
+    place = file.parent / "tokenizer_config.json"
+    if own_file:
+        settings = json.loads(place.read_text())
+        settings["chat_template"] = "another, which doesn't count"
+        place.write_text(json.dumps(settings))
+        place = file.parent / "chat_template.jinja"
+        place.write_text(template)
+    flags = ["--model=llama", "--seq-len=80", f"--dataset=chat:{file}", f"--tokenizer={file.parent}"]
+    assert command.cli(["show", *flags, "--samples=0"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].partition("; ")[2] == turn
+    if warning is None:
+        assert len(shown) == 3
+        return
+    (line,) = shown[3:]
+    assert line.startswith("warning: the end of 80 of 80 answers isn't learned, so the model won't stop there: ")
+    assert line.endswith(warning.format(file=place))
+    # Whoever prepares for hours hears of it at the end, and not only when a run begins.
+    out = tmp_path / "out"
+    assert command.cli(["prepare", "--chat", str(file), f"--tokenizer={file.parent}", f"--out={out}"]) == 0
+    assert line in capsys.readouterr().out
+
+
+NAMES = ["a", " ", "\n", "<end>", "<call>", "<user>"]  # the last three are added tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "learn", "found"),
+    [
+        ([5, 0, 3], [0, 1, 1], [(3, True)]),
+        ([5, 0, 3, 2, 5], [0, 1, 1, 1, 0], [(3, True)]),
+        ([5, 0, 3, 2, 5, 0], [0, 1, 0, 0, 0, 1], [(3, False), (NONE, False)]),
+        ([0, 1, 2, 3], [1, 0, 0, 0], [(3, False)]),
+        ([0, 0, 3], [1, 0, 0], [(NONE, False)]),  # it isn't the next one
+        ([0, 4, 3], [1, 1, 0], [(3, False)]),  # the tokenizer's own end follows a call
+        ([0, 3, 3], [1, 1, 0], [(3, True)]),
+        ([0, 4, 2, 5], [1, 1, 1, 0], [(4, True)]),  # a call ends this answer
+        ([5, 5], [0, 0], []),
+    ],
+)
+def test_the_token_that_ends_an_answer(tokens: list[int], learn: list[int], found: list[tuple[int, bool]]) -> None:
+    turns = Turns(NAMES, [3, 4, 5], end=3)
+    assert list(turns(numpy.array(tokens), numpy.array(learn, dtype=numpy.uint8))) == found
+
+
+def test_what_is_learned_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, template, answer in (("good", GENERATION, r"⟦yes<|end|>\n⟧"), ("bad", UNENDED, r"⟦yes⟧<|end|>\n")):
+        file = talks(tmp_path / name, template)
+        flags = ["--model=llama", "--seq-len=80", f"--dataset=chat:{file}", f"--tokenizer={file.parent}"]
+        assert command.cli(["show", *flags, "--samples=1"]) == 0
+        found = capsys.readouterr().out.partition("sequence 1 of ")[2].splitlines()[1:]
+        # A line for each conversation, and none for the empty rest of the sequence.
+        assert len(found) == 3
+        assert all(line.startswith(rf"  <s><|user|>\nhi<|end|>\n<|assistant|>\n{answer}<|user|>") for line in found)
+
+
+def test_a_beginning_shows_at_a_glance(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for bos, first in (("auto", "  <s>⟦a </s>⟧"), ("never", "  a⟦</s>⟧")):
+        flags = ["--model=llama", "--seq-len=8", f"--dataset=text:{words}", f"--tokenizer={words.parent}"]
+        assert command.cli(["show", *flags, f"--bos={bos}", "--samples=1"]) == 0
+        found = capsys.readouterr().out.splitlines()
+        assert ("begins with <s>," in found[2], "begins with no token of its own," in found[2]) == (
+            bos == "auto",
+            bos == "never",
+        )
+        assert found[4] == first
+
+
+def test_truncation_shows_at_a_glance(words: Path) -> None:
+    """It is off, which a line says; were it in force, all documents would be of one length, and of many characters."""
+    file = words.parent / "tokenizer.json"
+    made = FromFile(file)
+    made._tokenizer.enable_truncation(2)
+    made._tokenizer.enable_padding(length=6)
+    file.write_text(made._tokenizer.to_str())
+    (counts, _, tokenizer), (wrong, *_) = (
+        seen.lines(text.load(str(words), 8, 8, Text(one), apart=True))
+        for one in (open_tokenizer(str(file)), _cutting(made))
+    )
+    assert tokenizer.endswith("; off: its truncation to 2 tokens and padding to 6")
+    assert counts.startswith("documents: 100 of 3 to 12 tokens (750 in all, 1.3 characters each)")
+    assert wrong.startswith("documents: 110 of 8 to 8 tokens (880 in all, 1.1 characters each)")
+
+
+def _cutting(made: FromFile) -> FromFile:
+    made.identity = "another"
+    return made
+
+
+def test_a_strangers_text_is_shown_and_not_acted_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("a\x1b[31m\u202eb\n" * 50)
+    assert command.cli(["show", "--model=llama", "--seq-len=16", f"--dataset=text:{file}", "--samples=1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[4].startswith(r"  a⟦\x1b[31m")
+    assert all(line.isprintable() for line in shown)
+
+
+def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, part in (
+        ("", "--dataset digits: only text:PATH and chat:PATH are shown; give one of them"),
+        ("--samples=-1", "--samples -1: must be"),
+        ("--model=llama --dataset=text:/nowhere*", "there is no file of text"),
+        ("--modle=llama", "--modle=llama: no such flag"),
+    ):
+        assert command.cli(["show", *more.split()]) == 2
+        error = capsys.readouterr().err
+        assert part in error
+        assert error.count("\n") == 1
+
+
+def test_a_run_without_text_says_nothing_of_it() -> None:
+    made = data.load("random-tokens", root=None, seq_len=8, vocab_size=16)
+    assert seen.lines(made) == []
