@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,12 @@ def test_a_document_begins_as_its_tokenizer_says(tmp_path: Path, name: str) -> N
         # A document that brings its beginning, such as a rendered template, has one.
         shown = {2: "<s>", 4: "[CLS]"}[(wanted or [2])[0]]
         assert tokens_of(encoder, replace(row, content=f"{shown} a")) == [[*(wanted or [2]), 0, *end]]
+    # Transformers begins a text alike.
+    if find_spec("transformers") is not None:
+        from transformers import PreTrainedTokenizerFast
+
+        theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer)("a b")["input_ids"]
+        assert theirs[: len(begin) + 2] == [*begin, 0, 1]
     # Nobody has to name the tokens beside the file.
     (tmp_path / "tokenizer_config.json").unlink()
     assert tokens_of(Text(open_tokenizer(tokenizer)), row) == [[*begin, 0, 1]]

@@ -17,6 +17,7 @@ from fsdp2.data.turns import NONE
 from fsdp2.data.windows import Conversations, Documents
 from fsdp2.units import short
 
+AT_A_TIME = 1 << 20  # of documents whose ends are in memory
 MOST_CHARACTERS = 40  # of the text of a token
 MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
 
@@ -32,16 +33,15 @@ def lines(dataset: Dataset) -> list[str]:
     learned, of = _learned(dataset)
     share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(train):,} sequences for training, {len(test):,} for "
     share += "evaluation"
-    lengths = numpy.concatenate([numpy.diff(one.ends, prepend=0) for one in (train, test)])
-    lengths = lengths[lengths > 0]
-    sizes = f"{sum(about['documents'].values()):,} of {lengths.min():,} to {lengths.max():,} tokens ({tokens:,} in all"
+    shortest, longest, cut = _sizes(train, test)
+    sizes = f"{sum(about['documents'].values()):,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
     if about["kind"] == "chat":
         counts = f"conversations: {sizes}); truncated: none, dropped: none"
         return [counts, f"{share}; {_turn(dataset)}", _tokenizer(about), *warnings(about, dataset.classes)]
     left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
     dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
-    split = f"{sum(map(_cut, (train, test))):,} go on in the next sequence of {train.seq_len}"
+    split = f"{cut:,} go on in the next sequence of {train.seq_len}"
     return [f"{counts}; {split}; {dropped}", share, _tokenizer(about)]
 
 
@@ -107,10 +107,21 @@ def _text(tokens: Tensor, decode: Decode) -> str:
     return text + (f" … {len(tokens) - MOST_TOKENS:,} tokens more" if len(tokens) > MOST_TOKENS else "")
 
 
-def _cut(split: Documents) -> int:
-    """How many documents the end of a sequence cuts."""
-    begins = numpy.append([0], split.ends[:-1])
-    return int((begins // split.seq_len != (split.ends - 1) // split.seq_len).sum())
+def _sizes(*splits: Documents | Conversations) -> tuple[int, int, int]:
+    """Tokens of the shortest and the longest document, and how many documents the end of a sequence cuts."""
+    shortest, longest, cut = 2**63, 0, 0
+    for split in splits:
+        before = 0
+        for at in range(0, len(split.ends), AT_A_TIME):
+            ends = split.ends[at : at + AT_A_TIME]
+            begins = numpy.append([before], ends[:-1])
+            before = int(ends[-1])
+            begins, ends = begins[ends > begins], ends[ends > begins]
+            if len(ends):
+                shortest = min(shortest, int((ends - begins).min()))
+                longest = max(longest, int((ends - begins).max()))
+                cut += int((begins // split.seq_len != (ends - 1) // split.seq_len).sum())
+    return shortest, longest, cut
 
 
 def _printable(text: str) -> str:
