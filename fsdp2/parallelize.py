@@ -68,9 +68,10 @@ def parallelize(
 
     # Other modules with the same parameters, so before anything keeps a module or its forward.
     if config.float8 is not None:
-        from fsdp2.parallel.float8 import compute_in_float8
+        from fsdp2.parallel import float8
 
-        compute_in_float8(blocks, config.float8, device.type)
+        gather = float8.gathers(config.float8, config.reshard_after_forward, config.cpu_offload)
+        float8.compute_in_float8(model, blocks, config.float8, device.type, gather=gather)
 
     # Recomputation goes innermost: it must repeat a block's arithmetic, not its communication.
     if config.activation_checkpointing:
@@ -90,6 +91,8 @@ def parallelize(
         offload=offload_policy(config.cpu_offload, device.type),
         reshard_after_forward=config.reshard_after_forward,
     )
+    if config.float8 is not None:
+        float8.keep_plain_shards(model)
 
     # FSDP2 gathers parameters for `forward` alone; a model may have other ways in, such as `generate`.
     gather_for(model, methods)
@@ -103,6 +106,8 @@ def parallelize(
 
     # Only now memory: each rank allocates its shards alone, and they are NaN until they get a value.
     allocate(model, device, cpu_offload=config.cpu_offload)
+    if config.float8 is not None:
+        float8.gather_in_float8(model)
     set_weights(model)
     check_initialised(model, brought=brought)
     # A file's weights come after the check: a NaN among them is the file's own. What is in no file is set by now.

@@ -5,20 +5,32 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import infer
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
-from fsdp2.parallel.float8 import compute_in_float8, layers
+from fsdp2.parallel.float8 import compute_in_float8, converted, layers
 from fsdp2.parallel.precision import FLOAT8
 from fsdp2.train import main
-from tests.harness import full_files, goes_on_bit_for_bit, losses, main_in_ranks, of_kind, same, small
+from tests.harness import (
+    Ranks,
+    full_files,
+    goes_on_bit_for_bit,
+    loss_of,
+    losses,
+    main_in_ranks,
+    make_engine,
+    of_kind,
+    same,
+    small,
+)
 from tests.others.common import save
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the extra torchao")
@@ -45,7 +57,7 @@ def test_a_layer_multiplies_what_float8_leaves_of_its_operands(recipe: str) -> N
     block = nn.Sequential(nn.Linear(32, 48))
     parameters = dict(block.named_parameters())
     weight, bias = (one.detach().clone() for one in parameters.values())
-    compute_in_float8([block], recipe, "cpu")
+    compute_in_float8(block, [block], recipe, "cpu")
     assert {name: id(one) for name, one in block.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     x = torch.randn(7, 3, 32, requires_grad=True)  # 21 tokens
     gradient = torch.randn(7, 3, 48)
@@ -68,6 +80,68 @@ def test_a_layer_multiplies_what_float8_leaves_of_its_operands(recipe: str) -> N
     assert 0.005 < (y.reshape(exact.shape) - exact).norm() / exact.norm() < 0.05
 
 
+def _gathered(flags: str) -> list[tuple[Tensor, Tensor]]:
+    """What each rank multiplies by, of each layer in float8, and the weight from which it is made."""
+    engine = make_engine(flags)
+    found = []
+    for block in cast(Any, engine.model).model.layers:
+        wholes = {name: weight.full_tensor().detach() for name, weight in block.named_parameters()}
+        block.unshard()
+        for name, weight in block.named_parameters():
+            if wholes[name].dim() == 2:
+                found.append((weight._data.float() / weight._scale, wholes[name]))
+        block.reshard()
+    return found
+
+
+@needs_torchao
+@pytest.mark.parametrize(("flags", "count"), [("", 2), ("", 3), (" --replicas=2", 4)])
+def test_weights_are_gathered_in_float8_with_the_scale_of_the_whole(ranks: Ranks, flags: str, count: int) -> None:
+    for weights in ranks.run(_gathered, " ".join([*LLAMA, *FLOAT8_IN_BF16]) + flags, ranks=count):
+        assert len(weights) == 14
+        for gathered, whole in weights:
+            assert torch.equal(gathered[: len(whole)], rounded(whole, torch.float8_e4m3fn, None))
+
+
+class _Gathers(TorchDispatchMode):
+    """The bytes that each all-gather gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            self.bytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(flags: str) -> list[int]:
+    engine = make_engine(f"--mixed-precision=bf16 {flags}")
+    with _Gathers() as seen:
+        engine.backward(loss_of(engine), True)
+    return seen.bytes
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("recipe", "more", "saved"),
+    [
+        # A byte for each of the numbers in the two layers of a block of the smallest ViT.
+        ("tensorwise", "", 2 * 32 * 64),
+        ("tensorwise", "--reshard-after-forward=true", 2 * 32 * 64),
+        ("tensorwise", "--reshard-after-forward=2", 0),
+        ("tensorwise", "--cpu-offload", 0),
+        ("rowwise", "", 0),
+    ],
+)
+def test_half_the_bytes_of_bf16_travel(ranks: Ranks, recipe: str, more: str, saved: int) -> None:
+    (ours, _), (theirs, _) = (ranks.run(_bytes, f"{flag} {more}") for flag in (f"--float8={recipe}", ""))
+    # The root, which has no such layers, and two blocks; in backward the first block, or all three.
+    blocks = [0, 1, 1, 1] if len(theirs) == 4 else [0, 1, 1, 0, 1, 1]
+    assert [a - b for a, b in zip(theirs, ours, strict=True)] == [saved * block for block in blocks]
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +160,19 @@ def test_which_layers() -> None:
 @needs_torchao
 def test_layers_that_are_left_out_stay_as_they_are() -> None:
     block = _Block()
-    compute_in_float8([block], "tensorwise", "cpu")
+    compute_in_float8(block, [block], "tensorwise", "cpu")
     replaced = [name for name, one in block.named_modules() if type(one).__name__ == "Float8Linear"]
     assert replaced == ["second", "stages.0", "stages.1"]
+
+
+@needs_torchao
+def test_weights_that_are_shared_stay_shared() -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), nn.Sequential(nn.Linear(16, 16))]
+    model = nn.Sequential(*blocks)
+    blocks[1][0].weight = blocks[0][0].weight
+    compute_in_float8(model, blocks, "tensorwise", "cpu", gather=True)
+    assert blocks[1][0].weight is blocks[0][0].weight
+    assert [one.config.enable_fsdp_float8_all_gather for one in converted(model)] == [False, True, False]
 
 
 @needs_torchao
@@ -123,6 +207,13 @@ def test_what_is_kept_is_that_of_any_run(train: Train, tmp_path: Path) -> None:
 
 
 @needs_torchao
+def test_the_header_counts_layers_that_are_groups_of_their_own(train: Train) -> None:
+    events = train(*FLAGS, "--float8=tensorwise", "--shard-granularity=layer", "--checkpoint-every=never", n=1, steps=1)
+    header = "\n".join(of_kind(events, "start")[0]["header"])
+    assert "14 linear layers in float8 (tensorwise, weights gathered so, emulated)" in header
+
+
+@needs_torchao
 def test_recomputation_changes_nothing(train: Train) -> None:
     line = [*FLAGS, "--float8=rowwise", "--no-save-model", "--checkpoint-every=never"]
     found = [
@@ -140,7 +231,7 @@ def test_a_model_of_transformers_with_a_short_batch(ranks: Any, tmp_path: Path) 
     # 7 sequences of 5 tokens are 35 tokens.
     events = ranks.run(main_in_ranks, [*line, f"--model={model}", "--seq-len=5", "--batch-size=7"], ranks=2)[0]
     header = "\n".join(of_kind(events, "start")[0]["header"])
-    assert "14 linear layers in float8 (tensorwise, emulated)" in header
+    assert "14 linear layers in float8 (tensorwise, weights gathered so, emulated)" in header
     assert len(losses(events)) == 2
 
 

@@ -37,9 +37,12 @@ def lines(
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
     if config.float8:
-        layers = sum(type(module).__name__ == "Float8Linear" for module in engine.model.modules())
+        from fsdp2.parallel import float8
+
+        layers = list(float8.converted(engine.model))
+        gathered = ", weights gathered so" if layers[0].config.enable_fsdp_float8_all_gather else ""
         emulated = ", emulated" if device.type == "cpu" else ""
-        dtype += f", {layers} linear layers in float8 ({config.float8}{emulated})"
+        dtype += f", {len(layers)} linear layers in float8 ({config.float8}{gathered}{emulated})"
     plan = planned.read(config, world_size)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
