@@ -18,7 +18,7 @@ from fsdp2.config import parse
 from fsdp2.data import __main__ as command
 from fsdp2.data.reading import Row
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import open_tokenizer
+from fsdp2.data.tokenizer import UnusableText, open_tokenizer
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import preflight, runtime
@@ -92,6 +92,19 @@ def test_a_document_begins_as_its_tokenizer_says(tmp_path: Path, name: str) -> N
     # Nobody has to name the tokens beside the file.
     (tmp_path / "tokenizer_config.json").unlink()
     assert tokens_of(Text(open_tokenizer(tokenizer)), row) == [[*begin, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "part"), [([300], "a token that it doesn't have"), ([2] * 17, "17 tokens before a text")]
+)
+def test_a_beginning_that_no_tokenizer_has_is_refused(tmp_path: Path, tokens: list[int], part: str) -> None:
+    make_words(tmp_path, "template", {})
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["post_processor"]["single"][:1] = [{"SpecialToken": {"id": "<s>", "type_id": 0}}]
+    content["post_processor"]["special_tokens"]["<s>"] = {"id": "<s>", "ids": tokens, "tokens": ["<s>"] * len(tokens)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UnusableText, match=f"tokenizer.json: its post-processor puts {part}"):
+        open_tokenizer(str(tmp_path))
 
 
 def test_training_and_a_prompt_begin_alike(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

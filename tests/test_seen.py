@@ -17,7 +17,7 @@ from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import FromFile, open_tokenizer
+from fsdp2.data.tokenizer import FromFile, UnusableText, open_tokenizer
 from fsdp2.data.turns import NONE, Turns
 from tests.test_bos import make_words
 from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk
@@ -239,6 +239,32 @@ def test_a_strangers_text_is_shown_and_not_acted_on(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out.splitlines()
     assert shown[4].startswith(r"  a⟦\x1b[31m")
     assert all(line.isprintable() for line in shown)
+
+
+def test_a_strangers_tokens_are_shown_and_not_acted_on(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = words.parent / "tokenizer.json"
+    file.write_text(file.read_text().replace("<s>", r"<\u001b[31m" + "s" * 1000))
+    flags = ["--model=llama", "--seq-len=8", f"--dataset=text:{words}", f"--tokenizer={words.parent}"]
+    assert command.cli(["show", *flags, "--samples=1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert r"a document begins with <\x1b[31mssss" in shown[2]
+    assert all(line.isprintable() for line in shown)
+    assert len(shown[2]) < 300
+
+
+def test_conversations_that_end_with_a_token_beyond_the_tokenizer_are_refused(tmp_path: Path) -> None:
+    file = talks(tmp_path / "chat", GENERATION)
+    chat = Chat(str(file.parent))
+    prepare(find(str(file)), tmp_path / "out", chat)
+    meta = tmp_path / "out" / "meta.json"
+    good = meta.read_text()
+    for turns, part in (({"300": [1, 1]}, "a token that its tokenizer doesn't have"), ({}, None)):
+        meta.write_text(json.dumps({**json.loads(good), "turns": turns}))
+        if part is None:
+            assert "no token ends a turn" in seen.lines(text.load(str(tmp_path / "out"), 80, 256, chat, apart=True))[1]
+            continue
+        with pytest.raises(UnusableText, match=part):
+            text.load(str(tmp_path / "out"), 80, 256, chat, apart=True)
 
 
 def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,8 +287,13 @@ def test_a_prepared_folder_that_lies_is_refused(corpus: Path, tmp_path: Path) ->
     prepare(find(str(corpus)), folder, Text(Bytes()))
     good = json.loads((folder / "meta.json").read_text())
     text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
-    for name, value in (("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {}), ("tokens", None)):
+    lies: list[tuple[str, Any]] = [("dtype", "object"), ("dtype", "uint16"), ("files", 5), ("tokens", {})]
+    lies += [("tokens", None), ("documents", {"train": "1", "test": 1}), ("characters", 1.5), ("characters", -5)]
+    lies += [("empty", None), ("begin", "a"), ("turns", 3), ("turns", {"a": [1, 2]}), ("turns", {"1": [1]})]
+    for name, value in [*lies, *((name, "nothing") for name in good if name not in ("format", "content"))]:
         (folder / "meta.json").write_text(json.dumps({**good, name: value}))
+        if value == "nothing":
+            (folder / "meta.json").write_text(json.dumps({key: one for key, one in good.items() if key != name}))
         with pytest.raises(UnusableText, match="is not a prepared text"):
             text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 

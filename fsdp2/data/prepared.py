@@ -87,6 +87,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta: dict[str, Any] = json.loads((folder / META).read_bytes())
         other = meta.get("format") != FORMAT
         wrong = [name for name, size in meta["files"].items() if (folder / name).stat().st_size != size]
+        if not other:
+            _require_counts(meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableText(f"{folder}: is not a prepared text ({error!r}); prepare it again") from None
     if other or wrong:
@@ -95,12 +97,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def _require_counts(meta: dict[str, Any]) -> None:
+    """Raises ValueError, or another error of what has another form, for a meta.json that `prepare` doesn't write."""
+    if missing := {"kind", "tokenizer", "field", "content", "dtype", "source"} - meta.keys():
+        raise ValueError(f"it says no {min(missing)}")
+    turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
+    by_split = [meta[name][split] for name in ("documents", "tokens") for split in SPLITS]
+    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_split, *turns):
+        if type(count) is not int or not 0 <= count < 2**63:
+            raise ValueError(f"it counts {str(count)[:40]}")
+
+
 def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> None:
     """Raises UnusableText, naming what differs, if a folder was made with other settings."""
     if meta["kind"] != encoder.kind:
         raise UnusableText(f"{folder}: was prepared as {meta['kind']}; give it as {meta['kind']}:{folder}")
     if meta["tokenizer"] != encoder.identity:
         raise UnusableText(f"{folder}: was made with another tokenizer; give that with --tokenizer")
+    if max(map(int, meta["turns"]), default=0) >= encoder.size:
+        raise UnusableText(f"{folder}: ends turns with a token that its tokenizer doesn't have; prepare it again")
     if meta["begin"] != list(encoder.begin):
         what, bos = ("a", "always") if meta["begin"] else ("no", "never")
         raise UnusableText(f"{folder}: was prepared with {what} token before each document; give --bos {bos}")

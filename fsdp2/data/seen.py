@@ -156,10 +156,11 @@ def _answers(about: dict[str, Any]) -> int:
 def _turn(dataset: Dataset) -> str:
     """With which token answers end, and in how many that is learned."""
     about = dataset.about
-    token = max(about["turns"], key=lambda one: (about["turns"][one][0], int(one) == NONE, about["turns"][one][1]))
+    turns = about["turns"]
+    token = max(turns, key=lambda one: (turns[one][0], int(one) == NONE, turns[one][1]), default=str(NONE))
     if int(token) == NONE:
         return "no token ends a turn"
-    name, count, end = _name(dataset.classes[int(token)]), about["turns"][token][0], _name(about["ends"])
+    name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
     other = "" if name == end else f" (eos_token is {end or 'none'})"
     return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers"
 

@@ -12,6 +12,8 @@ import numpy
 from fsdp2.data.splits import identity_of
 from fsdp2.foreign.bounds import Foreign, in_bounds
 
+LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
+
 
 class UnusableText(ValueError):
     """Text, or a tokenizer, that can't be used. The message is one line."""
@@ -99,6 +101,9 @@ class FromFile:
         except Exception as error:  # its errors are of no class of their own
             raise UnusableText(f"{file}: is not a tokenizer ({' '.join(str(error).split())[:120]})") from None
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if len(front) > LONGEST_FRONT or max(front, default=0) >= self.size:
+            has = f"{len(front)} tokens" if len(front) > LONGEST_FRONT else "a token that it doesn't have"
+            raise UnusableText(f"{file}: its post-processor puts {has} before a text; give another tokenizer")
         settings = file.with_name("tokenizer_config.json")
         self.end = self._tokenizer.token_to_id(_named(settings, "eos_token"))
         if bos == "always" and not front:
