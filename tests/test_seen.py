@@ -179,6 +179,7 @@ NAMES = ["a", " ", "\n", "<end>", "<call>", "<user>"]  # the last three are adde
         ([0, 0, 3], [1, 0, 0], [(NONE, False)]),  # it isn't the next one
         ([0, 4, 3], [1, 1, 0], [(3, False)]),  # the tokenizer's own end follows a call
         ([0, 3, 3], [1, 1, 0], [(3, True)]),
+        ([0, 4, 0, 4, 2, 3], [0, 0, 1, 1, 1, 0], [(4, True)]),  # and this one, as others do
         ([0, 4, 2, 5], [1, 1, 1, 0], [(4, True)]),  # a call ends this answer
         ([5, 5], [0, 0], []),
     ],

@@ -22,7 +22,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.windows import Conversations, Documents
 
-FORMAT = 4
+FORMAT = 5
 META = "meta.json"
 SPLITS = ("train", "test")
 EMPTY = numpy.empty(0, dtype=numpy.uint8)

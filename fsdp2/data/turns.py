@@ -14,7 +14,7 @@ class Turns:
 
     An answer is a run of learned tokens. An added token of the tokenizer ends it, such as `<|im_end|>`: the last one
     of the run, or else the next one behind it, where only blanks stand between. If the token behind is the tokenizer's
-    own end, the answer ends with that.
+    own end, the answer ends with that, unless its last token ends others' turns, too: then it is a conversation's end.
 
     Args:
         names: the text of each token, by its number.
@@ -37,7 +37,7 @@ class Turns:
         for begin, after in zip(edges[::2], edges[1::2], strict=True):
             last = self._mark(tokens[begin:after][::-1])
             behind = self._mark(tokens[after:])
-            if last == NONE or behind == self._end != last:
+            if last == NONE or (behind == self._end != last and last not in tokens[learn == 0]):
                 yield behind, False
             else:
                 yield last, True
