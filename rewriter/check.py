@@ -25,8 +25,8 @@ SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
 def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
     """The program that files and folders are, and a line for each file that couldn't be read."""
     sources: list[Source] = []
-    notes = []
-    for path in find(paths):
+    files, notes = find(paths)
+    for path in files:
         if path.suffix in (".py", ".ipynb"):
             try:
                 sources.append(read(path))
@@ -39,8 +39,9 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
 
 def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config], list[str]]:
     """The configuration files that use FSDP1, and a line for each that couldn't be read."""
-    found, notes = [], []
-    for path in find(paths):
+    found = []
+    files, notes = find(paths)
+    for path in files:
         if path.suffix in (".yaml", ".yml", ".json"):
             try:
                 if (config := read_config(read(path))) is not None:
@@ -69,8 +70,8 @@ def account(program: Program) -> list[Finding]:
 
 
 def everything(paths: Sequence[str]) -> Everything:
-    files = find(paths)
-    program, notes = load(files)
+    files, notes = find(paths)
+    program, unparsed = load(files)
     result = rewrite(program)
     configs, unread = configurations(files)
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
@@ -84,7 +85,7 @@ def everything(paths: Sequence[str]) -> Everything:
             findings.append(make(str(source.path), (None, line, 1), "FC24", why, BLOCKS))
         unread.append(f"{printable(str(source.path))}: {why}; left as it is")
     unread += [_kept(reasons) for reasons in result.kept]
-    return Everything(result, configs, sort(findings), notes + unread)
+    return Everything(result, configs, sort(findings), notes + unparsed + unread)
 
 
 def _kept(reasons: list[Undecided]) -> str:

@@ -69,7 +69,8 @@ class Home:
             listed = ", ".join(sorted({folder.name for folder in roots.values()}))
             why = f"its files are imported from several folders, and need one copy of FSDP1's interface: {listed}"
             raise Undecided("FC07", why, modules[0].tree.body[0], modules[0])
-        if self.folder.exists() and not (self.folder / "wrapped.py").exists():
+        links = any(path.is_symlink() for path in (self.folder, *self.folder.glob("*")))  # lead elsewhere, perhaps
+        if links or (self.folder.exists() and not (self.folder / "wrapped.py").exists()):
             why = f"{INTERFACE} beside it is something else: rename it, since FSDP1's interface needs that name"
             raise Undecided("FC07", why, modules[0].tree.body[0], modules[0])
 

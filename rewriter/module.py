@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import bisect
 import functools
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,26 @@ from rewriter.source import Source, Unreadable
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Span = tuple[int, int]
+
+
+TOO_DEEP = "is nested too deeply to be parsed"
+
+
+def too_deep(text: str) -> bool:
+    """Whether Python's own parser gives up on how deeply a text is nested, which it counts.
+
+    libcst's doesn't count: its process dies of the stack, or works for ever, on what Python refuses. What else Python
+    refuses is libcst's to say.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the text, about escapes and literals
+        try:
+            compile(text, "<text>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        except (RecursionError, MemoryError):
+            return True
+        except SyntaxError as error:
+            return "too many nested parentheses" in str(error)
+    return False
 
 
 class _Wrapper(MetadataWrapper):
@@ -36,6 +58,8 @@ class Module:
     def __init__(self, source: Source) -> None:
         self.source = source
         text = source.parsable()
+        if too_deep(text):
+            raise Unreadable(TOO_DEEP)
         try:
             self.tree = cst.parse_module(text)
             # libcst has providers of parents and of qualified names too; each walks all of the file once more.
@@ -49,7 +73,7 @@ class Module:
             where = f"cell {cell}, line {line}" if cell is not None else f"line {line}"
             raise Unreadable(f"{where}: not Python: {printable(error.message)}") from None
         except RecursionError:
-            raise Unreadable("is nested too deeply to be parsed") from None
+            raise Unreadable(TOO_DEEP) from None
         self.text = source.text
         self._lines = self._line_starts(text)
         self._of_kinds: dict[tuple[type, ...], list[Any]] = {}

@@ -104,10 +104,10 @@ class Source:
 def read(path: Path) -> Source:
     """Raises Unreadable: too large, binary, not text in its encoding, or not a notebook."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise Unreadable("is not a regular file")  # a pipe, say, would keep this process waiting
-        if (size := found.st_size) > LIMIT:
+        if (size := status.st_size) > LIMIT:
             raise Unreadable(f"has {size:,} bytes; files of more than {LIMIT:,} aren't read")
         data = path.read_bytes()
     except OSError as error:
@@ -123,9 +123,10 @@ def read(path: Path) -> Source:
         text = data[3 if bom else 0 :].decode(encoding)
     except (SyntaxError, LookupError, UnicodeDecodeError):
         raise Unreadable(f"is not text in its encoding, {printable(encoding)}") from None
-    if path.suffix == ".ipynb":
-        return _notebook(path, text)
-    return Source(path, text, encoding, bom)
+    found = _notebook(path, text) if path.suffix == ".ipynb" else Source(path, text, encoding, bom)
+    if re.search("[\ud800-\udfff]", found.text):  # as JSON's \ud800 or UTF-7 makes it: no parser takes it
+        raise Unreadable("holds half of a surrogate pair")
+    return found
 
 
 def _notebook(path: Path, text: str) -> Source:
@@ -147,23 +148,31 @@ def _notebook(path: Path, text: str) -> Source:
     return Source(path, joined, cells=cells, notebook=notebook, indent=indent)
 
 
-def find(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that PATH… name: files as they are, folders with all that can be looked into below them.
+def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]]:
+    """The files that PATH… name, and a line for each that is left out.
+
+    A file is taken as it is, a folder with all that can be looked into below it. A link below a folder to a file
+    outside of it is left out: rewriting the folder would change that file.
 
     Raises ConfigError if a path isn't there, or is a file of a kind that isn't looked into.
     """
     found: dict[Path, None] = {}
+    notes = []
     for given in paths:
         path = Path(checked("PATH", os.fspath(given), location))
         if path.is_dir():
-            found.update(dict.fromkeys(_below(path)))
+            for file in _below(path):
+                if file.resolve().is_relative_to(path.resolve()):
+                    found[file] = None
+                else:
+                    notes.append(f"{printable(str(file))}: leads out of the folder; left out, name the file itself")
         elif not path.exists():
             raise ConfigError(f"{printable(str(path))}: no such file or folder")
         elif path.suffix not in SUFFIXES:
             raise ConfigError(f"{printable(str(path))}: neither Python, a notebook, YAML nor JSON")
         else:
             found[path] = None
-    return list(found)
+    return list(found), notes
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -97,3 +97,50 @@ def test_control_characters_of_a_file_are_not_printed(tmp_path: Path, capsys: py
     run("check", path)
     run("rewrite", path)
     assert "\x1b" not in capsys.readouterr().out
+
+
+DEEP = {"parentheses": ("(", ")"), "mixed": ("(not -(lambda: {1: [", "]}))"), "not": ("not ", "")}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_file_that_is_nested_too_deeply_is_one_line_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    # libcst's parser would die of its stack, and the command with it.
+    begin, end = DEEP[kind]
+    deep = tmp_path / "deep.py"
+    deep.write_text(f"from torch.distributed.fsdp import FullyShardedDataParallel\nx = {begin * 5000}1{end * 5000}\n")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert run("check", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"fsdp2: {deep}: is nested too deeply to be parsed; left as it is\n"
+    assert f"{deep}:1:1 FC24" in printed.out
+    assert f"{tmp_path / 'train.py'}: imports of FSDP1" in printed.out
+
+
+def test_half_of_a_character_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tour.ipynb").write_text(notebook("x = '\\ud800'", "y = 1").replace("\\\\ud800", "\\ud800"))
+    (tmp_path / "seven.py").write_bytes(b"# -*- coding: utf-7 -*-\nx = '+2AA-'\n")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert run("check", tmp_path) == 1
+    assert [line.rpartition("/")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "seven.py: holds half of a surrogate pair; left out",
+        "tour.ipynb: holds half of a surrogate pair; left out",
+    ]
+
+
+def test_nothing_outside_of_a_folder_is_changed_through_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside, folder = tmp_path / "outside.py", tmp_path / "program"
+    folder.mkdir()
+    outside.write_text(PROGRAM)
+    (folder / "train.py").symlink_to(outside)
+    (folder / "again.py").symlink_to("real.py")
+    (folder / "real.py").write_text(PROGRAM)
+    run("rewrite", "--write", folder)
+    assert f"{folder / 'train.py'}: leads out of the folder; left out, name the file itself" in capsys.readouterr().err
+    assert outside.read_text() == PROGRAM
+    assert "fully_shard" in (folder / "real.py").read_text()
+    run("rewrite", "--write", folder / "train.py")
+    assert "fully_shard" in outside.read_text()

@@ -103,8 +103,19 @@ def test_there_is_one_copy_which_all_files_can_import(
     assert {Path(name).name: text for name, text in made.items() if INTERFACE in name} == interface.files()
 
 
-def test_another_folder_of_its_name_stays(tmp_path: Path) -> None:
-    (tmp_path / INTERFACE).mkdir()
+@pytest.mark.parametrize("what", ["folder", "link", "folder of links"])
+def test_another_folder_of_its_name_stays(tmp_path: Path, what: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "wrapped.py").touch()
+    tmp_path /= "program"
+    tmp_path.mkdir()
+    if what == "link":
+        (tmp_path / INTERFACE).symlink_to(elsewhere)
+    else:
+        (tmp_path / INTERFACE).mkdir()
+    if what == "folder of links":
+        (tmp_path / INTERFACE / "wrapped.py").symlink_to(elsewhere / "wrapped.py")
     (tmp_path / "train.py").write_text(CALL)
     (problem,) = rewrite(load([str(tmp_path)])[0]).undecided
     assert problem.blocking
