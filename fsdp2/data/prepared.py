@@ -123,21 +123,25 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
         raise UnusableText(f"{folder}: was made of the field {meta['field']}; add --text-field {meta['field']}")
 
 
-def open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool) -> list[Documents | Conversations]:
-    """Train and test split, mapped. Raises UnusableText.
+def open_splits(
+    folder: Path, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
+) -> list[Documents | Conversations]:
+    """Train and test split, mapped. Raises UnusableText, and a split does where a token isn't below `size`.
 
     Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
     """
 
     try:
-        return _open_splits(folder, meta, seq_len, apart=apart)
+        return _open_splits(folder, meta, seq_len, size, apart=apart)
     except UnusableText:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UnusableText(f"{folder}: is not a prepared text ({error!r}); prepare it again") from None
 
 
-def _open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: bool) -> list[Documents | Conversations]:
+def _open_splits(
+    folder: Path, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
+) -> list[Documents | Conversations]:
     if meta["dtype"] not in ("uint8", "uint16", "uint32"):
         raise ValueError(f"its tokens are {meta['dtype']}")
 
@@ -149,7 +153,7 @@ def _open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: boo
         tokens = column(split, "", meta["dtype"])[low:high]
         if high - low < meta["tokens"][split]:
             ends = numpy.append(ends[(ends > low) & (ends < high)], high) - low
-        return Documents(tokens, ends, seq_len, apart=apart, content=meta["content"])
+        return Documents(tokens, ends, seq_len, apart=apart, content=meta["content"], size=size)
 
     def conversations(split: str, low: int, high: int, ends: numpy.ndarray) -> Conversations:
         targets = column(split, "-targets", "int64")
@@ -157,13 +161,19 @@ def _open_splits(folder: Path, meta: dict[str, Any], seq_len: int, *, apart: boo
         end = int(ends[high - 1]) if high else 0
         tokens, learn = (column(split, *one)[begin:end] for one in (("", meta["dtype"]), ("-learn", "uint8")))
         ends, targets = ends[low:high] - begin, targets[low:high] - before
-        return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"])
+        first = numpy.append(0, ends[:-1])
+        learned = numpy.add.reduceat(learn != 0, first, dtype=numpy.int64) - (learn[first] != 0)
+        if (numpy.cumsum(learned) != targets).any():
+            raise ValueError(f"conversations of its {split} split have other targets than it says")
+        return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"], size=size)
 
     ends = {split: numpy.asarray(column(split, "-ends", "int64")) for split in SPLITS}
     for split, found in ends.items():
         count = len(column(split, "", meta["dtype"]))
         if {count, meta["tokens"][split]} != {int(found[-1]) if len(found) else 0}:
             raise ValueError(f"its documents don't end where its {split} split does")
+        if (found[1:] <= found[:-1]).any() or (found[:1] <= 0).any():
+            raise ValueError(f"documents of its {split} split end before they begin")
     chat = meta["kind"] == "chat"
     if chat:
         _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len)

@@ -7,6 +7,7 @@ in memory, and nothing of it on a disk. Where a connection fails, it is opened a
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any, BinaryIO
 
 from fsdp2.data.places import BLOCK, File, is_url, pause
 from fsdp2.data.tokenizer import UnusableText
+from fsdp2.foreign.bounds import Foreign, in_bounds
 
+AT_A_TIME = 1000  # rows of a table
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
 LONGEST_LINE = 256 << 20
 
@@ -105,15 +108,51 @@ def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
             at, number = at + len(line), number + 1
             if line.strip():
                 content = json.loads(line.decode())
-                text = content if field is None else _text_in(content, field, where)
+                text = _whole_in(content, line, where) if field is None else _text_in(content, field, where)
                 yield Row(text, where, (at, number), at / file.size, len(line))
 
 
 def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
     try:
-        import pyarrow.parquet as parquet
+        importlib.import_module("pyarrow.parquet")  # once, and not in the child of each file
     except ImportError:
         raise UnusableText("pyarrow isn't installed; pip install 'fsdp2-reference[parquet]'") from None
+    fix = "write it again with smaller texts, or as .jsonl"
+    bounds = Foreign(file.name, UnusableText, fix, min(file.size, PIECE))
+    table = in_bounds(lambda: _Table(file, field, start), bounds)
+    while rows := table.read():
+        if isinstance(rows, Exception):
+            raise rows
+        yield from rows
+
+
+class _Table:
+    """A .parquet, of which a few kilobytes may hold gigabytes."""
+
+    def __init__(self, file: File, field: str | None, start: Place) -> None:
+        self._rows = _rows_in_table(file, field, start)
+
+    def read(self) -> list[Row] | Exception:
+        """The next rows, none at the end; or what a client or Arrow has raised, in a form that can be sent."""
+        rows, size = list[Row](), 0
+        try:
+            for row in self._rows:
+                rows.append(row)
+                size += row.size
+                if size >= BLOCK or len(rows) == AT_A_TIME:
+                    break
+        except (UnusableText, MemoryError):
+            raise
+        except ValueError as error:
+            return ValueError(str(error))
+        except Exception as error:
+            return _Ended(str(error))
+        return rows
+
+
+def _rows_in_table(file: File, field: str | None, start: Place) -> Iterator[Row]:
+    import pyarrow.parquet as parquet
+
     assert field is not None, "conversations are lines"
     with file.open() as stream, parquet.ParquetFile(stream) as table:
         if field not in table.schema_arrow.names:
@@ -162,6 +201,16 @@ def _exactly(stream: BinaryIO, count: int, file: File) -> bytes:
     if len(found) < count:
         raise _Ended(f"{file.name} ended {count - len(found)} bytes early")
     return found
+
+
+def _whole_in(content: Any, line: bytes, where: str) -> Any:
+    """What a line holds. Raises UnusableText if a text in it is none: only an escape gives half of a character."""
+    if b"\\ud" in line.lower():
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UnusableText(f"{where}: has half of a character, which no text has; leave it out") from None
+    return content
 
 
 def _text_in(row: Any, field: str, where: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.splits import IGNORED, Rows
+from fsdp2.data.tokenizer import UnusableText
 
 Item = tuple[Any, Tensor]
 
@@ -21,6 +22,16 @@ def _only(inputs: Any, targets: Tensor) -> Item:
     return inputs[0], targets[0]
 
 
+def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> numpy.ndarray:
+    """The tokens at some places, int64. A model's embedding has no row for one that is too large."""
+    found = tokens[places].astype(numpy.int64)
+    if size is not None and found.size and found.max() >= size:
+        raise UnusableText(
+            f"the prepared text holds the token {found.max()}, and its tokenizer has {size}; prepare it again"
+        )
+    return found
+
+
 class Documents(TorchDataset[Item]):
     """A row of tokens cut into windows of `seq_len`, in which documents are kept apart.
 
@@ -29,17 +40,25 @@ class Documents(TorchDataset[Item]):
         ends: (documents,) int64, where each document ends.
         apart: whether documents in a window see nothing of each other; else a window is one text.
         content: another one for other tokens.
+        size: each token is below it; None = not known.
 
     A list of indices gives a batch, (N, seq_len) each: `input_ids`, `position_ids` that begin at 0 in each document and
     window, and `document_ids`; and the next tokens as targets, `IGNORED` where that is another document's. With
-    `apart=False` the inputs are the tokens alone.
+    `apart=False` the inputs are the tokens alone. Raises UnusableText for a token that isn't below `size`.
     """
 
     def __init__(
-        self, tokens: numpy.ndarray, ends: numpy.ndarray, seq_len: int, *, apart: bool, content: str = ""
+        self,
+        tokens: numpy.ndarray,
+        ends: numpy.ndarray,
+        seq_len: int,
+        *,
+        apart: bool,
+        content: str = "",
+        size: int | None = None,
     ) -> None:
         self.tokens, self.ends, self.seq_len, self.apart, self.content = tokens, ends, seq_len, apart, content
-        self.targets_per_sample = seq_len
+        self.targets_per_sample, self.size = seq_len, size
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
@@ -58,7 +77,7 @@ class Documents(TorchDataset[Item]):
     def __getitems__(self, indices: Rows) -> Item:
         starts = numpy.asarray(indices, dtype=numpy.int64)[:, None] * self.seq_len
         places = starts + numpy.arange(self.seq_len + 1)
-        tokens = torch.from_numpy(self.tokens[places].astype(numpy.int64))
+        tokens = torch.from_numpy(_read(self.tokens, places, self.size))
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if not self.apart:
             return inputs, targets
@@ -82,6 +101,7 @@ class Conversations(TorchDataset[Item]):
             never is.
         apart: whether conversations in a window see nothing of each other.
         content: another one for other tokens.
+        size: each token is below it; None = not known.
 
     A list of indices gives a batch as `Documents` does, with the targets `IGNORED` where `learn` is 0. The empty rest
     of a window has tokens 0 and a document of its own.
@@ -97,10 +117,11 @@ class Conversations(TorchDataset[Item]):
         *,
         apart: bool,
         content: str = "",
+        size: int | None = None,
     ) -> None:
         self.tokens, self.learn, self.seq_len, self.apart, self.content = tokens, learn, seq_len, apart, content
         self.ends, self.targets = (numpy.concatenate([[0], one]) for one in (ends, targets))
-        self.targets_per_sample = seq_len
+        self.targets_per_sample, self.size = seq_len, size
         first, count = [0], len(ends)
         while first[-1] < count:
             after = int(self.ends.searchsorted(self.ends[first[-1]] + seq_len, side="right")) - 1
@@ -126,7 +147,7 @@ class Conversations(TorchDataset[Item]):
         filled = places < self.ends[after][:, None]
         documents = numpy.where(filled, self.ends.searchsorted(places, side="right") - 1, after[:, None])
         safe = numpy.where(filled, places, 0)
-        tokens = torch.from_numpy(numpy.where(filled, self.tokens[safe], 0).astype(numpy.int64))
+        tokens = torch.from_numpy(numpy.where(filled, _read(self.tokens, safe, self.size), 0))
         numbers = torch.from_numpy(documents - first[:, None])
         learned = torch.from_numpy(filled & (self.learn[safe] != 0))
         learned[:, 1:] &= numbers[:, 1:] == numbers[:, :-1]

@@ -1,13 +1,16 @@
-"""A library works on a stranger's file in a process of its own, within limits that the kernel keeps.
+"""A library works on a stranger's file in a process of its own, within limits.
 
 A tokenizer, a chat template, a model's configuration and a compressed table are programs: a few kilobytes of them can
 ask for 7 GB, or for a year, and nothing in them tells that they do. So they run in a child process, which has so much
 memory, so much time of a processor, and so long an answer, each growing with the bytes that go in. The child is a
 fork, so that a library is imported once. It does nothing else, and ends with the process that made it.
 
-The limit on memory counts what the child takes beyond its parent, and needs Linux.
+Memory is what the child has written to beyond its parent's: the parent looks while it waits, which needs Linux. What a
+library reserves and leaves alone, such as the memory of a parameter that goes to `meta`, is its own affair up to
+`RESERVED`, a limit that the kernel keeps as it does that of time.
 
-Source: https://man7.org/linux/man-pages/man2/setrlimit.2.html (RLIMIT_DATA), setitimer.2.html (ITIMER_PROF).
+Source: https://man7.org/linux/man-pages/man2/setrlimit.2.html (RLIMIT_DATA), setitimer.2.html (ITIMER_PROF),
+https://man7.org/linux/man-pages/man5/proc_pid_statm.5.html
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ T = TypeVar("T")
 
 SECONDS, MEMORY, ANSWER = 60.0, 4 << 30, 256 << 20  # of a processor, of bytes, of bytes
 SECONDS_PER_BYTE, MEMORY_PER_BYTE, ANSWER_PER_BYTE = 1e-5, 256, 64
+RESERVED = 128 << 30  # of bytes
+LOOK = 0.02  # seconds between two looks at the child's memory
 WAITING = 20  # seconds by the clock for each of a processor: others use it, too, and disks are slow
 
 
@@ -89,6 +94,7 @@ class _Child:
         if pid == 0:
             _serve(make, theirs, foreign.refusal)
         theirs.close()
+        self._pid, self._before = pid, _written(pid)
         self._end = weakref.finalize(self, _end, self._pipe, pid, os.getpid())
         self._ask("")
 
@@ -111,6 +117,9 @@ class _Child:
         try:
             self._pipe.send(limits)
             self._pipe.send_bytes(request)
+            while not self._pipe.poll(LOOK):
+                if _written(self._pid) - self._before > limits[1]:
+                    os.kill(self._pid, signal.SIGKILL)
             how, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             how, answer = _ended_by(self._end()), None
@@ -150,11 +159,11 @@ def _serve(make: Callable[[], Any], pipe: Connection, refusal: type[Exception]) 
     """Answer until the other end is closed."""
     try:
         _let_go(pipe)
-        before, made = _memory(), None
+        reserved, made = _pages(os.getpid(), 5) + RESERVED, None
         while True:
             seconds, memory, length = pipe.recv()
             request = pipe.recv_bytes()
-            with _limits(seconds, None if before is None else before + memory):
+            with _limits(seconds, reserved + memory):
                 try:
                     name, some, named = pickle.loads(request)
                     if name:
@@ -185,27 +194,30 @@ def _attribute(made: Any, name: str, some: tuple[Any, ...] | None, named: Any) -
 
 
 @contextmanager
-def _limits(seconds: float, memory: int | None) -> Iterator[None]:
-    """Let the kernel end this process after its time, and give it no more than its memory."""
+def _limits(seconds: float, reserved: int) -> Iterator[None]:
+    """Let the kernel end this process after its time, and give it no more memory than it may reserve."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds * WAITING)
-    if memory is not None:
-        within = [one for one in (memory, soft, hard) if one != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(within), hard))
+    within = [one for one in (reserved, soft, hard) if one != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(within), hard))
     yield
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
         signal.setitimer(timer, 0)
 
 
-def _memory() -> int | None:
-    """Bytes of this process that RLIMIT_DATA counts; None where the system doesn't tell."""
+def _written(pid: int) -> int:
+    """Bytes of a process that stand in no file; 0 where the system doesn't tell."""
+    return _pages(pid, 1) - _pages(pid, 2)
+
+
+def _pages(pid: int, field: int) -> int:
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[5]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return None
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[field]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
 
 
 def _let_go(pipe: Connection) -> None:

@@ -281,6 +281,9 @@ def _folder(place: str) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
+        for file in (found for pattern in KEPT for found in path.glob(pattern)):
+            if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
+                raise ValueError(f"{file}: is no regular file; put a copy of its content there")
         return path.absolute()
     if path.exists() or place.startswith(("/", ".", "~")) or place.count("/") > 1:
         raise ValueError(

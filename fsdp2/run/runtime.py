@@ -30,6 +30,7 @@ from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
+from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import agreement
@@ -355,9 +356,9 @@ def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
     A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
-    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error on one rank is one line, too. Another error
-    shows its traceback and ends this process at once, so that ranks that wait for it notice; those show one line,
-    since the cause is elsewhere.
+    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data, on one rank is one line, too.
+    Another error shows its traceback and ends this process at once, so that ranks that wait for it notice; those show
+    one line, since the cause is elsewhere.
     """
     try:
         yield
@@ -372,6 +373,10 @@ def exit_status() -> Iterator[None]:
         if found is None:
             raise
         print(f"fsdp2: stopped: rank {world().rank}: {found}", file=sys.stderr, flush=True)
+        os._exit(1)  # as below
+    except UnusableText as error:
+        why = str(error).rpartition("UnusableText: ")[2]  # a loader's process puts its traceback before it
+        print(f"fsdp2: stopped: rank {world().rank}: --dataset: {refusal(why)}", file=sys.stderr, flush=True)
         os._exit(1)  # as below
     except RuntimeError as error:
         if _TIMED_OUT in str(error):

@@ -195,7 +195,7 @@ def _say(text: str) -> None:
 def tokenizer_of(config: Config) -> str:
     """The flag's, else the model's own, else bytes."""
     own = config.spec.weights
-    has_own = own is not None and (own / "tokenizer.json").exists()  # one that is no file is refused when it is opened
+    has_own = own is not None and (own / "tokenizer.json").is_file()
     return config.tokenizer or (str(own) if has_own else "bytes")
 
 

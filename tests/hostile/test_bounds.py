@@ -6,23 +6,31 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from fsdp2 import models
 from fsdp2.config import parse
+from fsdp2.data import text
 from fsdp2.data.__main__ import cli
+from fsdp2.data.places import find
+from fsdp2.data.reading import rows_of
 from fsdp2.data.text import encoder_of
 from fsdp2.data.tokenizer import UnusableText, open_tokenizer
 from fsdp2.foreign import bounds
 from fsdp2.foreign.bounds import Foreign, in_bounds, run_in_bounds
 from fsdp2.models import hf
 from fsdp2.options.errors import ConfigError
+from fsdp2.plan.__main__ import main as plan
 from fsdp2.run.preflight import check_data
+from tests.harness import python_environment
 from tests.others.common import save
 from tests.test_chat import PLAIN, encoded, make_tokenizer, talk
 
@@ -50,7 +58,7 @@ def one_line(error: BaseException, *parts: str) -> None:
 # --- the door --------------------------------------------------------------------------------------------
 
 
-def _endless() -> None:
+def _endless(*kept: bytes) -> None:
     while True:
         pass
 
@@ -59,7 +67,8 @@ def _endless() -> None:
     ("function", "part"),
     [
         (_endless, "file: takes more than 2 seconds of a processor; give another"),
-        (lambda: len(bytes(SMALL + (32 << 20))), "file: takes more than 0.2 GiB of memory"),
+        (lambda: _endless(b"x" * (SMALL + (32 << 20))), "file: takes more than 0.2 GiB of memory"),
+        (lambda: b"x" * (1 << 50), "file: takes more than 0.2 GiB of memory"),
         (lambda: bytes(8 << 20), "file: makes more than 4 MiB; give another"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends the library that reads it; give another"),
         (lambda: 1 / 0, "the library that reads it gives up (ZeroDivisionError: division by zero); give another"),
@@ -83,6 +92,11 @@ class Counter:
         for _ in range(times):
             self.count += self.step
             yield self.count
+
+
+def test_memory_that_is_left_alone_is_not_counted() -> None:
+    size = 4 * SMALL
+    assert run_in_bounds(lambda: numpy.empty(size, numpy.uint8).nbytes, FOREIGN) == size
 
 
 def test_what_is_in_bounds_is_used_like_the_object_itself() -> None:
@@ -179,15 +193,25 @@ def test_a_tokenizer_that_asks_for_too_much(
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    save("llama", tmp_path / "model")
-    make_tokenizer(tmp_path / "model", PLAIN)
-    (tmp_path / "model" / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "model" / name)
+    folder = make_tokenizer(tmp_path / "tokenizer", PLAIN)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
     (tmp_path / "a.jsonl").write_text(json.dumps(talk("hello", "hi")))
-    kind = "text" if name != "chat_template.jinja" else "chat"
-    config = parse([f"--model=hf:{tmp_path / 'model'}", f"--dataset={kind}:{tmp_path / 'a.jsonl'}", "--seq-len=8"])
+    for kind in ("text", "chat") if name != "chat_template.jinja" else ("chat",):
+        config = parse(["--model=llama", f"--dataset={kind}:{tmp_path / 'a.jsonl'}", f"--tokenizer={folder}"])
+        with pytest.raises(ConfigError) as caught:
+            check_data(config)
+        one_line(caught.value, f"{folder / name}: is no regular file; put a copy of its content there")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_of_a_model_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save("bert", tmp_path / "model")  # whose mask its tokenizer names
+    os.mkfifo(tmp_path / "model" / name)
     with pytest.raises(ConfigError) as caught:
-        check_data(config)
+        parse([f"--model=hf:{tmp_path / 'model'}"])
     one_line(caught.value, f"{tmp_path / 'model' / name}: is no regular file; put a copy of its content there")
 
 
@@ -212,15 +236,140 @@ def test_a_template_that_asks_for_too_much(case: str, tmp_path: Path) -> None:
     one_line(caught.value, f"{folder}: ", part, "; give another with --tokenizer")
 
 
+# --- tables and prepared text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_table_of_some_kilobytes_that_holds_gigabytes(repeated: bool, tmp_path: Path) -> None:
+    """One text, or a dictionary of one that each row names."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    content = "x" * (2 << 20 if repeated else 64 << 20)
+    rows = pyarrow.array([0] * (256 if repeated else 1))
+    column = pyarrow.DictionaryArray.from_arrays(rows, pyarrow.array([content]))
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
+    assert file.stat().st_size < 100_000
+    (found,) = find(str(file))
+    # Which of its bounds comes first depends on what memory this process has left over.
+    with pytest.raises(UnusableText, match=re.escape(f"{file}: ") + "(takes|makes) more than") as caught:
+        list(rows_of(found, "text"))
+    one_line(caught.value, "; write it again with smaller texts, or as .jsonl")
+
+
+def test_half_a_character_in_a_conversation(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for line in (talk("hello", "h\ud83d"), {**talk("a", "b"), "tools": [{"\udc00": 1}]}):
+        file.write_text(json.dumps(talk("whole", "\U0001f600")) + "\n" + json.dumps(line) + "\n")
+        with pytest.raises(UnusableText) as caught:
+            list(rows_of(find(str(file))[0], None))
+        one_line(caught.value, f"{file}, line 2: has half of a character, which no text has; leave it out")
+
+
+def _prepared(tmp_path: Path, kind: str) -> Path:
+    folder, file = tmp_path / kind, tmp_path / f"{kind}.jsonl"
+    some = [talk(f"question {i}", "yes") if kind == "chat" else {"text": f"document {i} " * 5} for i in range(40)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in some))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", PLAIN)
+    chat = ["--chat"] if kind == "chat" else []
+    assert cli(["prepare", str(file), f"--tokenizer={tokenizer}", f"--out={folder}", *chat]) == 0
+    return folder
+
+
+def _changed(file: Path, dtype: str, change: Callable[[numpy.ndarray], None]) -> None:
+    values = numpy.fromfile(file, dtype=dtype)
+    change(values)
+    values.tofile(file)
+
+
+def _loaded(folder: Path, kind: str) -> Any:
+    return text.load(str(folder), 64, 256, encoder_of(kind, str(folder.parent / "tokenizer")), apart=True)
+
+
+def _fall(ends: numpy.ndarray) -> None:
+    ends[[1, 2]] = ends[[2, 1]]
+
+
+def _begin_before(ends: numpy.ndarray) -> None:
+    ends[0] = -3
+
+
+def _more(targets: numpy.ndarray) -> None:
+    targets[1] += 1
+
+
+def _unlearned(learn: numpy.ndarray) -> None:
+    learn[learn.nonzero()[0][0]] = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "dtype", "change", "part"),
+    [
+        ("text", "ends", "int64", _fall, "documents of its train split end before they begin"),
+        ("text", "ends", "int64", _begin_before, "documents of its train split end before they begin"),
+        ("chat", "targets", "int64", _more, "conversations of its train split have other targets than it says"),
+        ("chat", "learn", "uint8", _unlearned, "conversations of its train split have other targets than it says"),
+    ],
+)
+def test_a_prepared_text_whose_columns_disagree_is_refused(
+    kind: str, column: str, dtype: str, change: Callable[[numpy.ndarray], None], part: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    folder = _prepared(tmp_path, kind)
+    _loaded(folder, kind)
+    _changed(folder / f"train-{column}.bin", dtype, change)
+    with pytest.raises(UnusableText) as caught:
+        _loaded(folder, kind)
+    one_line(caught.value, f"{folder}: is not a prepared text", part, "prepare it again")
+
+
+def _beyond(tokens: numpy.ndarray) -> None:
+    tokens[:] = 255
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_prepared_tokens_beyond_the_vocabulary_are_refused(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = _prepared(tmp_path, kind)
+    _loaded(folder, kind).train.__getitems__([0])
+    _changed(folder / "train.bin", "uint8", _beyond)
+    with pytest.raises(UnusableText, match="holds the token 255, and its tokenizer has 252; prepare it again"):
+        _loaded(folder, kind).train.__getitems__([0])
+
+
+def test_a_run_on_tokens_beyond_the_vocabulary_ends_in_one_line(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path, "text")
+    _changed(folder / "train.bin", "uint8", _beyond)
+    flags = ["--model=llama", "--seq-len=64", "--batch-size=2", "--device=cpu", "--loader-workers=1", "--max-steps=2"]
+    flags += [f"--dataset=text:{folder}", f"--tokenizer={tmp_path / 'tokenizer'}", f"--run-dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp2.train", *flags],
+        capture_output=True,
+        text=True,
+        env=python_environment(),
+        timeout=200,
+    )
+    line = (
+        "stopped: rank 0: --dataset: the prepared text holds the token 255, and its tokenizer has 252; prepare it again"
+    )
+    assert done.returncode == 1
+    assert f"fsdp2: {line}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # --- models ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [10**7, 10**13])
-def test_a_configuration_that_asks_for_too_much(layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "numbers", [{"num_hidden_layers": 10**7}, {"num_hidden_layers": 10**13}, {"hidden_size": 10**9, "head_dim": 64}]
+)
+def test_a_configuration_that_asks_for_too_much(numbers: dict[str, int], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save("llama", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": layers}))
-    with pytest.raises(ValueError, match=r"takes|gives up") as caught:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **numbers}))
+    with pytest.raises(ValueError, match=r"takes more|can't make the model") as caught:
         _ = parse([f"--model=hf:{tmp_path / 'model'}"]).spec
     one_line(caught.value, str(file))
+    with pytest.raises(ConfigError) as refused:
+        plan([f"--model=hf:{tmp_path / 'model'}", "--ranks=2"])
+    one_line(refused.value, str(file))
