@@ -70,6 +70,25 @@ def test_op_recomputation_keeps_attention_by_every_kernel() -> None:
     assert fused <= {op.name().partition(".")[0] for op in EXPENSIVE}
 
 
+def _statistics() -> list[Tensor]:
+    """A batch norm's running means: as each rank's batch made them, as an evaluation has them, and after it."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    fully_shard(model)
+    engine = FSDP2Engine(model, None, torch.amp.GradScaler("cpu", enabled=False), early_unshard=False)
+    model(torch.full((2, 4), float(10 * (1 + dist.get_rank()))) + torch.tensor([[0.0], [2.0]]))
+    found = [model[0].running_mean.clone()]
+    with engine.evaluating():
+        found.append(model[0].running_mean.clone())
+    return [*found, model[0].running_mean.clone()]
+
+
+def test_the_running_statistics_of_rank_0_are_those_of_the_model(ranks: Ranks) -> None:
+    (own, *later), (other, *others) = ranks.run(_statistics)
+    assert not torch.equal(own, other)
+    for statistics in (*later, *others):
+        assert torch.equal(statistics, own)
+
+
 def _norms() -> list[tuple[float, float, int]]:
     """For models sharded by one mesh and by several: this engine's norm, that of the full gradients, all-reduces."""
     flat, rows = make_mesh("cpu", 4), make_mesh("cpu", 4, replicas=2)

@@ -45,7 +45,8 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 - The result needs torch alone, and nothing of this package. A few helpers (`no_sync`, `shard_by_size`) are written into
   files that become plain.
 - Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
-  layout, encoding, line endings and permissions stay. Files are replaced whole or not at all.
+  layout, encoding, line endings and permissions stay. Files are replaced whole or not at all. Of a folder, links to
+  files outside of it are left out.
 - Checkpoints that FSDP1 wrote are another matter: full optimizer states have to be converted before they are loaded
   ([what is the trap](migration-options.md#fm20)).
 
