@@ -114,6 +114,13 @@ def test_what_the_template_prints_begins_a_conversation_once(tmp_path: Path) -> 
         assert chat._tokenizer().apply_chat_template(TALKS[0]["messages"], return_dict=False) == tokens
 
 
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation +%}"])
+def test_a_mark_is_found_however_its_blanks_are_written(tmp_path: Path, tag: str) -> None:
+    pytest.importorskip("transformers")
+    template = TEMPLATE.replace("ANSWER", tag + "{{ message.content }}{% endgeneration %}<|end|>\n")
+    assert learned(Chat(str(make_tokenizer(tmp_path / "marked", template))), TALKS[0]) == "hi"
+
+
 CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
 # How templates write a call's arguments, and how they show those of OpenAI's, which are the JSON text of an object.
 CALLS = {

@@ -27,7 +27,7 @@ from fsdp2.foreign.code import installed_code_only
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
 TODAY = datetime(2024, 7, 26)
 
