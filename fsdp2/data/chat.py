@@ -22,7 +22,6 @@ import numpy
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import FromFile, UnusableText, foreign
-from fsdp2.foreign.bounds import in_bounds
 from fsdp2.foreign.code import installed_code_only
 
 # What of a tokenizer's folder makes a conversation into tokens.
@@ -170,6 +169,8 @@ class Chat:
 
 def open_chat(folder: str) -> Chat:
     """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
+    from fsdp2.foreign.bounds import in_bounds
+
     return in_bounds(lambda: Chat(folder), foreign(folder, _files(_place(folder))))
 
 

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from fsdp2.data.places import BLOCK, File, is_url, pause
 from fsdp2.data.tokenizer import UnusableText
-from fsdp2.foreign.bounds import Foreign, in_bounds
 
 AT_A_TIME = 1000  # rows of a table
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
@@ -113,6 +112,8 @@ def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
 
 
 def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
+    from fsdp2.foreign.bounds import Foreign, in_bounds
+
     try:
         importlib.import_module("pyarrow.parquet")  # once, and not in the child of each file
     except ImportError:

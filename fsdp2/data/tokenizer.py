@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy
 
 from fsdp2.data.splits import identity_of
-from fsdp2.foreign.bounds import Foreign, in_bounds
+
+if TYPE_CHECKING:
+    from fsdp2.foreign.bounds import Foreign
 
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
 
@@ -201,11 +203,15 @@ def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not file.exists():
         raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
+    from fsdp2.foreign.bounds import in_bounds
+
     return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
 
 
 def foreign(name: str, files: Sequence[Path]) -> Foreign:
     """The bounds of what works with these files, under a name for messages. Raises UnusableText."""
+    from fsdp2.foreign.bounds import Foreign
+
     for file in files:
         require_regular(file)
     fix = "give another with --tokenizer, or shorter documents"
