@@ -1,4 +1,4 @@
-"""Bytes and places as a person writes and reads them."""
+"""Bytes, places and commands as a person writes and reads them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
+
+
+def install(extra: str) -> str:
+    """How to install an extra. The package is in no index, and its name there may be a stranger's."""
+    return f"in the clone of this repository, pip install -e '.[{extra}]'"
 
 
 MOST_BYTES = 10**18  # a million terabytes

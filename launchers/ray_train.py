@@ -25,6 +25,7 @@ from fsdp2.run import runtime
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
+from fsdp2.units import install
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet
 from launchers.ray_options import RayOptions, parse, place, same_global_batch
@@ -71,7 +72,7 @@ def prepare(address: str | None = None) -> None:
         address: of a cluster that is there already.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray isn't installed; pip install 'fsdp2-reference[ray]'")
+        raise ConfigError(f"Ray isn't installed; {install('ray')}")
     settings = dict(ENVIRONMENT)
     if "ray" in sys.modules or address is not None or "RAY_ADDRESS" in os.environ:
         # A cluster and its programs must agree on this. One that is there has chosen, and a program that has imported

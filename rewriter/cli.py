@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from fsdp2.options.errors import ConfigError
+from fsdp2.units import install
 from rewriter.finding import FORMATS, text
 
 PATHS = "Python files, notebooks, configuration files, or folders of them"
@@ -41,8 +42,7 @@ def _need_libraries() -> None:
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0]) is None]
     if missing:
         raise ConfigError(
-            f"check and rewrite need {' and '.join(missing)} to read {LIBRARIES[missing[0]]}: "
-            "pip install 'fsdp2-reference[migrate]'"
+            f"check and rewrite need {' and '.join(missing)} to read {LIBRARIES[missing[0]]}: {install('migrate')}"
         )
 
 

@@ -306,7 +306,7 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "fsdp2-reference[tensorboard]" in _refused(Config(run_dir=str(tmp_path / "run"), tensorboard=True))
+    assert "pip install -e '.[tensorboard]'" in _refused(Config(run_dir=str(tmp_path / "run"), tensorboard=True))
 
 
 @pytest.mark.parametrize("gpu", [False, True])

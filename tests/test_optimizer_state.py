@@ -185,5 +185,5 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(ConfigError, match=r"--optimizer-state 8bit: torchao isn't installed.*\[torchao\]"):
         main(parse(small(tmp_path / "run", "--optimizer-state=8bit", "--strategy=none")))
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
-    with pytest.raises(ImportError, match=r"fsdp2-reference\[torchao\]"):
+    with pytest.raises(ImportError, match=r"\.\[torchao\]"):
         updated("8bit", gradients(1, 8, 8))

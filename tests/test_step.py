@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -72,14 +72,15 @@ def test_op_recomputation_keeps_attention_by_every_kernel() -> None:
 
 def _statistics() -> list[Tensor]:
     """A batch norm's running means: as each rank's batch made them, as an evaluation has them, and after it."""
-    model = nn.Sequential(nn.BatchNorm1d(4))
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm)
     fully_shard(model)
     engine = FSDP2Engine(model, None, torch.amp.GradScaler("cpu", enabled=False), early_unshard=False)
     model(torch.full((2, 4), float(10 * (1 + dist.get_rank()))) + torch.tensor([[0.0], [2.0]]))
-    found = [model[0].running_mean.clone()]
+    found = [cast(Tensor, norm.running_mean).clone()]
     with engine.evaluating():
-        found.append(model[0].running_mean.clone())
-    return [*found, model[0].running_mean.clone()]
+        found.append(cast(Tensor, norm.running_mean).clone())
+    return [*found, cast(Tensor, norm.running_mean).clone()]
 
 
 def test_the_running_statistics_of_rank_0_are_those_of_the_model(ranks: Ranks) -> None:

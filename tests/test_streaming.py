@@ -240,7 +240,10 @@ def test_what_cannot_be_streamed_soundly_is_one_line(
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    assert "s3:// needs a package that isn't installed; pip install 'fsdp2-reference[s3]'" in refused("s3://a/b.txt")
+    assert (
+        "s3:// needs a package that isn't installed; in the clone of this repository, pip install -e '.[s3]'"
+        in refused("s3://a/b.txt")
+    )
 
 
 def _runs_of(place: str, folder: str, batch: int) -> tuple[list[float], list[float]]:

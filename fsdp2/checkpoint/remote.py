@@ -25,6 +25,7 @@ import fsspec
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import NotTheWriter, Unreachable, inside
 from fsdp2.checkpoint.store import MARKER
+from fsdp2.units import install
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class RemoteFiles:
             self._fs = fsspec.filesystem(scheme, **_options(scheme, self._timeout))
         except ImportError as error:
             extra = EXTRAS.get(scheme)
-            fix = f"pip install 'fsdp2-reference[{extra}]'" if extra else str(error)
+            fix = install(extra) if extra else str(error)
             raise ImportError(f"{scheme}:// needs a package that isn't installed; {fix}") from None
         if EXTRAS.get(scheme) == "s3":
             self._fs.retries = 1  # else each of our attempts would be five of s3fs'

@@ -23,6 +23,7 @@ from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import FromFile, UnusableText, foreign
 from fsdp2.foreign.code import installed_code_only
+from fsdp2.units import install
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
@@ -59,7 +60,7 @@ class Chat:
             )
         for module in ("transformers", "jinja2"):
             if find_spec(module) is None:
-                raise UnusableText(f"{module} isn't installed; pip install 'fsdp2-reference[hf]'")
+                raise UnusableText(f"{module} isn't installed; {install('hf')}")
         self.size, self.end = self._text.size, self._text.end
         self.about = {**self._text.about, "template": str(_template_file(place))}
         self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 from fsdp2.data.tokenizer import UnusableText
+from fsdp2.units import install
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def _client(url: str) -> tuple[Any, str]:
         return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
     except ImportError as error:
         extra = EXTRAS.get(scheme)
-        fix = f"pip install 'fsdp2-reference[{extra}]'" if extra else " ".join(str(error).split())
+        fix = install(extra) if extra else " ".join(str(error).split())
         raise UnusableText(f"{scheme}:// needs a package that isn't installed; {fix}") from None
     except ValueError as error:
         raise UnusableText(f"{url}: is no URL that fsspec reads ({' '.join(str(error).split())[:120]})") from None

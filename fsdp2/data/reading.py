@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from fsdp2.data.places import BLOCK, File, is_url, pause
 from fsdp2.data.tokenizer import UnusableText
+from fsdp2.units import install
 
 AT_A_TIME = 1000  # rows of a table
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
@@ -117,7 +118,7 @@ def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
     try:
         importlib.import_module("pyarrow.parquet")  # once, and not in the child of each file
     except ImportError:
-        raise UnusableText("pyarrow isn't installed; pip install 'fsdp2-reference[parquet]'") from None
+        raise UnusableText(f"pyarrow isn't installed; {install('parquet')}") from None
     fix = "write it again with smaller texts, or as .jsonl"
     bounds = Foreign(file.name, UnusableText, fix, min(file.size, PIECE))
     table = in_bounds(lambda: _Table(file, field, start), bounds)

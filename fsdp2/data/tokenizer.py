@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from fsdp2.data.splits import identity_of
+from fsdp2.units import install
 
 if TYPE_CHECKING:
     from fsdp2.foreign.bounds import Foreign
@@ -91,7 +92,7 @@ class FromFile:
         try:
             import tokenizers
         except ImportError:
-            raise UnusableText("tokenizers isn't installed; pip install 'fsdp2-reference[hf]'") from None
+            raise UnusableText(f"tokenizers isn't installed; {install('hf')}") from None
         try:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())

@@ -22,6 +22,7 @@ from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
 from fsdp2.models.spec import Batch, ModelSpec
+from fsdp2.units import install
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 KEPT = (
@@ -56,7 +57,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     try:
         import transformers
     except ImportError:
-        raise ValueError("transformers isn't installed; pip install 'fsdp2-reference[hf]'") from None
+        raise ValueError(f"transformers isn't installed; {install('hf')}") from None
     folder = _folder(place)
 
     def described() -> tuple[ModelSpec, str]:
@@ -136,7 +137,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if not read:
             if importlib.util.find_spec("accelerate") is None:
-                raise ValueError("accelerate isn't installed; pip install 'fsdp2-reference[hf]'")
+                raise ValueError(f"accelerate isn't installed; {install('hf')}")
             settings["device_map"] = "meta"
         verbosity = words.get_verbosity()
         words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says

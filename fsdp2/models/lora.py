@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp2.models.initial import Table, draw, fan_in_uniform, fill_for, zeros
 from fsdp2.models.spec import ModelSpec
+from fsdp2.units import install
 
 ADAPTER = "default"  # peft's name of an adapter that has none
 FILE = "adapter_config.json"  # peft's name
@@ -130,7 +131,7 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ValueError("--lora: peft isn't installed; pip install 'fsdp2-reference[peft]'") from None
+        raise ValueError(f"--lora: peft isn't installed; {install('peft')}") from None
 
     def make(**size: Any) -> nn.Module:
         model = spec.make(**size)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.spec import Batch, ModelSpec
+from fsdp2.units import install
 
 CLASSES = 10  # of each dataset of images
 
@@ -19,7 +20,7 @@ def spec(name: str) -> ModelSpec:
     try:
         import timm
     except ImportError:
-        raise ValueError("timm isn't installed; pip install 'fsdp2-reference[timm]'") from None
+        raise ValueError(f"timm isn't installed; {install('timm')}") from None
     if name not in timm.list_models():
         near = difflib.get_close_matches(name, timm.list_models(), 3)
         raise ValueError(f"{name}: timm has no such model" + (f"; it has {', '.join(near)}" if near else ""))

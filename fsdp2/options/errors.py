@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp2.checkpoint.refusal import printable, refusal
+from fsdp2.units import install
 
 
 class ConfigError(ValueError):
@@ -54,7 +55,7 @@ def shown(value: Any, most: int = SHOWN) -> str:
 def require(module: str, extra: str, what: str) -> None:
     """Raises ConfigError, naming the extra to install, if a module that `what` needs isn't there."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{what}: {module} isn't installed; pip install 'fsdp2-reference[{extra}]'")
+        raise ConfigError(f"{what}: {module} isn't installed; {install(extra)}")
 
 
 def some(values: Sequence[Any], most: int = 8) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.parallel.experts import is_experts
+from fsdp2.units import install
 
 MULTIPLE = 16  # of both sizes of a weight, which the kernels need
 
@@ -59,7 +60,7 @@ def compute_in_float8(
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise ImportError(f"--float8: {error}; pip install 'fsdp2-reference[torchao]'") from error
+        raise ImportError(f"--float8: {error}; {install('torchao')}") from error
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe),
         pad_inner_dim=True,

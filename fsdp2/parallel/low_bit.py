@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.compiling import allow_recompilations
+from fsdp2.units import install
 
 BLOCK = 256  # elements with one scale, at most
 SHORTEST = 64  # below that the scales weigh too much
@@ -163,7 +164,7 @@ def _torchao() -> tuple[Callable[..., None], Callable[..., Tensor]]:
         from torchao.optim.adam import single_param_adam
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
-        raise ImportError(f"--optimizer-state: {error}; pip install 'fsdp2-reference[torchao]'") from error
+        raise ImportError(f"--optimizer-state: {error}; {install('torchao')}") from error
     return single_param_adam, OptimState8bit
 
 

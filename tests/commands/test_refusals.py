@@ -56,7 +56,7 @@ def test_without_safetensors_the_extra_is_named(cli: Cli, tmp_path: Path, monkey
     torch.save({"a": torch.zeros(2)}, tmp_path / "m.pt")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert cli("export", tmp_path / "m.pt", tmp_path / "out", "--format", "safetensors")[0] == 0
-    assert "pip install 'fsdp2-reference[safetensors]'" in refusal(cli("show", tmp_path / "out"))
+    assert "pip install -e '.[safetensors]'" in refusal(cli("show", tmp_path / "out"))
 
 
 def test_as_a_program_into_a_pipe_that_closes(finished: Path) -> None:

@@ -82,6 +82,14 @@ def test_each_message_among_the_symptoms_is_one_of_the_code() -> None:
             assert part.strip() in messages, row
 
 
+def test_nobody_is_told_to_install_from_an_index_what_is_in_none() -> None:
+    root = DOCS.parent
+    files = [root / "README.md", *DOCS.rglob("*.md")]
+    files += [file for room in ("fsdp2", "launchers", "rewriter", "examples") for file in (root / room).rglob("*.py")]
+    assert len(files) > 300
+    assert [file for file in files if re.search(r"install\b[^\n]*fsdp2.reference", file.read_text())] == []
+
+
 def test_minimal_is_explained_as_it_is() -> None:
     source = Path(str(minimal.__file__)).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "minimal.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2.units import install
 from launchers import ray_train
 from tests.launchers.through_ray import processes
 from tests.remote.s3 import environment, s3_server
@@ -33,7 +34,7 @@ def s3() -> Iterator[str]:
 def cluster(s3: str) -> Iterator[None]:
     """One cluster on this machine for all tests: starting one takes longer than training."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray: pip install 'fsdp2-reference[ray]'")
+        pytest.skip(f"needs Ray: {install('ray')}")
     ray_train.prepare()
     import ray  # and not before: it reads its settings when it is imported
 

@@ -75,7 +75,7 @@ def test_a_cluster_that_is_there_has_chosen_its_authentication(
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"Ray isn't installed; pip install 'fsdp2-reference\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"Ray isn't installed; .*pip install -e '\.\[ray\]'"):
         ray_train.prepare()
 
 

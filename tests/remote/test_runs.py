@@ -25,6 +25,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
+from fsdp2.units import install
 from tests.harness import Ranks, full_files, losses, of_kind, same, small
 from tests.remote.runs import Events, Run, folder_of, good, main_at, refusal, steps_in
 from tests.remote.s3 import EVER, Bucket, Proxy, environment, surroundings
@@ -258,12 +259,12 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     result = subprocess.run(
         [sys.executable, "-c", program + "RemoteFiles('s3://bucket/run')"], capture_output=True, text=True
     )
-    line = "ImportError: s3:// needs a package that isn't installed; pip install 'fsdp2-reference[s3]'"
+    line = f"ImportError: s3:// needs a package that isn't installed; {install('s3')}"
     assert result.stderr.splitlines()[-1] == line
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="needs gcsfs to be absent")
 def test_a_missing_package_is_a_refusal(tmp_path: Path) -> None:
-    line = "gs:// needs a package that isn't installed; pip install 'fsdp2-reference[gcs]'"
+    line = f"gs:// needs a package that isn't installed; {install('gcs')}"
     assert f"--run-dir gs://bucket/run: {line}" in refusal("gs://bucket/run")
     assert f"--resume gs://bucket/run: {line}" in refusal(str(tmp_path / "run"), resume="gs://bucket/run")

@@ -269,7 +269,7 @@ def test_the_extra_is_named_where_it_is_missing(program: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
     assert ended.returncode == 2
-    assert "pip install 'fsdp2-reference[migrate]'" in ended.stderr
+    assert "pip install -e '.[migrate]'" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

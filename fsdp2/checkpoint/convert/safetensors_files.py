@@ -26,6 +26,7 @@ from fsdp2.checkpoint.metadata import sizes
 from fsdp2.checkpoint.refusal import Refused, one_line
 from fsdp2.checkpoint.safe_reader import read_slice
 from fsdp2.checkpoint.spool import raw_bytes
+from fsdp2.units import install
 
 INDEX = "model.safetensors.index.json"
 WRITERS = 4  # shards that are written at a time; each has one tensor in memory
@@ -68,8 +69,7 @@ def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | N
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise Refused(
-            f"{place}: reading safetensors needs a package that isn't installed; "
-            "pip install 'fsdp2-reference[safetensors]'"
+            f"{place}: reading safetensors needs a package that isn't installed; {install('safetensors')}"
         ) from None
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     tensors: dict[str, Tensor] = {}

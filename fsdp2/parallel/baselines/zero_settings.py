@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp2.parallel.baselines.rules import Options
+from fsdp2.units import install
 
 MIB_OF_FP32 = 1024 * 1024 // 4
 
@@ -106,10 +107,7 @@ def on_device(options: Options, device_type: str) -> Iterator[str]:
             "would round fp32 ones without a word; add --mixed-precision, or use --cpu-offload"
         )
     if importlib.util.find_spec("deepspeed") is None:
-        yield (
-            f"{flag}: DeepSpeed isn't installed; after torch, pip install --no-build-isolation "
-            "'fsdp2-reference[deepspeed]'"
-        )
+        yield (f"{flag}: DeepSpeed isn't installed; after torch and with --no-build-isolation, {install('deepspeed')}")
     if options.nvme_offload is not None and not _has_file_io(device_type):
         yield (
             f"--nvme-offload {options.nvme_offload}: DeepSpeed builds its file I/O with libaio, whose header or "
