@@ -123,6 +123,9 @@ class _Child:
             how, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             how, answer = _ended_by(self._end()), None
+        except BaseException:  # of a signal: what the child answers would be taken for that to the next request
+            self._end()
+            raise
         if how == "made":
             return answer
         if how == "refused":
@@ -133,7 +136,7 @@ class _Child:
             "time": f"takes more than {seconds:.0f} seconds of a processor",
             "memory": f"takes more than {memory / (1 << 30):.1f} GiB of memory, or ends the library that reads it",
             "long": f"makes more than {length >> 20} MiB",
-            "ended": "has gone beyond its bounds before",
+            "ended": "what works with it has been ended before",
         }
         given = f" ({len(request):,} bytes were given to it)" if some else ""
         raise self._foreign.refusal(f"{self._foreign.name}: {whys[how]}{given}; {self._foreign.fix}")
@@ -236,4 +239,6 @@ def _let_go(pipe: Connection) -> None:
             with suppress(OSError):  # the listing's own
                 os.close(int(name))
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # where memory ends, this process goes first
+        file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -132,6 +132,36 @@ def test_the_child_of_a_process_that_is_killed_ends_too() -> None:
         time.sleep(0.02)
 
 
+class _Stop(BaseException):
+    """What a signal's handler raises."""
+
+
+def test_a_request_that_is_interrupted_ends_the_child() -> None:
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    made = in_bounds(lambda: lambda endless: _endless() if endless else os.getpid(), FOREIGN)
+    pid: Any = made(False)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(_Stop):
+            made(True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(UnusableText, match="file: what works with it has been ended before"):
+        made(False)
+
+
+def test_what_goes_beyond_its_bounds_is_refused_at_each_use() -> None:
+    made = in_bounds(lambda: _endless, FOREIGN)
+    for part in ("takes more than 2 seconds of a processor", "what works with it has been ended before"):
+        with pytest.raises(UnusableText, match=part):
+            made()
+
+
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
