@@ -30,7 +30,7 @@ from fsdp2.checkpoint.disk import file_system
 from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "checkpoint-benchmark.md"
 WIDTH = 2048  # of a block: a Linear of WIDTH x WIDTH
@@ -205,5 +205,5 @@ def check_folder(folder: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

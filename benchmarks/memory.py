@@ -26,7 +26,7 @@ from fsdp2.memory.ledger import Ledger, by_kind
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.parallel.engine import Engine
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
 
@@ -182,5 +182,5 @@ what was there before beside its tensors. Reserved is what the process has taken
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -34,7 +34,7 @@ from fsdp2.memory.timeline import load
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.plan.plans import plan
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from tests.harness import Ranks, main_in_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -324,5 +324,5 @@ def picture(rows: Sequence[Row], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -40,7 +40,7 @@ from fsdp2.plan.execute import STEPS
 from fsdp2.plan.memory import Runs, memory_of, run
 from fsdp2.plan.steptime import StepTime, step_time
 from fsdp2.plan.work import COMPUTE, COPY_OUT, KERNEL, REDUCE_IN
-from fsdp2.run import runtime
+from fsdp2.run import ending
 
 PUBLISHED = Path(__file__).with_name("published.toml")
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "plan-published.md"
@@ -350,5 +350,5 @@ COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

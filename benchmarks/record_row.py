@@ -20,7 +20,7 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.report.throughput import Throughput
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.runtime import World
 from fsdp2.run.settings import process_settings
 from fsdp2.train import make_engine, train_step
@@ -135,5 +135,5 @@ def write(out: Path, world: World, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -30,7 +30,7 @@ from fsdp2.data.loader import Batch, Batches
 from fsdp2.memory.ledger import Ledger
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3
@@ -200,5 +200,5 @@ def peak(side: Side, batches: Sequence[Batch], device: torch.device) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

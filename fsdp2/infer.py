@@ -26,7 +26,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import checked, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.preflight import check_data
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.start import load_data, tokenizer_of
@@ -173,7 +173,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cli() -> None:
-    with runtime.exit_status():
+    with ending.exit_status():
         arguments = parse()
         named = {"model": arguments.model, "trust_remote_code": arguments.trust_remote_code}
         if arguments.prompt is None:

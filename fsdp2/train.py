@@ -32,7 +32,7 @@ from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.anomalies import Anomalies
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.node_memory import agree
@@ -234,7 +234,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
 @record  # lets torchrun show the traceback of the rank that failed first
 def cli() -> None:
     """The command line, as one rank; its exit status. A collective call."""
-    with runtime.exit_status():
+    with ending.exit_status():
         end = main(parse())
     if fails_to_torchrun(end["reason"]):
         sys.exit(1)

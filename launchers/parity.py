@@ -18,7 +18,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.report import records
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from fsdp2.units import short
 from launchers.ray_options import parse
 
@@ -97,7 +97,7 @@ def compare(torchrun: dict[int, float], ray: dict[int, float], where: str) -> in
 
 
 def cli() -> None:
-    with runtime.exit_status():
+    with ending.exit_status():
         sys.exit(main(sys.argv[1:]))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fsdp2.doctor import __main__ as doctor
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from launchers import ray_train
 from launchers.ray_console import plain_lines
 from launchers.ray_options import RayOptions, read_groups, without_a_run
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         try:
             sys.exit(main())
         except ray_train.TrainingFailed as error:

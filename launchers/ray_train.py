@@ -21,7 +21,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
@@ -249,7 +249,7 @@ def refusal_in(error: Exception) -> str | None:
 def cause(error: Exception) -> str:
     """What failed first, as its rank printed it: a rank that lost its peer is no cause."""
     failures = {rank: str(failure) for rank, failure in sorted(getattr(error, "worker_failures", {}).items())}
-    first = {rank: text for rank, text in failures.items() if not runtime.lost_peer(text)} or failures
+    first = {rank: text for rank, text in failures.items() if not ending.lost_peer(text)} or failures
     return "\n".join(f"rank {rank}:\n{text.strip()}" for rank, text in list(first.items())[:1]) or str(error)
 
 
@@ -276,7 +276,7 @@ def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) 
 
 def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
     """What a user of the command line sees of failures, and the exit status."""
-    with runtime.exit_status():
+    with ending.exit_status():
         try:
             main(sys.argv[1:])
         except TrainingFailed as error:

@@ -28,7 +28,7 @@ import fsdp2.train
 from fsdp2.checkpoint import staging
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.config import parse
-from fsdp2.run import runtime
+from fsdp2.run import ending
 
 # A peer that has lost its partner must end by itself; this long only if it hangs, which is a failure.
 PATIENCE = 60.0
@@ -182,7 +182,7 @@ def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | 
     fuse = Fuse(point, rank, Path(str(config.run_dir)))
     install(fuse)
     # No launcher ends this rank when rank 0 has said what is wrong.
-    cast(Any, runtime._ended_by_launcher).__defaults__ = (0.5,)
+    cast(Any, ending._ended_by_launcher).__defaults__ = (0.5,)
     timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
 
@@ -190,7 +190,7 @@ def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | 
         if kind == "train":
             fuse.around("step", f"step {data['step']}", lambda: None)
 
-    with runtime.exit_status():
+    with ending.exit_status():
         fsdp2.train.main(config, on_event)
     Path(moments).write_text(json.dumps(fuse.moments))
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import fsdp2.train
 from fsdp2.config import parse
-from fsdp2.run import node_memory, runtime
+from fsdp2.run import ending, node_memory
 from tests.chaos_rank import PATIENCE, Fuse, Point, install
 from tests.harness import SMALL
 
@@ -55,7 +55,7 @@ def rank_main(
     cast(Any, node_memory).ROOT = memory / f"node{rank // PER_NODE}"
     fuse = Fuse(point, rank, folder / name)
     install(fuse)
-    cast(Any, runtime._ended_by_launcher).__defaults__ = (0.5,)
+    cast(Any, ending._ended_by_launcher).__defaults__ = (0.5,)
     timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timeout)
 
@@ -65,7 +65,7 @@ def rank_main(
         if rank == 0 and kind in ("start", "resume"):
             (folder / f"{name}-begin.json").write_text(json.dumps([kind, data["step"], data.get("checkpoint")]))
 
-    with runtime.exit_status():
+    with ending.exit_status():
         fsdp2.train.main(parse([*FLAGS, *flags, f"--run-dir={folder / name}"]), on_event)
     (folder / f"{name}-moments{rank}.json").write_text(json.dumps(fuse.moments))
     dist.destroy_process_group()

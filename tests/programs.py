@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from tests.harness import _PROCESSES
 
 
@@ -69,7 +69,7 @@ def _stop_after_a_step(folder: Path) -> None:
 
 def on_a_rank(*what: Any) -> tuple[int, str]:
     """`program` on a rank of the pool. A refusal waits for nobody: torchrun would end it once rank 0 has spoken."""
-    with mock.patch.object(runtime, "_ended_by_launcher", return_value=True):
+    with mock.patch.object(ending, "_ended_by_launcher", return_value=True):
         return program(*what)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run import agreement, runtime
+from fsdp2.run import agreement, ending, runtime
 from fsdp2.run.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.variables import check_variables, require_address, speaks
 from fsdp2.train import main
@@ -156,9 +156,9 @@ def _come(rank: int, port: int, output: Path, line: list[str]) -> None:
         os.dup2(log.fileno(), 2)
     names = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
-    with pytest.MonkeyPatch.context() as patch, runtime.exit_status():
+    with pytest.MonkeyPatch.context() as patch, ending.exit_status():
         patch.setattr(runtime, "LONG", timedelta(seconds=3))
-        patch.setattr(runtime, "_ended_by_launcher", lambda: False)  # nobody ends the others
+        patch.setattr(ending, "_ended_by_launcher", lambda: False)  # nobody ends the others
         patch.setattr(agreement, "SECONDS_IN_SILENCE", 1.0)
         patch.setattr(agreement, "SECONDS_TO_READ", 3.0)
         main(parse(line))

@@ -17,7 +17,7 @@ import torch
 from fsdp2.config import Config, parse, parser
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.compilers import check_compiler
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
@@ -376,7 +376,7 @@ def test_exit_status_is_two_and_only_rank_zero_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse() -> None:
-        with runtime.exit_status():
+        with ending.exit_status():
             raise ConfigError("--lr 0: must be above 0")
 
     check: Callable[[], str] = lambda: capsys.readouterr().err  # noqa: E731
@@ -384,12 +384,12 @@ def test_exit_status_is_two_and_only_rank_zero_speaks(
         refuse()
     assert (caught.value.code, check()) == (2, "fsdp2: error: --lr 0: must be above 0\n")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(runtime, "_ended_by_launcher", lambda: True)
+    monkeypatch.setattr(ending, "_ended_by_launcher", lambda: True)
     with pytest.raises(SystemExit) as caught:
         refuse()
     assert (caught.value.code, check()) == (2, "")
     # Rank 0 had no such error, for example because its node has the data: then this rank must speak.
-    monkeypatch.setattr(runtime, "_ended_by_launcher", lambda: False)
+    monkeypatch.setattr(ending, "_ended_by_launcher", lambda: False)
     with pytest.raises(SystemExit) as caught:
         refuse()
     assert (caught.value.code, check()) == (2, "fsdp2: error: --lr 0: must be above 0\n")

@@ -18,7 +18,7 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import RunStopped, World
@@ -211,7 +211,7 @@ def test_something_else_in_the_place_of_a_file_or_folder_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("error", [SaveFailed("step 3 was not saved"), LostRunDir("it was moved"), RunStopped("so")])
 def test_an_end_by_intention_is_one_line_and_status_1(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, runtime.exit_status():
+    with pytest.raises(SystemExit) as ended, ending.exit_status():
         raise error
     assert ended.value.code == 1
     assert capfd.readouterr().err == f"fsdp2: stopped: {error}\n"

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from fsdp2.config import parse
 from fsdp2.evaluate import evaluate
 from fsdp2.run import standing, watch
+from fsdp2.run.ending import exit_status
 from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import exit_status
 from fsdp2.run.standing import Standing, verdict
 from fsdp2.run.watch import Watch
 from fsdp2.train import main

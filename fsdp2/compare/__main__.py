@@ -24,7 +24,7 @@ from fsdp2.options.errors import ConfigError, flag_of, require, shown, unknown
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES
 from fsdp2.options.values import checked, location, whole
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from fsdp2.run.rundir import environment
 from fsdp2.units import byte_count, short
 
@@ -127,5 +127,5 @@ def _parse(arguments: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, A
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -14,7 +14,7 @@ from fsdp2.config import Config
 from fsdp2.doctor import examine
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.values import checked, number
-from fsdp2.run import runtime
+from fsdp2.run import ending
 
 
 def parser(prog: str = "fsdp2.doctor", *, add_help: bool = True) -> argparse.ArgumentParser:
@@ -47,5 +47,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         examine.leave(main())

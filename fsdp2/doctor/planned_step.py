@@ -19,7 +19,7 @@ from fsdp2.plan.report_time import described, duration
 from fsdp2.plan.schedule import Group
 from fsdp2.plan.speed import Speed
 from fsdp2.plan.steptime import StepTime
-from fsdp2.run import runtime
+from fsdp2.run import ending
 
 # The row of the planner's table that has what isn't measured here, and the dtype whose product was.
 NEAREST = {"cpu": ("cpu", "fp32"), "cuda": ("h100", "bf16")}
@@ -122,5 +122,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

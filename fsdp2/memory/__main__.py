@@ -15,7 +15,7 @@ from fsdp2.memory.timeline import Timeline, file_name
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.values import checked, location
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from fsdp2.units import short, size
 
 
@@ -82,5 +82,5 @@ def kinds_of(lines: Sequence[Timeline]) -> list[str]:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -18,7 +18,7 @@ from fsdp2.migrate.page import listing, page
 from fsdp2.migrate.prove import cli as prove
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from rewriter import cli as code
 
 
@@ -55,5 +55,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -27,7 +27,7 @@ from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan, plan
 from fsdp2.plan.search import choices, search
 from fsdp2.report.planned import FILE as PLAN
-from fsdp2.run import runtime
+from fsdp2.run import ending
 from fsdp2.units import byte_count, short
 
 MOST_RANKS = 65536
@@ -215,5 +215,5 @@ def _ranks(value: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -29,7 +29,7 @@ from fsdp2.plan.device import Gpu
 from fsdp2.plan.device import gpu as find_gpu
 from fsdp2.plan.plans import Plan
 from fsdp2.plan.search import Setting
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.rundir import environment
 from fsdp2.run.runtime import World
@@ -196,5 +196,5 @@ METAVARS = {"gpu": "NAME|FILE.toml", "calibration": "FILE", "budget": "BYTES", "
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         main()

@@ -29,7 +29,7 @@ from fsdp2.data import Dataset
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.memory.ledger import Ledger
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.run.runtime import World
 from fsdp2.run.settings import growing_segments, process_settings
 from fsdp2.run.start import load_data, training_batches
@@ -159,5 +159,5 @@ def cli(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with runtime.exit_status():
+    with ending.exit_status():
         cli(sys.argv[1:])

@@ -23,7 +23,7 @@ import os, signal, sys, time
 import torch
 from fsdp2 import config, train
 from fsdp2.doctor import __main__ as doctor, collectives, examine
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 fault, at = sys.argv.pop(1), sys.argv.pop(1)
 if fault == "stopped" and at == os.environ["RANK"]:
     examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,7 +58,7 @@ if fault.startswith("quota ") and at == os.environ["RANK"]:
             group.write(str(os.getpid()))
         return machine(here)
     examine.QUESTIONS["machine"] = in_group
-with runtime.exit_status():
+with ending.exit_status():
     if "--doctor" in sys.argv:
         train.main(config.parse(sys.argv[1:]))
     examine.leave(doctor.main())

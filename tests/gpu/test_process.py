@@ -109,7 +109,7 @@ FAULTY = """
 import os, sys, time
 from pathlib import Path
 from fsdp2.config import parse
-from fsdp2.run import runtime
+from fsdp2.run import ending, runtime
 from fsdp2.train import main
 
 folder, how, *flags = sys.argv[1:]
@@ -123,7 +123,7 @@ def on_event(kind, data):
             if how == "is stuck":
                 time.sleep(600)
 
-with runtime.exit_status():
+with ending.exit_status():
     main(parse(flags), on_event)
 """
 

@@ -1,0 +1,107 @@
+"""How a process ends: what its user sees, its exit status, and what torchrun repeats at its own end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp2.checkpoint.disk import explained
+from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.checkpoint.refusal import refusal
+from fsdp2.checkpoint.saver import SaveFailed
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.runtime import SECONDS_FOR_RANK_0, RunStopped, world
+from fsdp2.run.variables import speaks
+
+
+def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
+    """Wait for the end of rank 0, which says what is wrong; False if it doesn't end, and so has said nothing.
+
+    torchrun ends all ranks as soon as one has ended, and would end rank 0 before it has spoken.
+    """
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
+    return ended.wait(seconds)
+
+
+# What gloo, nccl and the store say when the other side of a connection has gone.
+_PEER_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Socket closed",
+    "remote server shutdown",
+)
+
+
+_TIMED_OUT = "Timed out waiting"  # gloo; nccl's watchdog ends the process itself
+
+
+def lost_peer(text: str) -> bool:
+    """Whether an error says that another rank has gone, and so is not the cause itself."""
+    return any(sign in text for sign in _PEER_LOST)
+
+
+def _say(line: str) -> None:
+    """Print why this process ends, and leave it to torchrun, whose report of 40 lines follows and ends with it.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    print(line, file=sys.stderr, flush=True)
+    if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):  # torchrun's folder is full or gone; the line is printed all the same
+            Path(place).write_text(json.dumps(told))
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn the ways a run can fail into what a user sees, and an exit status.
+
+    A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
+    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data, on one rank is one line, too.
+    Another error shows its traceback and ends this process at once, so that ranks that wait for it notice; those show
+    one line, since the cause is elsewhere.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
+        status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
+        first = dist.get_rank() == 0 if dist.is_initialized() else speaks(os.environ)
+        if first or not _ended_by_launcher():
+            _say(f"fsdp2: {kind}: {refusal(str(error))}")
+        sys.exit(status)
+    except OSError as error:
+        found = explained(error, error.filename or os.curdir)
+        if found is None:
+            raise
+        _say(f"fsdp2: stopped: rank {world().rank}: {found}")
+        os._exit(1)  # as below
+    except UnusableText as error:
+        why = str(error).rpartition("UnusableText: ")[2]  # a loader's process puts its traceback before it
+        _say(f"fsdp2: stopped: rank {world().rank}: --dataset: {refusal(why)}")
+        os._exit(1)  # as below
+    except RuntimeError as error:
+        if _TIMED_OUT in str(error):
+            why = "another rank kept it waiting for half an hour: that one is stuck or slow"
+        elif lost_peer(str(error)):
+            why = (
+                "another rank ended or was killed; its traceback, or the signal that torchrun names below "
+                "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause"
+            )
+        else:
+            raise
+        print(f"fsdp2: rank {world().rank} stopped because {why}", file=sys.stderr, flush=True)
+        # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
+        os._exit(1)
