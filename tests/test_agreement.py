@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -150,11 +151,11 @@ def test_all_ranks_read_one_verdict_from_the_store(changed: int | None) -> None:
     assert said == [expected or ""] * 4
 
 
-def _come(rank: int, port: int, output: Path, line: list[str]) -> None:
+def _come(rank: int, port: int, output: Path, line: list[str], ranks: int = 4) -> None:
     """A rank without torchrun, as of a SLURM task, which waits for a second before it says so, and for two at most."""
     with open(output, "wb", buffering=0) as log:
         os.dup2(log.fileno(), 2)
-    names = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
     with pytest.MonkeyPatch.context() as patch, ending.exit_status():
         patch.setattr(runtime, "LONG", timedelta(seconds=3))
@@ -195,6 +196,26 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, came: Sequence[int], w
     for one in said:
         assert f"fsdp2: error: {end.format(port=port)}" in one
     assert not (tmp_path / "run").exists(), "nothing was trained there"
+
+
+@pytest.mark.parametrize("refusing", [[0], [1], [0, 1]])
+def test_a_rank_that_refuses_tells_those_that_would_wait_for_it(tmp_path: Path, refusing: list[int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outputs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        line = small(tmp_path / "run", "--max-steps=1", *(["--lr=-1"] if rank in refusing else []))
+        processes.append(_PROCESSES.Process(target=_come, args=(rank, port, output, line, 2)))
+        processes[-1].start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in processes] == [2, 2], said
+    for rank, one in enumerate(said):
+        whose = "" if rank in refusing else rf"rank {refusing[0]} \(.*\): "
+        assert re.search(rf"^fsdp2: error: {whose}--lr -1", one, re.MULTILINE), one
 
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}

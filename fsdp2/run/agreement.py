@@ -138,11 +138,32 @@ def write(mine: Mapping[str, Any], store: dist.Store, rank: int) -> None:
     store.set(f"agreement/{rank}", json.dumps({**mine, "same": digest}))
 
 
-def _read(store: dist.Store, world_size: int) -> list[dict[str, Any]]:
+def refuse(why: str, store: dist.Store, rank: int, world_size: int) -> None:
+    """Tell the others, who would wait for this rank, why it doesn't come. It is one of them, and not a collective call.
+
+    Rank 0, which may hold the store, returns when they have read it, or after some time.
+    """
+    store.set(f"agreement/{rank}", json.dumps({"host": socket.gethostname(), "refused": why}))
+    if rank == 0:
+        store.set("agreement/verdict", json.dumps(_judged(store, 1)))
+    _until_read(store, rank, world_size)
+
+
+def _until_read(store: dist.Store, rank: int, world_size: int) -> None:
+    store.add("agreement/read", 1)
+    deadline = time.monotonic() + SECONDS_TO_READ
+    while rank == 0 and store.add("agreement/read", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _judged(store: dist.Store, world_size: int) -> str | None:
     written = store.multi_get([f"agreement/{rank}" for rank in range(world_size)])
     found = [json.loads(one) for one in written]
+    for rank, one in enumerate(found):
+        if "refused" in one:
+            return f"{_named([rank], found)}: {one['refused']}"
     kinds = {digest: json.loads(store.get(f"agreement/same/{digest}")) for digest in {one["same"] for one in found}}
-    return [{**one, "same": kinds[one["same"]]} for one in found]
+    return difference([{**one, "same": kinds[one["same"]]} for one in found])
 
 
 def _by_store(
@@ -152,16 +173,13 @@ def _by_store(
     missing = _missing(store, range(world_size if rank == 0 else 1), patience, say=rank < 2)
     lack = f"WORLD_SIZE={world_size}: without {missing}; start as many ranks, or see why those ended"
     if rank == 0:
-        store.set("agreement/verdict", json.dumps(lack if missing else difference(_read(store, world_size))))
+        store.set("agreement/verdict", json.dumps(lack if missing else _judged(store, world_size)))
     elif missing:
         return lack
     store.wait(["agreement/verdict"], 2 * patience)  # rank 0 may have begun to wait later than this rank
     verdict: str | None = json.loads(store.get("agreement/verdict"))
     if verdict is not None:
-        store.add("agreement/read", 1)
-        deadline = time.monotonic() + SECONDS_TO_READ
-        while rank == 0 and store.add("agreement/read", 0) < world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _until_read(store, rank, world_size)
     return verdict
 
 

@@ -20,7 +20,7 @@ from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.runtime import SECONDS_FOR_RANK_0, RunStopped, world
+from fsdp2.run.runtime import SECONDS_FOR_RANK_0, RunStopped, tell_others, world
 from fsdp2.run.variables import speaks
 
 
@@ -79,8 +79,12 @@ def exit_status() -> Iterator[None]:
     except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
         status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
         first = dist.get_rank() == 0 if dist.is_initialized() else speaks(os.environ)
-        if first or not _ended_by_launcher():
-            _say(f"fsdp2: {kind}: {refusal(str(error))}")
+        line = f"fsdp2: {kind}: {refusal(str(error))}"
+        if first:
+            _say(line)
+        tell_others(str(error))
+        if not first and not _ended_by_launcher():
+            _say(line)
         sys.exit(status)
     except OSError as error:
         found = explained(error, error.filename or os.curdir)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -236,6 +236,17 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
     # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
     return dist.PrefixStore(f"{attempt}/{purpose}/{next(_MEETINGS[address, port, purpose])}", store)
+
+
+def tell_others(why: str) -> None:
+    """Tell ranks that no launcher ends why this one refuses to come: they would wait for it."""
+    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or _MEETINGS:
+        return
+    with suppress(ConfigError, RuntimeError):  # nowhere to meet: then the others say who isn't there
+        here = world()
+        if here.world_size > 1:
+            store = meeting_point(here, agreement.SECONDS_TO_READ, "training")
+            agreement.refuse(why, store, here.rank, here.world_size)
 
 
 _MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
