@@ -224,7 +224,7 @@ scale: $(VENV)/.installed  ## what grows with ranks, up to 4,096 of them in one 
 	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 .PHONY: plan-published
-plan-published: $(VENV)/.installed  ## planned time beside published figures (ten minutes; writes docs/notes/plan-published.md)
+plan-published: $(VENV)/.installed  ## planned time beside published figures (half an hour; writes docs/notes/plan-published.md)
 	$(BIN)/python benchmarks/plan_published.py $(ARGS)
 
 ##@ Through Ray

@@ -1,0 +1,253 @@
+"""The page that `make plan-published` writes: how far plans are off, by source and GPU, and every point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from published_rows import Row
+
+from fsdp2.compare.report import markdown_table
+
+GIB = 2**30
+COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
+
+
+def page(rows: Sequence[Row], cards: Mapping[str, float]) -> str:
+    def cells(row: Row) -> tuple[str, ...]:
+        point, plan = row.point, row.planned
+        role = "not counted" if "apart" in point else next((one for one in ("fit", "blind") if point.get(one)), "test")
+        notes = [*point.get("ways", ()), *([f"{point['apart']} is left out"] if "apart" in point else [])]
+        exposed = plan.exposed_ms / plan.milliseconds
+        numbers = (f"{plan.tokens:,.0f}", f"{point['tokens']:,}", f"{row.error:+.1%}", f"{exposed:.0%}")
+        used = f"{row.used / GIB:.1f}"
+        return (
+            point["gpu"],
+            str(point["ranks"]),
+            point["shape"],
+            f"`{shown(row)}` {'; '.join(notes)}".strip(),
+            *numbers,
+            role,
+            used,
+            memory(row),
+        )
+
+    head = (
+        "GPU",
+        "ranks",
+        "model",
+        "flags",
+        "planned tokens/s a GPU",
+        "published",
+        "error",
+        "exposed",
+        "role",
+        "GiB on the device",
+        "GiB planned of published",
+    )
+    newer = [row for row in rows if row.point["gpu"].startswith("h200")]
+    waiting = max(row.planned.exposed_ms / row.planned.milliseconds for row in newer)
+    sources = "\n".join(f"- {source}" for source in dict.fromkeys(row.point["source"] for row in rows))
+    summary_lines = "\n".join(summary(rows))
+    return f"""\
+# Planned time beside published figures
+
+Written by `make plan-published`, which plans each point of `benchmarks/published.toml` with its configuration.
+
+{summary_lines}
+- Date: {time.strftime("%Y-%m-%d")}
+- Versions: torch {torch.__version__}; the published runs used those of their time, 2023 to 2026
+
+Efficiencies of an H100 and an A100 were fitted on the points marked *fit*; an H200 has those of an H100. The flags
+`--mixed-precision=bf16 --optimizer=adamw --clip-grad-norm`, which all points have, aren't repeated.
+
+What stands against a figure:
+
+- Several fits are nearly equal on the *fit* points. One was chosen with the errors of the *test* points in view. The
+  *blind* points were added afterwards and have changed nothing: all rows of llm-foundry's table for 128 GPUs and more,
+  and every sixth of those rows of its other tables in bf16 that weren't in use. They share their source with points of
+  the fit; `By source` has the others.
+- Nearly all points are bound by computation: `exposed` is the part of the planned step that waits for exchanges. No
+  published figure of FSDP was found that is bound by exchanges and says its network, model, batch and recomputation.
+- MPT is planned as GPT-2 of the same widths. llm-foundry ran it with FSDP1, and with a flash attention of 2023.
+- The rows that use `torch.compile` are planned without it, shown, and not counted: a plan can't see what it fuses.
+- The network's bandwidth is published for torchtitan's H100 and IBM's clusters, and assumed for the others.
+- Left out are rows with tensor, context or pipeline parallelism or float8, which `fsdp2.train` doesn't have.
+- *GiB on the device* are what a plan prints, with the terms of [plan.md](../plan.md): the CUDA context and NCCL's
+  buffers as well. *GiB planned of published* compares like with like: what the allocator reserved (torchtitan), or the
+  most that tensors took (KempnerForge).
+
+How the sources ran, where no flag of ours says it (`WAYS` in `benchmarks/published_rows.py`; read from their code):
+
+- *embedding and head in the root*: blocks alone are groups; torchtitan, fms-fsdp and KempnerForge wrap so.
+- *keeps every second product*: torchtitan's selective recomputation recomputes every second product of matrices.
+- *fused norm*: torchtitan's RMSNorm of 2024 in its Llama 3 8B and Llama 2 13B keeps its input alone.
+- *bf16 loss*: fms-fsdp and KempnerForge take the cross-entropy of bf16 logits; ours widens them to fp32 first.
+- *fused loss*: llm-foundry's kernel keeps bf16 logits and makes their gradient, and nothing else of that size.
+- *bf16 state*: KempnerForge's parameters, gradients and moments are bf16. It reduces once, after the last microbatch,
+  so each rank keeps whole gradients in fp32 until then.
+
+The rates were fitted before the ways *fused loss*, *fused norm*, *bf16 loss* and *embedding and head in the root* were
+known, and haven't been fitted again: a point whose plan these make faster is faster than its fit.
+
+## Why an H200 is planned too slow
+
+The errors of its {len(newer)} points are {", ".join(errors_of(row) for row in newer)}. At most {waiting:.0%} of
+a planned step waits for exchanges, so the rates of computation decide, and these are an H100's. They were fitted on
+runs of 2023 and 2024, with a flash attention of 2023 and, for Llama, at 500 W. The planner knows an H200's memory,
+bandwidth and peak; it takes a part of the peak that this run of 2026 exceeds. The eager point asks for rates that are
+{needed(newer):.2f} times as high. One eager point can't fit a rate and test it too, so nothing was fitted to it.
+`--gpu FILE.toml` takes rates of one's own runs. What `torch.compile` adds can't be planned.
+
+## What plans above its card
+
+{above(rows, cards)}
+
+## Sources
+
+{sources}
+
+## Every point
+
+{markdown_table(head, [cells(row) for row in rows])}
+"""
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """How far the plans are off: of the blind test, of all points that weren't fitted, and by source and GPU."""
+    counted = [row for row in rows if "apart" not in row.point]
+    tests = [row for row in counted if not row.point.get("fit")]
+    blind = [row for row in tests if row.point.get("blind")]
+    found = [
+        f"- Points: {len(counted)}; {len(counted) - len(tests)} for the fit, {len(tests)} to test it, "
+        f"of which {len(blind)} were planned for the first time when the fit was closed",
+    ]
+    for name, some in (("Blind test", blind), ("All test points", tests)):
+        if some:
+            found.append(f"- {name}: {errors(some)}")
+    for name, some in (
+        ("Memory, of the points that publish theirs", [row for row in counted if "gib" in row.point]),
+        (
+            "Memory, with those that use `torch.compile`, which isn't planned",
+            [row for row in rows if "gib" in row.point],
+        ),
+    ):
+        if some:
+            found.append(f"- {name}: {memory_errors(some)}")
+    over = sum(row.used > row.card for row in rows)
+    found.append(
+        f"- Points that plan more than the card that ran them has, by the planner's table: {over} of {len(rows)}"
+    )
+    right = pairs(tests)
+    found.append(
+        f"- Pairs of test points of one model, GPU and source that differ by more than 5 %: {len(right)}, of which "
+        f"{sum(right)} are planned in the right order"
+    )
+    for key, name in (("source", "By source"), ("gpu", "By GPU")):
+        found.append(f"- {name}, test points:")
+        groups = dict.fromkeys(row.point[key] for row in tests)
+        found += [f"    - {group}: {errors([row for row in tests if row.point[key] == group])}" for group in groups]
+    return found
+
+
+def errors(rows: Sequence[Row]) -> str:
+    """Of tokens/s: how large they are, whether they lie on one side, and whether the order of points is right."""
+    sizes = [abs(row.error) for row in rows]
+    worst = max((row.error for row in rows), key=abs)
+    order = f", rank correlation {spearman(rows):.3f}" if len(rows) > 2 else ""
+    return (
+        f"{len(rows)} points, median error {statistics.median(sizes):.1%}, mean "
+        f"{statistics.mean(row.error for row in rows):+.1%}, worst {worst:+.1%}, within 15 %: "
+        f"{sum(size <= 0.15 for size in sizes)}, in the planned range: {sum(row.inside for row in rows)}{order}"
+    )
+
+
+def memory_errors(rows: Sequence[Row]) -> str:
+    """Of the memory of points that publish theirs: how large they are, and on which side."""
+    found = [row.memory_error for row in rows if row.memory_error is not None]
+    return (
+        f"{len(found)} points, median error {statistics.median(map(abs, found)):.1%}, "
+        f"mean {statistics.mean(found):+.1%}, worst {max(found, key=abs):+.1%}"
+    )
+
+
+def memory(row: Row) -> str:
+    """What a source says of its memory, beside what is planned of the same kind; nothing if it doesn't say any."""
+    error = row.memory_error
+    if error is None:
+        return ""
+    kind, plan = row.point["gib_is"], row.planned
+    like = plan.allocated if kind == "allocated" else plan.reserved
+    return f"{kind} {like / GIB:.1f} of {row.point['gib']} ({error:+.1%})"
+
+
+def pairs(rows: Sequence[Row]) -> list[bool]:
+    """Whether the order is right, for two settings of a model: models of different sizes are easily told apart."""
+    return [
+        (one.planned.tokens > other.planned.tokens) == (one.point["tokens"] > other.point["tokens"])
+        for one, other in itertools.combinations(rows, 2)
+        if all(one.point[key] == other.point[key] for key in ("shape", "gpu", "source"))
+        and abs(math.log(one.point["tokens"] / other.point["tokens"])) > math.log(1.05)
+    ]
+
+
+def spearman(rows: Sequence[Row]) -> float:
+    """Of the order of configurations by tokens: 1 if planned and measured are the same."""
+    return statistics.correlation(
+        ranks_of([r.planned.tokens for r in rows]), ranks_of([r.point["tokens"] for r in rows])
+    )
+
+
+def ranks_of(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found = [0.0] * len(values)
+    for rank, index in enumerate(order):
+        found[index] = rank
+    return found
+
+
+def above(rows: Sequence[Row], cards: Mapping[str, float]) -> str:
+    """Points that plan more than the card that ran them has, each with how much and why.
+
+    Args:
+        cards: GiB that CUDA reports, by what the planner's table calls a card's memory.
+    """
+    over = [row for row in rows if row.used > row.card]
+    if not over:
+        return "None."
+
+    def cells(row: Row) -> tuple[str, ...]:
+        reported = cards[f"{row.card / 1e9:.0f}GB"]
+        kinds = sorted(row.planned.kinds.items(), key=lambda kind: -kind[1])[:2]
+        most = ", ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
+        if row.used <= reported * GIB:
+            why = f"fits: CUDA reports {reported} GiB, the planner's table has fewer"
+        else:
+            holes = (row.planned.reserved - row.planned.allocated) / GIB
+            why = (
+                f"{row.used / GIB / reported - 1:.1%} or more too high, since it ran: tensors {most}; the allocator's "
+                f"holes {holes:.1f}; beside it {row.planned.beside / GIB:.1f}"
+            )
+        numbers = (f"{row.used / GIB:.1f}", f"{row.card / GIB:.1f}")
+        return (row.point["gpu"], str(row.point["ranks"]), row.point["shape"], f"`{shown(row)}`", *numbers, why)
+
+    head = ("GPU", "ranks", "model", "flags", "GiB planned", "the table's card", "why")
+    return markdown_table(head, [cells(row) for row in over])
+
+
+def errors_of(row: Row) -> str:
+    return f"{row.error:+.1%} ({row.point['shape']}, {row.point.get('apart', 'eager')})"
+
+
+def needed(rows: Sequence[Row]) -> float:
+    """By how much the rates would have to be higher for the points that aren't apart, on average."""
+    return statistics.mean(1 / (1 + row.error) for row in rows if "apart" not in row.point)
+
+
+def shown(row: Row) -> str:
+    """Flags of a point but those that all have."""
+    return " ".join(flag for flag in row.point["flags"].split() if not flag.startswith(COMMON))
