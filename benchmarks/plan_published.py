@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit efficiencies too; writes no page")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--rows", type=Path, default=ROWS, help="where plans are kept; those of other code are left")
+    parser.add_argument("--kept", action="store_true", help="plan nothing more: the page of what is kept")
     command(parser.parse_args())
 
 
@@ -62,14 +63,15 @@ def command(given: argparse.Namespace) -> None:
         fit(points, content["shapes"], gpus)
         return
     found = []
-    for row in rows(points, content["shapes"], gpus, given.rows):
+    for row in rows(points, content["shapes"], gpus, given.rows, more=not given.kept):
         print(line(row), flush=True)
         found.append(row)
     found.sort(key=lambda row: points.index(row.point))
     if found:
         print("\n".join(summary(found)))
     if found and not given.only:
-        write_page(given.page, page(found, content["cards"]))
+        there = [row.point for row in found]
+        write_page(given.page, page(found, content["cards"], [point for point in points if point not in there]))
 
 
 def line(row: Row) -> str:

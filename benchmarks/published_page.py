@@ -6,7 +6,9 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from published_rows import Row
@@ -17,7 +19,14 @@ GIB = 2**30
 COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
 
 
-def page(rows: Sequence[Row], cards: Mapping[str, float]) -> str:
+def page(rows: Sequence[Row], cards: Mapping[str, float], missing: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole page.
+
+    Args:
+        cards: as `above` takes them.
+        missing: points that haven't been planned yet, which the page names.
+    """
+
     def cells(row: Row) -> tuple[str, ...]:
         point, plan = row.point, row.planned
         role = "not counted" if "apart" in point else next((one for one in ("fit", "blind") if point.get(one)), "test")
@@ -52,7 +61,7 @@ def page(rows: Sequence[Row], cards: Mapping[str, float]) -> str:
     newer = [row for row in rows if row.point["gpu"].startswith("h200")]
     waiting = max(row.planned.exposed_ms / row.planned.milliseconds for row in newer)
     sources = "\n".join(f"- {source}" for source in dict.fromkeys(row.point["source"] for row in rows))
-    summary_lines = "\n".join(summary(rows))
+    summary_lines = "\n".join([*summary(rows), *left(rows, missing)])
     return f"""\
 # Planned time beside published figures
 
@@ -91,8 +100,9 @@ How the sources ran, where no flag of ours says it (`WAYS` in `benchmarks/publis
 - *bf16 state*: KempnerForge's parameters, gradients and moments are bf16. It reduces once, after the last microbatch,
   so each rank keeps whole gradients in fp32 until then.
 
-The rates were fitted before the ways *fused loss*, *fused norm*, *bf16 loss* and *embedding and head in the root* were
-known, and haven't been fitted again: a point whose plan these make faster is faster than its fit.
+The rates were fitted before *fused loss*, *fused norm*, *bf16 loss* and *embedding and head in the root* were known,
+and haven't been fitted again. The loss is a large part of the step of a small model with a large vocabulary. The fit
+took fp32 logits to be there; without them the plans of small MPTs are too fast.
 
 ## Why an H200 is planned too slow
 
@@ -117,6 +127,17 @@ bandwidth and peak; it takes a part of the peak that this run of 2026 exceeds. T
 """
 
 
+def left(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of a command that was stopped: which points it lacks, in no figure of the page."""
+    if not missing:
+        return []
+    names = ", ".join(f"{name} ({count})" for name, count in Counter(point["shape"] for point in missing).items())
+    return [
+        f"- **{len(missing)} of {len(rows) + len(missing)} points weren't planned** before the command was stopped, "
+        f"and are in none of these figures: {names}. `make plan-published` goes on with them"
+    ]
+
+
 def summary(rows: Sequence[Row]) -> list[str]:
     """How far the plans are off: of the blind test, of all points that weren't fitted, and by source and GPU."""
     counted = [row for row in rows if "apart" not in row.point]
@@ -124,7 +145,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     blind = [row for row in tests if row.point.get("blind")]
     found = [
         f"- Points: {len(counted)}; {len(counted) - len(tests)} for the fit, {len(tests)} to test it, "
-        f"of which {len(blind)} were planned for the first time when the fit was closed",
+        f"of which {len(blind)} are blind: chosen by a rule when the fit was closed",
     ]
     for name, some in (("Blind test", blind), ("All test points", tests)):
         if some:

@@ -149,14 +149,25 @@ def planned(point: Mapping[str, Any], config: Config, runs: Runs, gpu: Gpu) -> P
 
 
 def rows(
-    points: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any], gpus: Mapping[str, Gpu], file: Path
+    points: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, Any],
+    gpus: Mapping[str, Gpu],
+    file: Path,
+    *,
+    more: bool = True,
 ) -> Iterator[Row]:
-    """Plan points, those of equal executions one after another; what `file` keeps isn't planned again."""
+    """Plan points, those of equal executions one after another; what `file` keeps isn't planned again.
+
+    Args:
+        more: plan what isn't kept, too; else it is left out.
+    """
     known = kept(file)
     last: Any = None
     with tempfile.TemporaryDirectory() as folder:
         for point in sorted(points, key=_execution):
             gpu, key = gpus[point["gpu"]], _digest(_execution(point), shapes.get(point["shape"]), gpus[point["gpu"]])
+            if key not in known and not more:
+                continue
             if key not in known:
                 if last is None or _execution(last[0]) != _execution(point):
                     last = (point, *executed(point, shapes, Path(folder)))

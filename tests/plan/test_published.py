@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,13 @@ def test_points_above_their_card_are_listed_with_why(benchmarks: Any) -> None:
     assert page.above(some, {}) == "None."
 
 
+def test_points_that_are_missing_are_named(benchmarks: Any) -> None:
+    page = benchmarks("published_page")
+    assert page.left([row(benchmarks)], []) == []
+    assert "**2 of 3 points weren't planned**" in page.left([row(benchmarks)], [POINT, POINT])[0]
+    assert "debug (2)" in page.left([row(benchmarks)], [POINT, POINT])[0]
+
+
 def test_kept_plans_are_not_executed_again(benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = benchmarks("published_rows")
     executed: list[str] = []
@@ -111,11 +120,19 @@ def test_kept_plans_are_not_executed_again(benchmarks: Any, tmp_path: Path, monk
     monkeypatch.setattr(rows, "planned", lambda *_: rows.Planned(**PLAN))
     gpus, file = rows.tables({}), tmp_path / "rows" / "kept.jsonl"
     points = [POINT, {**POINT, "gpu": "h200"}, {**POINT, "flags": "--batch-size=5"}]
+    assert list(rows.rows(points, {}, gpus, file, more=False)) == []
     assert len(list(rows.rows(points, {}, gpus, file))) == 3
     assert executed == ["--batch-size=4", "--batch-size=5"]  # once for two GPUs
     again = list(rows.rows([*points, {**POINT, "ways": ["fused loss"]}], {}, gpus, file))
     assert executed == ["--batch-size=4", "--batch-size=5", "--batch-size=4"]
     assert all(one.planned == rows.Planned(**PLAN) for one in again)
+
+
+def test_the_command_with_nothing_kept_writes_no_page(tmp_path: Path) -> None:
+    page, rows = tmp_path / "page.md", tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/plan_published.py", "--kept", f"--page={page}", f"--rows={rows}"]
+    done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, page.exists()) == (0, "", False), done.stderr
 
 
 def test_each_way_changes_what_is_planned(benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
