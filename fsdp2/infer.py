@@ -71,7 +71,10 @@ def show(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
     print(f"{right} of {len(samples)} samples right")
     picture = run.path / "predictions.png"
     picture.parent.mkdir(parents=True, exist_ok=True)  # a URL's
-    draw(samples, inputs, dataset, picture)
+    try:
+        draw(samples, inputs, dataset, picture)
+    except IsADirectoryError:
+        raise ConfigError(f"{short(picture)}: is a folder, where the picture goes; move it away") from None
     print(f"picture: {short(picture)}")
 
 

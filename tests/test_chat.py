@@ -197,6 +197,11 @@ NO_BORDER = (
         (PLAIN, {"text": "a"}, 'line 1: has no "messages".*it has text'),
         (PLAIN, {"messages": []}, 'has no "messages"'),
         (PLAIN, {"messages": [{"content": "a"}]}, "its message 1 has no role"),
+        (
+            PLAIN,
+            {"messages": [*talk("a", "b")["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]},
+            "its message 2 has a weight, and all answers are learned alike here",
+        ),
         ("{{ raise_exception('no such role') }}", talk("a", "b"), r"refuses it \(TemplateError: no such role"),
         ("{% for", talk("a", "b"), r"refuses it \(TemplateSyntaxError"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import infer
 from fsdp2.options.errors import ConfigError
+from fsdp2.report.predictions import samples_of
 from fsdp2.run import trained
 from tests.harness import Ranks, flip_a_bit, of_kind
 
@@ -167,3 +169,10 @@ def test_refusals(train: Train, tmp_path: Path) -> None:
         infer.main(tmp_path / "run", data_root="somewhere")
     with pytest.raises(ConfigError, match=r"--shard: no such flag; did you mean --sharded\?"):
         infer.parse(["run", "--shard"])
+
+
+def test_a_class_that_the_data_do_not_name_is_shown_by_its_number() -> None:
+    # Of a model whose embedding has more rows than the tokenizer has tokens, as most have.
+    dataset: Any = SimpleNamespace(classes=["a", "b"])
+    (sample,) = samples_of(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), dataset)
+    assert (sample["predicted"], sample["actual"]) == ("<2>", "b")

@@ -20,7 +20,7 @@ from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.convert.opening import KINDS
 from fsdp2.checkpoint.convert.show import list_checkpoints, show, verify_checkpoints
-from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, printable, refusal
+from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, printable, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.units import byte_count
 
@@ -125,6 +125,7 @@ def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
             f"{place}: has no {MODEL_FILES}/config.json, which runs of --model hf: and llama have; use --format "
             "safetensors"
         )
+    without_links(file.parent)
     try:
         spec = models.get(f"hf:{file.parent}")
     except ValueError as error:

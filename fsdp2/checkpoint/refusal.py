@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class Refused(ValueError):
@@ -28,6 +29,13 @@ def refusal(text: str) -> str:
     """One printable line of bounded length: what is wrong stands at its start, and the fix at its end."""
     line, half = printable(text), LONGEST_REFUSAL // 2
     return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} … {line[-half:]}"
+
+
+def without_links(folder: Path) -> None:
+    """Raise Refused for a link in a folder that a run keeps, of which a tool makes copies: it may lead anywhere."""
+    for file in folder.glob("*"):
+        if file.is_symlink():
+            raise Refused(f"{file}: is a link, which no run makes; remove it, or put its content there")
 
 
 def empty_word(words: Sequence[str]) -> str | None:

@@ -271,4 +271,9 @@ def _conversation(row: Row) -> tuple[list[Any], Any]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{row.where}: its message {number} has no role")
+        if message.get("weight", 1) != 1:  # of OpenAI's form: what is left out of the loss
+            raise UnusableText(
+                f"{row.where}: its message {number} has a weight, and all answers are learned alike here; end the "
+                "conversation before it, or drop the weight to learn it"
+            )
     return messages, line.get("tools") or None

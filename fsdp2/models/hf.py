@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ DIFFERENCES = {
     "unexpected_keys": "only in the file",
     "mismatched_keys": "another shape in the file",
 }
+
+
+MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
 
 
 def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -104,6 +107,11 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         raise ValueError(
             f"{place}: its weights are quantised: packed integers and scales have no rows to shard; give "
             "the model in bf16 or fp32"
+        )
+    if dropped := sorted(_layerdrop(config.to_dict())):
+        raise ValueError(
+            f"{folder / 'config.json'}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
+            "the others to gather them; set it to 0"
         )
     _without_cache(config)
     try:
@@ -208,6 +216,15 @@ def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
     return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
 
 
+def _layerdrop(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The settings of a configuration, and of those within it, by which whole layers are skipped at random."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _layerdrop(value)
+        elif str(name).endswith("layerdrop") and isinstance(value, float | int) and value > 0:
+            yield str(name)
+
+
 def _without_cache(config: Any) -> None:
     """Keep no keys and values, which are for generating: in training recomputation would add to them.
 
@@ -280,11 +297,18 @@ def _folder(place: str) -> Path:
     """The folder of a model; one that is named is looked for in the hub's cache, and downloaded."""
     path = Path(place).expanduser()
     if path.is_dir():
+        if adapters := sorted(path.glob("adapter_model.*")):
+            raise ValueError(
+                f"{adapters[0]}: adapters beside the model aren't loaded; merge them with peft, or move them away to "
+                "train the model without them"
+            )
         if not (path / "config.json").is_file():
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
         for file in (found for pattern in KEPT for found in path.glob(pattern)):
             if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
                 raise ValueError(f"{file}: is no regular file; put a copy of its content there")
+            if file.stat().st_size > MOST_KEPT:
+                raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
         return path.absolute()
     if path.exists() or place.startswith(("/", ".", "~")) or place.count("/") > 1:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.refusal import empty_word
+from fsdp2.checkpoint.refusal import Refused, empty_word, without_links
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.settings_file import read_table
@@ -133,6 +133,10 @@ def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict
 def _kept_model(model: Any, place: str) -> dict[str, str]:
     """Where the folder of a run's model is gone, the copy that the run keeps beside its config.json."""
     kept = Path(place).parent / "model"
+    try:
+        without_links(kept)
+    except Refused as error:
+        raise ConfigError(str(error)) from None
     if isinstance(model, str) and model.startswith("hf:") and (kept / "config.json").is_file():
         named = model.removeprefix("hf:")
         if (named.startswith(("/", ".", "~")) or named.count("/") > 1) and not Path(named).expanduser().exists():

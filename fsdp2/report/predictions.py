@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,17 @@ def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[s
     return [
         {
             "sample": i,
-            "predicted": dataset.classes[int(predicted)],
-            "actual": dataset.classes[int(actual)],
+            "predicted": _class(int(predicted), dataset),
+            "actual": _class(int(actual), dataset),
             "correct": bool(predicted == actual),
         }
         for i, (predicted, actual) in enumerate(zip(logits.argmax(dim=-1), targets, strict=True))
     ]
+
+
+def _class(number: int, dataset: Dataset) -> str:
+    """The name of a class. A model can have more than the data, such as rows of an embedding beyond the tokenizer's."""
+    return dataset.classes[number] if number < len(dataset.classes) else f"<{number}>"
 
 
 def last_target(targets: Tensor) -> Tensor:
@@ -69,5 +75,9 @@ def draw(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
             text = f"{mark} …{context_of(one, dataset)}  →  {sample['predicted']}   (is {sample['actual']})"
             axis.text(0, 0.5, text.replace("$", r"\$"), color=colour, family="monospace", fontsize=11)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    # Beside it first: a run directory may be a stranger's, and a link there leads anywhere.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        drawn = Path(folder) / path.name
+        figure.savefig(drawn, dpi=110)
+        drawn.replace(path)
     pyplot.close(figure)

@@ -162,3 +162,30 @@ def test_commands_that_are_advised_name_the_code(theirs: Path, capsys: pytest.Ca
     words = shlex.split(advised.splitlines()[-1])
     assert words[words.index("--model") + 1] == FUNCTION
     assert code_flags(Config()) == []
+
+
+def test_a_picture_replaces_a_link_and_not_what_it_leads_to(run: Path, tmp_path: Path) -> None:
+    victim, picture = tmp_path / "victim", run / "predictions.png"
+    victim.write_text("precious")
+    picture.symlink_to(victim)
+    infer.main(run)
+    assert victim.read_text() == "precious"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(ConfigError, match=r"predictions\.png: is a folder, where the picture goes; move it away"):
+        infer.main(run)
+
+
+def test_what_a_link_in_a_kept_model_leads_to_is_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    (tmp_path / "private").write_text("secret")
+    (run / "model" / "tokenizer_more").symlink_to(tmp_path / "private")
+    assert checkpoint(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 2
+    assert "tokenizer_more: is a link, which no run makes; remove it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="is a link, which no run makes"):
+        read_config(RunDir(str(run)))

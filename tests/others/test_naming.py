@@ -178,6 +178,33 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) ->
     assert models.get(model).task == "masked"
 
 
+def test_a_model_whose_ranks_would_skip_other_layers_is_refused(tmp_path: Path) -> None:
+    # OPT draws for each layer of each forward whether it is skipped, on each rank for itself.
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    place = tmp_path / "model"
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model("opt", vocab_size=256, word_embed_proj_dim=32, **sizes).save_pretrained(place)
+    models.get(f"hf:{place}")
+    _change(place, layerdrop=0.1)
+    models.get.cache_clear()
+    line = refused(flags(f"hf:{place}", tmp_path / "run", *WORDS))
+    assert "config.json: layerdrop is above 0: each rank would skip layers of its own" in line
+    assert line.endswith("set it to 0")
+
+
+def test_adapters_beside_a_model_are_refused(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    (tmp_path / "model" / "adapter_model.safetensors").touch()
+    assert "adapters beside the model aren't loaded; merge them" in refused(flags(model, tmp_path / "run", *WORDS))
+
+
+def test_a_file_that_each_run_would_keep_is_no_large_one(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "model")
+    with open(tmp_path / "model" / "vocab.bin", "wb") as file:
+        file.truncate(300 << 20)
+    assert "vocab.bin: has more than 256 MiB" in refused(flags(model, tmp_path / "run", *WORDS))
+
+
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     _change(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
