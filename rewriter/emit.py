@@ -49,10 +49,12 @@ class Emission:
         self._put("\n".join(lines))
 
     def _remark(self) -> None:
-        """Comments inside of the statement go above it."""
+        """Comments inside of the statement and behind it go above it."""
         assert self.statement is not None
         self.comments: list[str] = []
-        for _, comment in self.module.comments(self.statement):
+        behind = self.statement.trailing_whitespace.comment
+        inside = [comment for _, comment in self.module.comments(self.statement)]
+        for comment in inside if behind is None else [*inside, behind.value]:
             words = comment.lstrip("# ")
             # A line of code that was commented out in the call makes no sense outside of it.
             if not re.match(r"[\w.*]+\s*[=(]|[\w.*]+,\s*$|\w+$", words) and comment not in self.comments:
@@ -67,10 +69,16 @@ class Emission:
     def _simple(self, shape: str, target: str, given: str, plan: Plan) -> None:
         """No line but the call itself: it stays where it stands."""
         root = self._call(plan, given, plan.options)
-        if shape == "assign" and target == given and self.statement is not None:
+        assigned = self.module.parent(self.node)
+        if shape == "assign" and target == given and self.statement is not None and assigned is not None:
             self._remark()
-            self._put(root)
-            return
+            if "\n" not in root and not any(self.module.comments(self.statement)):
+                # What else is on its line stays: other statements, and a comment.
+                self.edits.replace(self.module.span(assigned), root)
+                return
+            if len(self.statement.body) == 1:
+                self._put(root)
+                return
         if "\n" in root and self.statement is not None:
             indent = self.module.indent(self.statement)
             first, *rest = root.split("\n")

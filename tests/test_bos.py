@@ -150,3 +150,22 @@ def test_a_run_is_resumed_with_the_same_beginning(corpus: Path, monkeypatch: pyt
     preflight.check_checkpoint(then, model, None, partial=False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--bos auto: the checkpoint to resume from was made with never"):
         preflight.check_checkpoint(now, model, None, partial=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"additional_special_tokens": ["<s>", "[CLS]"]}, False),
+        ({"added_tokens_decoder": {"2": {"content": "<s>", "special": True}}}, False),
+        ({"additional_special_tokens": ["<|turn|>"]}, True),
+        ({"extra_special_tokens": {"turn": "<|turn|>"}}, True),
+        ({"added_tokens_decoder": {"5": {"content": "<|turn|>", "special": True}}}, True),
+    ],
+)
+def test_a_token_that_only_the_settings_declare_is_refused(
+    tmp_path: Path, settings: dict[str, Any], refused: bool
+) -> None:
+    # transformers adds it when it loads; tokenizer.json alone would split it, and train on the pieces.
+    folder = make_words(tmp_path, "none", settings)
+    with pytest.raises(UnusableText, match=r"declares a token '<\|turn\|>', which") if refused else nullcontext():
+        open_tokenizer(folder)

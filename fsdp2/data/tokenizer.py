@@ -108,6 +108,13 @@ class FromFile:
             has = f"{len(front)} tokens" if len(front) > LONGEST_FRONT else "a token that it doesn't have"
             raise UnusableText(f"{file}: its post-processor puts {has} before a text; give another tokenizer")
         settings = file.with_name("tokenizer_config.json")
+        for one in _declared(settings):
+            known = self._tokenizer.token_to_id(one) is not None
+            if not known or len(self._tokenizer.encode(one, add_special_tokens=False).ids) != 1:
+                raise UnusableText(
+                    f"{settings}: declares a token {one[:40]!r}, which {file.name} would split; write both again "
+                    "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+                )
         self.end = self._tokenizer.token_to_id(_named(settings, "eos_token"))
         if bos == "always" and not front:
             token = self._tokenizer.token_to_id(_named(settings, "bos_token"))
@@ -180,15 +187,33 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
     return tuple(found[: found.index(mark)])
 
 
-def _named(settings: Path, name: str) -> str:
-    """The text of a token, such as `eos_token`; empty if the tokenizer's settings name none."""
+def _read(settings: Path) -> dict[str, Any]:
     require_regular(settings)
     try:
-        token: Any = json.loads(settings.read_bytes()).get(name) or ""
+        found = json.loads(settings.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no settings by name")
+        return found
     except FileNotFoundError:
-        return ""  # a tokenizer.json alone has no settings
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return {}  # a tokenizer.json alone has no settings
+    except (OSError, ValueError, RecursionError) as error:
         raise UnusableText(f"{settings}: can't be used ({' '.join(str(error).split())[:120]})") from None
+
+
+def _declared(settings: Path) -> list[str]:
+    """The texts of tokens that transformers adds to those of a tokenizer.json."""
+    found = _read(settings)
+    tokens: list[Any] = []
+    for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+        given = found.get(name) or ()
+        tokens += given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return [text for text in texts if isinstance(text, str) and text]
+
+
+def _named(settings: Path, name: str) -> str:
+    """The text of a token, such as `eos_token`; empty if the tokenizer's settings name none."""
+    token: Any = _read(settings).get(name) or ""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise UnusableText(f"{settings}: its {name} is no text")

@@ -144,3 +144,18 @@ def test_nothing_outside_of_a_folder_is_changed_through_a_link(
     assert "fully_shard" in (folder / "real.py").read_text()
     run("rewrite", "--write", folder / "train.py")
     assert "fully_shard" in outside.read_text()
+
+
+def test_what_else_is_on_the_line_of_a_call_stays(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    head = "from torch.distributed.fsdp import {}\nimport torch\n"
+    lines = (
+        ("x = 1; model = FSDP(model); y = 2", "x = 1; fully_shard(model); y = 2"),
+        ("if x: model = FSDP(model); print(x)", "if x: model = fully_shard(model); print(x)"),
+        ("model = FSDP(model)  # the student's", "fully_shard(model)  # the student's"),
+        ("other = torch.optim.SGD([x], lr=1e-3)", "other = torch.optim.SGD([x], lr=1e-3)"),
+    )
+    before, after = ("\n".join(one) + "\n" for one in zip(*lines, strict=True))
+    path.write_text(head.format("FullyShardedDataParallel as FSDP") + before)
+    run("rewrite", "--write", path)
+    assert path.read_text() == head.format("fully_shard") + after

@@ -35,6 +35,7 @@ def train(model, optimizer, steps=3):
 
 def main():
     model = build()
+    # a group for each block
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in reversed(list(model.modules())[1:]):
         if isinstance(module, Block):
