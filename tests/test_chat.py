@@ -164,12 +164,15 @@ def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: 
     assert [shown[begin:end] for begin, end in spans] == ["b<|end|>\n", "d<|end|>\n"]
 
 
-def test_a_template_that_names_the_date_gives_the_same_tokens_tomorrow(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "date"), [("%d %b %Y", "26 Jul 2024"), ("%B %-d, %Y", "July 26, 2024"), ("%e/%j%Z", "26/208")]
+)
+def test_a_template_that_names_the_date_gives_the_same_tokens_tomorrow(tmp_path: Path, form: str, date: str) -> None:
     pytest.importorskip("transformers")
-    dated = "{{ strftime_now('%d %b %Y') }}\n" + PLAIN
+    dated = f"{{{{ strftime_now('{form}') }}}}\n{PLAIN}"
     chat = Chat(str(make_tokenizer(tmp_path / "dated", dated)))
     ((tokens, _),) = encoded(chat, TALKS[0])
-    assert chat._text.decode(tokens) == "26 Jul 2024\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
+    assert chat._text.decode(tokens) == f"{date}\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
 
 
 FORGETS = (

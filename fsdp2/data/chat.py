@@ -241,7 +241,8 @@ def _encoded_twice(texts: list[str], shown: str) -> bool:
 def _with_one_date(template: str) -> str:
     if "strftime_now" not in template:
         return template
-    shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in "aAbBdjmyYHIMSp")
+    codes = [flag + code for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMprRSTuUVwWxXyYzZ"]
+    shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in codes)
     # The + keeps a line end that follows.
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro +%}}{template}"
 
