@@ -107,7 +107,8 @@ def on_device(options: Options, device_type: str) -> Iterator[str]:
             "would round fp32 ones without a word; add --mixed-precision, or use --cpu-offload"
         )
     if importlib.util.find_spec("deepspeed") is None:
-        yield (f"{flag}: DeepSpeed isn't installed; after torch and with --no-build-isolation, {install('deepspeed')}")
+        needed = install("deepspeed").replace("pip install", "pip install --no-build-isolation")
+        yield f"{flag}: DeepSpeed isn't installed; after torch, {needed}"
     if options.nvme_offload is not None and not _has_file_io(device_type):
         yield (
             f"--nvme-offload {options.nvme_offload}: DeepSpeed builds its file I/O with libaio, whose header or "
