@@ -91,6 +91,7 @@ def parallelize(
         offload=offload_policy(config.cpu_offload, device.type),
         reshard_after_forward=config.reshard_after_forward,
     )
+    # FSDP2 has prepared for weights that are gathered in float8; what holds and saves shards gets plain ones.
     if config.float8 is not None:
         float8.keep_plain_shards(model)
 
@@ -106,6 +107,7 @@ def parallelize(
 
     # Only now memory: each rank allocates its shards alone, and they are NaN until they get a value.
     allocate(model, device, cpu_offload=config.cpu_offload)
+    # What makes a shard float8 is said of the shard itself, so it has to be there.
     if config.float8 is not None:
         float8.gather_in_float8(model)
     set_weights(model)

@@ -15,6 +15,11 @@ def size(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def printable(text: str) -> str:
+    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def install(extra: str) -> str:
     """How to install an extra. The package is in no index, and its name there may be a stranger's."""
     return f"in the clone of this repository, pip install -e '.[{extra}]'"

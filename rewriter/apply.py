@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 from rewriter import source
 from rewriter.check import everything
 from rewriter.rewrite import Result, Rewritten, diff

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 from rewriter.configs import Config, read_config
 from rewriter.edits import Undecided
 from rewriter.finding import Finding, make, of, sort

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 from rewriter.account import Entry
 from rewriter.symbols import BY_CODE
 from rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 from rewriter.scopes import Binding, Scope, Scopes, children
 from rewriter.source import Source, Unreadable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import libcst as cst
 
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 from rewriter import (
     account,
     beyond,

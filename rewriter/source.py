@@ -18,9 +18,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.refusal import printable
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, location
+from fsdp2.units import printable
 
 LIMIT = 4 << 20  # bytes; the longest Python file of a public training repository has 0.5 MB
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml", ".json")

@@ -35,6 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.checkpoint.saver import save_now
 from fsdp2.checkpoint.state import AppState
@@ -337,3 +338,16 @@ def same(a: Any, b: Any) -> bool:
 def python_environment() -> dict[str, str]:
     """The environment of a program that a test starts: this interpreter's programs first."""
     return {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
+
+
+class AllGathers(TorchDispatchMode):
+    """Calls a function with the bytes of each all-gather's result as it is issued."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather_base" in str(func):
+            self._note(args[0].nbytes)
+        return func(*args, **(kwargs or {}))

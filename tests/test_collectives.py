@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
 from fsdp2.parallel.inspect import groups_of
-from tests.harness import Ranks, batch, loss_of
+from tests.harness import AllGathers, Ranks, batch, loss_of
 from tests.harness import make_engine as make
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -112,19 +111,6 @@ def test_a_microbatch_leaves_gradient_exchange_on(ranks: Ranks) -> None:
     assert ranks.run(_sync_after_an_error) == [3, 3]
 
 
-class Record(TorchDispatchMode):
-    """Notes the all-gathers as they are issued, between marks that a test sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather_base" in str(func):
-            self.events.append("gather")
-        return func(*args, **(kwargs or {}))
-
-
 def _note(events: list[str], event: str, module: nn.Module, inputs: Any) -> None:
     events.append(event)
 
@@ -132,15 +118,16 @@ def _note(events: list[str], event: str, module: nn.Module, inputs: Any) -> None
 def _order(flags: str) -> list[str]:
     engine = make(flags)
     blocks = models.get("vit").blocks(engine.model)
-    with Record() as record:
+    events: list[str] = []
+    with AllGathers(lambda size: events.append("gather")):
         for index, block in enumerate(blocks):
             # After FSDP's own hooks, which were registered first.
-            block.register_forward_pre_hook(partial(_note, record.events, f"forward {index}"))
-            block.register_full_backward_pre_hook(partial(_note, record.events, f"backward {index}"))
+            block.register_forward_pre_hook(partial(_note, events, f"forward {index}"))
+            block.register_full_backward_pre_hook(partial(_note, events, f"backward {index}"))
         engine.begin_step()
-        record.events.append("data")
+        events.append("data")
         engine.backward(loss_of(engine), True)
-    return record.events
+    return events
 
 
 def test_prefetch_moves_all_gathers_forward(ranks: Ranks) -> None:

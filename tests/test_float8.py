@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import infer
 from fsdp2.config import parse
@@ -20,6 +19,7 @@ from fsdp2.parallel.float8 import compute_in_float8, converted, layers
 from fsdp2.parallel.precision import FLOAT8
 from fsdp2.train import main
 from tests.harness import (
+    AllGathers,
     Ranks,
     full_files,
     goes_on_bit_for_bit,
@@ -103,24 +103,12 @@ def test_weights_are_gathered_in_float8_with_the_scale_of_the_whole(ranks: Ranks
             assert torch.equal(gathered[: len(whole)], rounded(whole, torch.float8_e4m3fn, None))
 
 
-class _Gathers(TorchDispatchMode):
-    """The bytes that each all-gather gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather" in str(func):
-            self.bytes.append(args[0].nbytes)
-        return func(*args, **(kwargs or {}))
-
-
 def _bytes(flags: str) -> list[int]:
     engine = make_engine(f"--mixed-precision=bf16 {flags}")
-    with _Gathers() as seen:
+    found: list[int] = []
+    with AllGathers(found.append):
         engine.backward(loss_of(engine), True)
-    return seen.bytes
+    return found
 
 
 @needs_torchao

@@ -20,9 +20,9 @@ from fsdp2.checkpoint.convert.export import DTYPES, MAX_SHARD_SIZE, export
 from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.convert.opening import KINDS
 from fsdp2.checkpoint.convert.show import list_checkpoints, show, verify_checkpoints
-from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, printable, refusal, without_links
+from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
-from fsdp2.units import byte_count
+from fsdp2.units import byte_count, printable
 
 MODEL_FILES = "model"  # the folder of a run with its model's configuration and tokenizer
 

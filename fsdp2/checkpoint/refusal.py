@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp2.units import printable
+
 
 class Refused(ValueError):
     """What can't be read, written or compared. The message is one line that says why, and what to do."""
@@ -14,11 +16,6 @@ def one_line(error: BaseException) -> str:
     """The kind of an error and the first line of its text."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 # Longer than any refusal of ours; what is repeated of a name or a value can be of any length.

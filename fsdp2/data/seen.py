@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp2.data.splits import IGNORED, Dataset
 from fsdp2.data.turns import NONE
 from fsdp2.data.windows import Conversations, Documents
-from fsdp2.units import short
+from fsdp2.units import printable, short
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
 MOST_CHARACTERS = 40  # of the text of a token
@@ -103,7 +103,7 @@ def _documents(tokens: Tensor, learned: Tensor, ends: list[int], decode: Decode)
 
 def _text(tokens: Tensor, decode: Decode) -> str:
     """The text of tokens, on one line and without what a terminal would act on."""
-    text = _printable(decode(tokens[:MOST_TOKENS].tolist()))
+    text = printable(decode(tokens[:MOST_TOKENS].tolist()))
     return text + (f" … {len(tokens) - MOST_TOKENS:,} tokens more" if len(tokens) > MOST_TOKENS else "")
 
 
@@ -124,13 +124,9 @@ def _sizes(*splits: Documents | Conversations) -> tuple[int, int, int]:
     return shortest, longest, cut
 
 
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
 def _name(token: str) -> str:
     """The text of a token for a line of a header: a stranger's tokenizer may have any."""
-    return _printable(token[:MOST_CHARACTERS])
+    return printable(token[:MOST_CHARACTERS])
 
 
 def _windows(split: Any) -> Any:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2.checkpoint.refusal import printable
 from fsdp2.memory.read import exchanges, read_timelines
 from fsdp2.memory.timeline import Timeline, file_name
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import Parser, files_at
 from fsdp2.options.values import checked, location
 from fsdp2.run import ending
-from fsdp2.units import short, size
+from fsdp2.units import printable, short, size
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:

@@ -37,6 +37,7 @@ TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
+MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
 MEMORY = 16 << 30  # for its description, and for two blocks of a model of which it isn't known what they see
 # What transformers calls the tensors of a file that aren't the model's.
 DIFFERENCES = {
@@ -44,9 +45,6 @@ DIFFERENCES = {
     "unexpected_keys": "only in the file",
     "mismatched_keys": "another shape in the file",
 }
-
-
-MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
 
 
 def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:

@@ -9,8 +9,8 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2.checkpoint.refusal import printable, refusal
-from fsdp2.units import install
+from fsdp2.checkpoint.refusal import refusal
+from fsdp2.units import install, printable
 
 
 class ConfigError(ValueError):

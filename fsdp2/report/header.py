@@ -8,7 +8,7 @@ import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
-from fsdp2.data import Dataset, seen
+from fsdp2.data import Dataset
 from fsdp2.models import ModelSpec
 from fsdp2.models.attention import way
 from fsdp2.parallel import inspect
@@ -40,14 +40,16 @@ def lines(
         from fsdp2.parallel import float8
 
         layers = list(float8.converted(engine.model))
-        gathered = ", weights gathered so" if layers[0].config.enable_fsdp_float8_all_gather else ""
+        in_float8 = sum(layer.config.enable_fsdp_float8_all_gather for layer in layers)  # not those that are shared
+        some = f" of {in_float8}" if in_float8 < len(layers) else ""
+        gathered = f", weights{some} gathered so" if in_float8 else ""
         emulated = ", emulated" if device.type == "cpu" else ""
         dtype += f", {len(layers)} linear layers in float8 ({config.float8}{gathered}{emulated})"
     plan = planned.read(config, world_size)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
-        *seen.lines(dataset),
+        *_data(dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else "")
@@ -57,6 +59,15 @@ def lines(
         *attention(config, spec, device),
         f"run directory: {short(folder)}",
     ]
+
+
+def _data(dataset: Dataset) -> list[str]:
+    """What is learned of text or conversations."""
+    if not dataset.about:
+        return []
+    from fsdp2.data import seen
+
+    return seen.lines(dataset)
 
 
 def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:

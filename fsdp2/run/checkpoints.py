@@ -13,7 +13,6 @@ from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.full_together import save_together
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.refusal import printable
 from fsdp2.checkpoint.restore import read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
@@ -30,6 +29,7 @@ from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir, large
 from fsdp2.run.runtime import RunStopped
 from fsdp2.run.watch import Watch
+from fsdp2.units import printable
 
 
 class Reports(Protocol):

@@ -50,3 +50,11 @@ def resume(*runs: str) -> list[str]:
         except Exception as error:
             ends.append(f"{type(error).__name__}: {error}")
     return ends
+
+
+def one_line(error: BaseException, *parts: str) -> None:
+    """Assert that a refusal is one, with these parts in it."""
+    for part in parts:
+        assert part in str(error)
+    assert "\n" not in str(error)
+    assert "Traceback" not in str(error)

@@ -8,7 +8,7 @@ from torch import Tensor
 from fsdp2.checkpoint.convert.opening import VERIFIED, opened, verified
 from fsdp2.checkpoint.convert.show import short_repr
 from fsdp2.checkpoint.convert.source import Source, comparable, weights, weights_prefix
-from fsdp2.checkpoint.refusal import printable
+from fsdp2.units import printable
 
 # Compared so many elements at a time, so that a difference takes no memory of a tensor's size.
 _BLOCK = 1 << 20

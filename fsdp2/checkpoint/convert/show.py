@@ -21,8 +21,9 @@ from fsdp2.checkpoint.convert.opening import (
 )
 from fsdp2.checkpoint.convert.source import Source, part_of
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there, size_of
-from fsdp2.checkpoint.refusal import Refused, printable, refusal
+from fsdp2.checkpoint.refusal import Refused, refusal
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.units import printable
 from fsdp2.units import size as size_in_words
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2 import models
-from fsdp2.checkpoint.refusal import Refused, printable
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.migrate.checkpoints.back import back
 from fsdp2.migrate.checkpoints.code import Code, optimizer_class
@@ -22,6 +22,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import parse_json, read_bytes
 from fsdp2.options.values import checked, location, whole
 from fsdp2.run.rundir import shapes_of
+from fsdp2.units import printable
 
 NAME = "checkpoint"
 OF_THE_CODE = ("model", "model_size", "wrap", "loss", "prove", "optimizer_class")

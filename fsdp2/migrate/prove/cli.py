@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.refusal import printable
 from fsdp2.migrate.prove.against_one import Fault, Incomparable, faults, larger
 from fsdp2.migrate.prove.compare import FAULT, Verdict, compare
 from fsdp2.migrate.prove.launch import SPAWNS, Failed, Program
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, whole
+from fsdp2.units import printable
 
 NAME = "prove"
 LINE = "{:>6}" + "  {:>20}" * 4
