@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2 import data
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
 from fsdp2.data.tokenizer import UnusableText, document, open_tokenizer
@@ -24,7 +25,7 @@ from fsdp2.generate import generate
 from fsdp2.models import NAMES
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, location, model_name, number, text, whole
+from fsdp2.options.values import checked, dataset_name, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
 from fsdp2.run import ending, runtime
 from fsdp2.run.preflight import check_data
@@ -39,7 +40,7 @@ SAMPLES = 10
 def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> dict[str, Any]:
     """Predict ten test samples and measure loss and accuracy on the whole test set.
 
-    `named` is `model` and `trust_remote_code`, for a run whose model is code: see `read_config`.
+    `named` is `model`, `trust_remote_code` and `dataset`, where a run has code or a URL for them: see `read_config`.
 
     Returns {"loss": mean, "accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct},
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
@@ -146,6 +147,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="the run's model where it is code, which is imported only if you name it",
     )
     parser.add_argument(
+        "--dataset", metavar="KIND:URL", help="the run's data where it is at a URL, which is opened only if you name it"
+    )
+    parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python files that come with the run's model"
     )
     parser.add_argument(
@@ -167,6 +171,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.seed = checked("--seed", arguments.seed, whole(0, 2**63 - 1))
     if arguments.prompt is not None:
         checked("--prompt", arguments.prompt, text)
+    if arguments.dataset is not None:
+        arguments.dataset = checked("--dataset", arguments.dataset, dataset_name(data.NAMES, data.OWN))
     if arguments.model is not None:
         arguments.model = checked("--model", arguments.model, model_name(NAMES))
     for flag, value in (("RUN", arguments.run), ("--data-root", arguments.data_root), ("--json", arguments.json)):
@@ -178,7 +184,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cli() -> None:
     with ending.exit_status():
         arguments = parse()
-        named = {"model": arguments.model, "trust_remote_code": arguments.trust_remote_code}
+        named = {name: getattr(arguments, name) for name in ("model", "trust_remote_code", "dataset")}
         if arguments.prompt is None:
             result = main(arguments.run, data_root=arguments.data_root, sharded=arguments.sharded, **named)
         else:

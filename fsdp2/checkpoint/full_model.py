@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,13 @@ def full_state_api(*, dcp_api: bool) -> Any:
     return full_dcp if dcp_api else full_dtensor
 
 
-def save_full(api: Any, app: AppState, path: Path, step: int) -> None:
+def save_full(api: Any, app: AppState, path: Path, step: int, info: Mapping[str, Any] | None = None) -> None:
     """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
 
     Args:
         api: `full_dtensor` or `full_dcp`.
         path: of the model's file, full-model.pt; the optimizer's is full-optimizer.pt.
+        info: what the marker says beside step and files.
 
     A file of that name is always a whole one: each is written under another name, synced and renamed. A marker
     beside them, written last, says of which step they are: after a kill in between they may be of two.
@@ -61,7 +62,7 @@ def save_full(api: Any, app: AppState, path: Path, step: int) -> None:
     if dist.get_rank() == 0:
         with disk_errors(folder):
             folder.fsync("")
-            write_marker(folder, {"step": step, "time": time.time(), "files": files})
+            write_marker(folder, {**(info or {}), "step": step, "time": time.time(), "files": files})
     app.release()
     dist.barrier()
 

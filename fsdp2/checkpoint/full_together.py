@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ def save_together(
     step: int,
     place_of: Callable[[Tensor], tuple[slice, ...]],
     tied: Sequence[Sequence[str]] = (),
+    info: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model's weights as safetensors into a folder that all ranks see. A collective call.
 
     Args:
         place_of: which range of each dimension of a whole tensor this rank holds.
         tied: names of one weight, which is written under the first.
+        info: what the marker says beside step and files.
 
     A marker, written last, has the hash of each file. Raises OSError on every rank if one can't write, and ValueError
     if a tensor is split on another dimension than its first.
@@ -54,7 +56,7 @@ def save_together(
     app.release()
     mine = list(files)[dist.get_rank() :: dist.get_world_size()]
     prints = _together(lambda: {file: fingerprint(local, f"{file}.tmp") for file in mine})
-    _together(lambda: _commit(local, files, prints, step) if dist.get_rank() == 0 else None)
+    _together(lambda: _commit(local, files, prints, {**(info or {}), "step": step}) if dist.get_rank() == 0 else None)
 
 
 def _together(work: Callable[[], Any]) -> list[Any]:
@@ -122,7 +124,9 @@ def _is_mine(tensor: Tensor) -> bool:
     return all(not place.is_replicate() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
 
 
-def _commit(folder: LocalFiles, files: dict[str, dict[str, Tensor]], prints: list[dict[str, Any]], step: int) -> None:
+def _commit(
+    folder: LocalFiles, files: dict[str, dict[str, Tensor]], prints: list[dict[str, Any]], info: Mapping[str, Any]
+) -> None:
     with disk_errors(folder):
         # Without its index a folder of several files isn't one that anything reads: after a kill between two renames
         # some would be of this step, and others of an earlier one.
@@ -137,4 +141,4 @@ def _commit(folder: LocalFiles, files: dict[str, dict[str, Tensor]], prints: lis
         known = {file: one for part in prints for file, one in part.items()}
         if len(files) > 1:
             known[INDEX] = fingerprint(folder, INDEX)
-        write_marker(folder, {"step": step, "time": time.time(), "files": known})
+        write_marker(folder, {**info, "time": time.time(), "files": known})

@@ -94,6 +94,7 @@ _PARTS: dict[str, type] = {
     "imported": bool,
     "source": str,
     "adapters": dict,
+    "kept": dict,
 }
 _LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more
 

@@ -305,6 +305,8 @@ def _folder(place: str) -> Path:
         for file in (found for pattern in KEPT for found in path.glob(pattern)):
             if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
                 raise ValueError(f"{file}: is no regular file; put a copy of its content there")
+            if not _stays(file, path.resolve()):
+                raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
             if file.stat().st_size > MOST_KEPT:
                 raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
         return path.absolute()
@@ -325,6 +327,12 @@ def _folder(place: str) -> Path:
             f"{place}: is not in the hub's cache, and can't be downloaded ({_line(error)}); download it where there is "
             "a network and give its folder"
         ) from None
+
+
+def _stays(file: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
+    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    return any(place in file.resolve().parents for place in (folder, *blobs))
 
 
 def _kept(folder: Path) -> list[Path]:

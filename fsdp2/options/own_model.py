@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
 from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.options.values import LONGEST_PATH
 from fsdp2.parallel.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -38,13 +39,14 @@ def spec(config: Config) -> models.ModelSpec:
 
 
 def code_flags(config: Config) -> list[str]:
-    """The words that a command needs beside a run's files, as they run no code that isn't named: mostly none."""
+    """The words that a command needs beside a run's files, which run no code and open no URL unnamed: mostly none."""
     words = ["--model", config.model] if models.is_function(config.model) else []
-    return words + (["--trust-remote-code"] if config.trust_remote_code else [])
+    words += ["--trust-remote-code"] if config.trust_remote_code else []
+    return words + (["--dataset", config.dataset] if "://" in str(config.dataset) else [])
 
 
 def require_named(values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """Refuse a run's flags if they would run code of a stranger's, unless the command line names the same flag.
+    """Refuse a run's flags if they would run a stranger's code or open a URL, unless the command line has the flag too.
 
     Args:
         values: what the run's file says, by flag.
@@ -64,6 +66,13 @@ def require_named(values: Mapping[str, Any], given: Mapping[str, Any], where: st
             f"{where}: asks to run the Python files of its model, {shown(model)}, and a run's folder is data that runs "
             "none; if you trust them, add --trust-remote-code"
         )
+    for flag, value in values.items():
+        if isinstance(value, str) and "://" in value and flag.replace("-", "_") not in given:
+            url = shown(value, LONGEST_PATH)
+            raise ConfigError(
+                f"{where}: its {shown(flag)} is at a URL, {url}, and a run's folder is data that opens none; if you "
+                f"trust that place, add --{shown(flag)} {shlex.quote(url)}"
+            )
 
 
 def weights(config: Config) -> str | None:

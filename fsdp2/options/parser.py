@@ -113,7 +113,7 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
         if not isinstance(values["flags"], dict):
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
-        values |= _kept_model(values.get("model"), place)
+        values |= _kept_model(values, place, reads_weights=called != "")
     if is_of_a_run:
         require_named(values, given, where)
     return flags_of_table(options, values, where)
@@ -130,16 +130,21 @@ def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict
     return {known[key]: value for key, value in values.items()}
 
 
-def _kept_model(model: Any, place: str) -> dict[str, str]:
-    """Where the folder of a run's model is gone, the copy that the run keeps beside its config.json."""
-    kept = Path(place).parent / "model"
+def _kept_model(values: Mapping[str, Any], place: str, *, reads_weights: bool) -> dict[str, str]:
+    """The copy of a model's files that a run keeps beside its config.json, where the model's own folder is gone.
+
+    Who reads no weights there has the copy anyway, and asks no hub: it is as the run had it.
+    """
+    model, kept = values.get("model"), Path(place).parent / "model"
+    reads_weights = reads_weights or values.get("lora") is not None
     try:
         without_links(kept)
     except Refused as error:
         raise ConfigError(str(error)) from None
     if isinstance(model, str) and model.startswith("hf:") and (kept / "config.json").is_file():
         named = model.removeprefix("hf:")
-        if (named.startswith(("/", ".", "~")) or named.count("/") > 1) and not Path(named).expanduser().exists():
+        is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
+        if not reads_weights or (is_path and not Path(named).expanduser().exists()):
             return {"model": f"hf:{kept.absolute()}"}
     return {}
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.full_together import save_together
@@ -172,13 +173,15 @@ class Checkpoints:
             return False
         if not self.job.wants_full_model(run, self.progress.step, changed=changed):
             return True
+        said = {kept.PART: self._info[kept.PART]}
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:
                 tied = shared_names(config.spec.on_meta(config.model_size))
-                save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied)
+                save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied, said)
             else:
-                save_full(full_state_api(dcp_api=config.dcp_api), self._app, run.full_model, self.progress.step)
+                api = full_state_api(dcp_api=config.dcp_api)
+                save_full(api, self._app, run.full_model, self.progress.step, said)
                 while_rank_0(run.upload_full_model)
         return True
 

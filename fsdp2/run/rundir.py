@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import full_model
+from fsdp2.checkpoint import full_model, kept
 from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
@@ -237,8 +238,22 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
         "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
         "environment": environment(world_size),
         "model": shapes_of(model),
+        kept.PART: kept.hashes(kept_files(spec, config.model_size)),
         **_adapters(spec, config.model_size),
     }
+
+
+def kept_files(spec: ModelSpec, size: str) -> dict[str, bytes]:
+    """What a run keeps with its model, and a marker has hashes of. Of adapters it has what they mean."""
+    return {name: content for name, content in spec.files(size).items() if name != lora.FILE}
+
+
+def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
+    """What to say if a folder's config.json or tokenizer has changed since: weights may mean something else then."""
+    if not config.model.startswith("hf:"):
+        return None
+    found = kept.others(marker, kept_files(config.spec, str(config.model_size)))
+    return f"since the checkpoint {', '.join(map(shown, found[:3]))} of {config.model} changed" if found else None
 
 
 def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
@@ -246,12 +261,15 @@ def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
     return {} if spec.lora is None else {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 
-def read_config(run: RunDir, *, model: str | None = None, trust_remote_code: bool = False) -> Config:
+def read_config(
+    run: RunDir, *, model: str | None = None, trust_remote_code: bool = False, dataset: str | None = None
+) -> Config:
     """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
 
     Args:
         model: the run's model, by name; a function's module isn't imported without.
         trust_remote_code: run the Python files that come with the run's model.
+        dataset: the run's data, by name; a URL isn't opened without.
     """
     place = f"{run.place}/{run.config.name}"
     try:
@@ -262,7 +280,8 @@ def read_config(run: RunDir, *, model: str | None = None, trust_remote_code: boo
         raise ConfigError(
             f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
         )
-    given = ({} if model is None else {"model": model}) | ({"trust_remote_code": True} if trust_remote_code else {})
+    named = {"model": model, "trust_remote_code": trust_remote_code or None, "dataset": dataset}
+    given = {name: value for name, value in named.items() if value is not None}
     values = read_file(Config, place, given, called="")
     try:
         return Config(**{**values, **given})

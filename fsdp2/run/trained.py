@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.files import Files, LocalFiles
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import plain_names, verdict, vouched_step
+from fsdp2.checkpoint.kept import require_kept
 from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.restore import read_weights
-from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
@@ -31,7 +33,7 @@ from fsdp2.run import runtime
 from fsdp2.run.finite import require_finite
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.preflight import checkpoint_at
-from fsdp2.run.rundir import RunDir, read_config
+from fsdp2.run.rundir import RunDir, kept_files, read_config
 from fsdp2.run.runtime import World
 from fsdp2.run.start import InitialValues, StartWeights, blocks_of
 from fsdp2.units import short
@@ -168,6 +170,16 @@ def other_ways(config: Config) -> str:
     return f"give the training's command again, which writes it at its end{sharded}"
 
 
+def require_same_files(config: Config, folder: Files) -> None:
+    """Raise ConfigError if files that go with a model of Hugging Face's have changed since its weights were saved."""
+    if config.model.startswith("hf:") and is_there(folder, MARKER):
+        try:
+            files = kept_files(config.spec, str(config.model_size))
+            require_kept(read_marker(folder), files, config.model.removeprefix("hf:"))
+        except (DamagedCheckpoint, Refused) as error:
+            raise ConfigError(str(error)) from None
+
+
 def require_same_adapters(config: Config, checkpoint: Files) -> None:
     """Raise ConfigError if config.json, which nothing hashes, gives adapters another scale than their checkpoint."""
     ours, theirs = to_flags(config), {}
@@ -211,6 +223,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
     if sharded:
         checkpoint = open_files(checkpoint_at(run.place))
         require_same_adapters(config, checkpoint)
+        require_same_files(config, checkpoint)
         weights = f"{short(str(checkpoint))}, verified"
     else:
         checkpoint = None
@@ -227,6 +240,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
                 "finish it with --save-model"
             )
         weights = f"{short(run.full_weights)}, {vouched(config, run)}"
+        require_same_files(config, LocalFiles(run.full_model.parent))
     device = runtime.pick_device(config.device, world)
     with runtime.process_group(world, device):
         runtime.set_threads(config.threads, world)

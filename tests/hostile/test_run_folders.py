@@ -189,3 +189,26 @@ def test_what_a_link_in_a_kept_model_leads_to_is_not_exported(
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="is a link, which no run makes"):
         read_config(RunDir(str(run)))
+
+
+@pytest.mark.parametrize("tool", READERS)
+def test_a_url_that_a_run_names_is_not_opened(run: Path, tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise AssertionError("it connects")
+
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.setattr("socket.socket.connect", connect)
+    _says(run, model="llama", model_size="debug", dataset="text:https://example.invalid/a.txt")
+    with pytest.raises(ConfigError, match=r"config\.json: its dataset is at a URL, .* add --dataset text:https://exam"):
+        READERS[tool](run)
+
+
+def test_a_url_that_the_command_names_is_taken(run: Path) -> None:
+    url = "text:https://example.invalid/a.txt"
+    _says(run, model="llama", model_size="debug", dataset=url)
+    config = read_config(RunDir(run), dataset=url)
+    assert config.dataset == url
+    assert code_flags(config) == ["--dataset", url]
+    assert infer.parse([str(run), f"--dataset={url}"]).dataset == url
+    with pytest.raises(ConfigError, match="--dataset text:"):
+        infer.parse([str(run), "--dataset=text:"])

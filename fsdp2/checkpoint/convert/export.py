@@ -20,9 +20,10 @@ from fsdp2.checkpoint.convert.pt_file import write_pt
 from fsdp2.checkpoint.convert.safetensors_files import write_safetensors
 from fsdp2.checkpoint.convert.source import averaged, weights
 from fsdp2.checkpoint.disk import chain, explained
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.files import LocalFiles, is_there
+from fsdp2.checkpoint.kept import require_kept
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
@@ -65,6 +66,8 @@ def export(
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
         trained = source
+        if like is not None and trained.folder is not None and is_there(trained.folder, MARKER):
+            require_kept(read_marker(trained.folder), like[1], f"{place}: model")
         if adapters is not None:
             adapters = vouched(adapters, source)
         if average:
