@@ -341,6 +341,7 @@ def test_a_conversation_is_never_cut(corpus: Path) -> None:
             r"isn't of a type that is read here: \.jsonl",
         ),
         ("--dataset=chat:{corpus}", "bytes: has no tokenizer.json and chat template"),
+        ("--dataset=chat:{folder}/br[1].JSONL --tokenizer={folder}/tokenizer", r"br\[1\]\.JSONL, line 1: has no"),
         ("--dataset=chat:{corpus} --tokenizer={folder}/bare", "its tokenizer has no chat template"),
         (
             "--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body",
@@ -352,6 +353,7 @@ def test_a_conversation_is_never_cut(corpus: Path) -> None:
 )
 def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str, part: str) -> None:
     (corpus.parent / "other.txt").write_text("a")
+    (corpus.parent / "br[1].JSONL").write_text("\ufeff{}\n")
     make_tokenizer(corpus.parent / "bare", None)
     with pytest.raises(ConfigError, match=part):
         check_data(parse(["--model=llama", *flags.format(folder=corpus.parent, corpus=corpus).split()]))

@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2.config import parse
+from fsdp2.data import __main__ as command
 from fsdp2.data import text
 from fsdp2.data.places import find
+from fsdp2.data.prepared import read_meta
 from fsdp2.data.preparing import prepare
+from fsdp2.data.reading import rows_of
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
@@ -93,6 +96,57 @@ def test_other_kinds_of_files_are_read(corpus: Path, tmp_path: Path, suffix: str
         file.write_text("a" * 1000)
         dataset = text.load(str(tmp_path / "*.txt"), 8, 256, Text(Bytes()), apart=True)
         assert len(dataset.test.tokens) == 100  # type: ignore[attr-defined]  # the end of the only document
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("br[1].txt", "br[1].txt"),
+        ("br[1]/a.txt", "br[1]"),
+        ("br[1]/a.txt", "br[1]/*.txt"),
+        ("a,b.txt", "a,b.txt"),
+        ("a,b/a.txt", "a,b"),
+        ("A.TXT", "A.TXT"),
+        ("a/A.Md", "a"),
+        ("A.JSONL", "[A-Z].JSONL"),
+        ("a.Parquet", "a.Parquet"),
+    ],
+)
+def test_a_path_that_exists_is_itself_and_its_ending_is_of_any_case(
+    corpus: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    file = tmp_path / "folder" / name
+    file.parent.mkdir(parents=True)
+    (tmp_path / "folder" / "br1.txt").write_text("other" * 100)  # which the name would be a pattern of
+    if file.suffix == ".Parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").table({"text": documents(300)}), file
+        )
+    else:
+        file.write_bytes(corpus.read_bytes() if file.suffix == ".JSONL" else b"a" * 1000)
+    config = parse(["--model=llama", "--seq-len=8", f"--dataset=text:{tmp_path / 'folder' / place}"])
+    check_data(config)
+    (found,) = find(config.dataset.removeprefix("text:"))
+    assert found.name == str(file)
+    out = tmp_path / "out"
+    assert command.cli(["prepare", str(tmp_path / "folder" / place), "--tokenizer=bytes", f"--out={out}"]) == 0
+    if file.suffix in (".JSONL", ".Parquet"):
+        assert sum(read_meta(out)["documents"].values()) == 300  # and not one of all its lines
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "memory://marks/a.txt", "memory://marks/a.jsonl"])
+def test_a_mark_of_utf_8_before_a_file_is_none_of_its_text(tmp_path: Path, name: str) -> None:
+    """Editors write U+FEFF there. In the midst of a file, or of a field, it is a character."""
+    fsspec = pytest.importorskip("fsspec")
+    lines = ['{"text": "\ufeffé"}\n', '{"text": "a\ufeff"}\n']
+    whole = "".join(lines) if name.endswith(".jsonl") else "é\ufeffa"
+    place = name if "://" in name else str(tmp_path / name)
+    with fsspec.open(place, "wb") as file:
+        file.write(b"\xef\xbb\xbf" + whole.encode())
+    rows = list(rows_of(find(place)[0], "text"))
+    assert [row.content for row in rows] == (["\ufeffé", "a\ufeff"] if name.endswith(".jsonl") else ["é\ufeffa"])
+    assert rows[-1].after[0] == len(whole.encode()) + 3
+    assert list(rows_of(find(place)[0], "text", rows[0].after)) == rows[1:]
 
 
 def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:

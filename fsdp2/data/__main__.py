@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     out, say = Path(arguments.out).absolute(), _bar if sys.stderr.isatty() else _line
     try:
         encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field, arguments.bos)
-        files = find(",".join(arguments.places), encoder.suffixes)
+        files = [file for place in arguments.places for file in find(place, encoder.suffixes)]
         meta = prepare(files, out, encoder, say=say, say_seconds=BAR_SECONDS if say is _bar else SAY_SECONDS)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
     except UnusableText as error:

@@ -52,7 +52,7 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """`.txt` of a path, or of the path in a URL."""
+        """As of `suffix_of`."""
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
@@ -76,19 +76,24 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def listed(place: str) -> list[str]:
+    """The paths, patterns, folders or URLs of a place, which commas separate unless a path with them exists."""
+    return [place] if os.path.exists(os.path.expanduser(place)) else place.split(",")
+
+
 def suffix_of(name: str) -> str:
-    """`.txt` of a path, or of the path in a URL."""
-    return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix
+    """`.txt` of a path, or of the path in a URL, in small letters."""
+    return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix.lower()
 
 
 def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
-    """The files of a place, in order: paths, patterns, folders or URLs with commas between them.
+    """The files of a place, in order: those of each that it lists.
 
     Raises UnusableText if there are none, or of a kind that isn't read.
     """
     found: list[File] = []
-    for one in place.split(","):
-        files = _at_url(one, suffixes) if is_url(one) else _below(Path(one).expanduser(), suffixes)
+    for one in listed(place):
+        files = _at_url(one, suffixes) if is_url(one) else _below(Path(os.path.expanduser(one)), suffixes)
         if not files:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
         found += files
@@ -98,11 +103,20 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
 
 
 def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
-    below = (file for file in path.rglob("*") if file.suffix in suffixes) if path.is_dir() else ()
-    # A pipe would never end; a link to nothing is refused below.
-    inside = sorted(file for file in below if file.is_file() or not file.exists())
-    named = (Path(name) for name in sorted(glob.glob(str(path), recursive=True)))
-    return [_on_disk(file.absolute()) for file in inside or [file for file in named if file.is_file()]]
+    """A folder's files; a file; or those of a pattern. As much of a path as exists is itself, and no pattern."""
+    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    if there == path and os.path.isdir(path):
+        below = (file for file in path.rglob("*") if suffix_of(file.name) in suffixes)
+        # A pipe would never end; a link to nothing is refused below.
+        found = sorted(file for file in below if file.is_file() or not file.exists())
+    else:
+        named = [path] if there == path else _matching(there, path.relative_to(there))
+        found = [file for file in named if file.is_file()]
+    return [_on_disk(file.absolute()) for file in found]
+
+
+def _matching(folder: Path, pattern: Path) -> list[Path]:
+    return [folder / name for name in sorted(glob.glob(str(pattern), root_dir=folder, recursive=True))]
 
 
 def _on_disk(path: Path) -> File:

@@ -10,6 +10,7 @@ meta.json                     written last: counts, dtype, what it was made of a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.windows import Conversations, Documents
 
-FORMAT = 5
+FORMAT = 6
 META = "meta.json"
 SPLITS = ("train", "test")
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
@@ -78,7 +79,7 @@ def source_of(files: Sequence[File], encoder: Encoder) -> str:
 
 def is_prepared(place: str | Path) -> bool:
     """Whether `python -m fsdp2.data prepare` finished this folder."""
-    return (Path(place) / META).is_file()
+    return os.path.isfile(os.path.join(place, META))  # pathlib's raises for a list longer than any path
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fsdp2.units import install
 AT_A_TIME = 1000  # rows of a table
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
 LONGEST_LINE = 256 << 20
+MARK = "\ufeff"  # which editors of some systems write at the beginning of a file in UTF-8; it is none of its text
 
 Place = tuple[int, int]
 """In a file: bytes (rows of .parquet) before it, and lines before it."""
@@ -100,16 +101,18 @@ def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
         _begin_at(stream, at)
         while at < file.size:
             line = stream.readline(LONGEST_LINE + 1)[: file.size - at]
-            where = f"{file.name}, line {number + 1}"
-            if len(line) > LONGEST_LINE:
+            where, size = f"{file.name}, line {number + 1}", len(line)
+            if size > LONGEST_LINE:
                 raise UnusableText(f"{where}: is longer than {LONGEST_LINE >> 20} MiB")
-            if not line or (not line.endswith(b"\n") and at + len(line) < file.size):
-                raise _Ended(f"ended after {at + len(line)} of {file.size} bytes")
-            at, number = at + len(line), number + 1
+            if not line or (not line.endswith(b"\n") and at + size < file.size):
+                raise _Ended(f"ended after {at + size} of {file.size} bytes")
+            if at == 0:
+                line = line.removeprefix(MARK.encode())
+            at, number = at + size, number + 1
             if line.strip():
                 content = json.loads(line.decode())
                 text = _whole_in(content, line, where) if field is None else _text_in(content, field, where)
-                yield Row(text, where, (at, number), at / file.size, len(line))
+                yield Row(text, where, (at, number), at / file.size, size)
 
 
 def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
@@ -193,6 +196,8 @@ def _pieces(file: File, field: str | None, start: Place) -> Iterator[Row]:
                 text, kept = text[:-1], b"\r" + kept
             begins, size = at == 0, len(piece) - len(kept)
             at += size
+            if begins:
+                text = text.removeprefix(MARK)
             # As Python reads text.
             text = text.replace("\r\n", "\n").replace("\r", "\n")
             yield Row(text, file.name, (at, int(ends)), at / file.size, size, begins, ends)

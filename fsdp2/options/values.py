@@ -163,7 +163,9 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
         if not isinstance(value, str) or not value.startswith(prefixes):
             return str(one_of(*names)(value))
         kind, _, rest = text(value).partition(":")
-        places = rest.split(",")
+        from fsdp2.data.places import listed
+
+        places = listed(rest)
         if not all(places):
             raise ValueError(f"names no file; give {kind}:PATH")
         absolute = (one if "://" in one else os.path.abspath(os.path.expanduser(one)) for one in places)
