@@ -71,7 +71,7 @@ def command(given: argparse.Namespace) -> None:
         print("\n".join(summary(found)))
     if found and not given.only:
         there = [row.point for row in found]
-        write_page(given.page, page(found, content["cards"], [point for point in points if point not in there]))
+        write_page(given.page, page(found, [point for point in points if point not in there]))
 
 
 def line(row: Row) -> str:

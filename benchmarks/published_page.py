@@ -19,11 +19,10 @@ GIB = 2**30
 COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
 
 
-def page(rows: Sequence[Row], cards: Mapping[str, float], missing: Sequence[Mapping[str, Any]] = ()) -> str:
+def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole page.
 
     Args:
-        cards: as `above` takes them.
         missing: points that haven't been planned yet, which the page names.
     """
 
@@ -115,7 +114,7 @@ bandwidth and peak; it takes a part of the peak that this run of 2026 exceeds. T
 
 ## What plans above its card
 
-{above(rows, cards)}
+{above(rows)}
 
 ## Sources
 
@@ -231,32 +230,24 @@ def ranks_of(values: Sequence[float]) -> list[float]:
     return found
 
 
-def above(rows: Sequence[Row], cards: Mapping[str, float]) -> str:
-    """Points that plan more than the card that ran them has, each with how much and why.
-
-    Args:
-        cards: GiB that CUDA reports, by what the planner's table calls a card's memory.
-    """
+def above(rows: Sequence[Row]) -> str:
+    """Points that plan more than the card that ran them has, each with how much and of what."""
     over = [row for row in rows if row.used > row.card]
     if not over:
         return "None."
 
     def cells(row: Row) -> tuple[str, ...]:
-        reported = cards[f"{row.card / 1e9:.0f}GB"]
         kinds = sorted(row.planned.kinds.items(), key=lambda kind: -kind[1])[:2]
         most = ", ".join(f"{name} {size / GIB:.1f}" for name, size in kinds)
-        if row.used <= reported * GIB:
-            why = f"fits: CUDA reports {reported} GiB, the planner's table has fewer"
-        else:
-            holes = (row.planned.reserved - row.planned.allocated) / GIB
-            why = (
-                f"{row.used / GIB / reported - 1:.1%} or more too high, since it ran: tensors {most}; the allocator's "
-                f"holes {holes:.1f}; beside it {row.planned.beside / GIB:.1f}"
-            )
+        holes = (row.planned.reserved - row.planned.allocated) / GIB
+        why = (
+            f"{row.used / row.card - 1:.1%} or more too high, since it ran: tensors {most}; the allocator's "
+            f"holes {holes:.1f}; beside it {row.planned.beside / GIB:.1f}"
+        )
         numbers = (f"{row.used / GIB:.1f}", f"{row.card / GIB:.1f}")
         return (row.point["gpu"], str(row.point["ranks"]), row.point["shape"], f"`{shown(row)}`", *numbers, why)
 
-    head = ("GPU", "ranks", "model", "flags", "GiB planned", "the table's card", "why")
+    head = ("GPU", "ranks", "model", "flags", "GiB planned", "the card's", "why")
     return markdown_table(head, [cells(row) for row in over])
 
 

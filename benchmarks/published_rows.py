@@ -165,7 +165,9 @@ def rows(
     last: Any = None
     with tempfile.TemporaryDirectory() as folder:
         for point in sorted(points, key=_execution):
-            gpu, key = gpus[point["gpu"]], _digest(_execution(point), shapes.get(point["shape"]), gpus[point["gpu"]])
+            gpu = gpus[point["gpu"]]
+            # How much memory a card has changes nothing in a plan.
+            key = _digest(_execution(point), shapes.get(point["shape"]), dataclasses.replace(gpu, memory=0))
             if key not in known and not more:
                 continue
             if key not in known:
