@@ -153,6 +153,57 @@ def test_a_run_is_resumed_with_the_same_beginning(corpus: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"special_tokens_map": {"eos_token": "</s>", "bos_token": {"content": "<s>"}}}, (2, 3)),
+        ({"special_tokens_map": {"eos_token": "</s>"}, "tokenizer_config": {"eos_token": "[CLS]"}}, (None, 3)),
+        ({"special_tokens_map": {"eos_token": None}, "tokenizer_config": {"eos_token": "</s>"}}, (None, None)),
+        # Since transformers 4.34 tokenizer_config.json has all of them.
+        ({"special_tokens_map": {"eos_token": "</s>"}, "tokenizer_config": {"added_tokens_decoder": {}}}, (None, None)),
+        ({"special_tokens_map": {"eos_token": "<|turn|>"}}, "special_tokens_map"),
+        ({"special_tokens_map": {"additional_special_tokens": ["<|turn|>"]}}, "special_tokens_map"),
+        ({"tokenizer_config": {"eos_token": "<|turn|>"}}, "tokenizer_config"),
+        ({"tokenizer_config": {"bos_token": "<|turn|>"}}, "tokenizer_config"),
+        ({"added_tokens": {"<|turn|>": 5}}, "added_tokens"),
+    ],
+)
+def test_the_files_beside_a_tokenizer_count_as_for_transformers(
+    tmp_path: Path, files: dict[str, Any], wanted: tuple[int | None, int | None] | str
+) -> None:
+    folder = make_words(tmp_path, "none", {})
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    theirs = None
+    if find_spec("transformers") is not None:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(folder)
+    if isinstance(wanted, str):
+        with pytest.raises(UnusableText, match=rf"{wanted}.json: declares a token '<\|turn\|>', which"):
+            open_tokenizer(folder)
+        assert theirs is None or theirs("a<|turn|>b")["input_ids"] == [0, 5, 1]
+        return
+    assert open_tokenizer(folder).end == wanted[1]
+    if wanted[0] is not None:
+        assert open_tokenizer(folder, "always").begin == (wanted[0],)
+    assert theirs is None or (theirs.bos_token_id, theirs.eos_token_id) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [({}, 3), ({"eos_token": "[CLS]"}, 4), ({"eos_token": None}, None), ({"model_max_length": 9}, 3)],
+)
+def test_a_token_that_only_its_class_has_is_that_of_the_model(
+    tmp_path: Path, settings: dict[str, Any], end: int | None
+) -> None:
+    # GPT-2's folder names none: <|endoftext|> is its class's, and its config.json has the number.
+    folder = make_words(tmp_path, "none", settings)
+    for given, found in ((3, end), ([3, 4], end), (99, None if end == 3 else end), ("x", None if end == 3 else end)):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": given}))
+        assert open_tokenizer(folder).end == found
+
+
+@pytest.mark.parametrize(
     ("settings", "refused"),
     [
         ({"additional_special_tokens": ["<s>", "[CLS]"]}, False),

@@ -17,7 +17,8 @@ from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import FromFile, UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import UnusableText, open_tokenizer
+from fsdp2.data.tokenizer_file import FromFile
 from fsdp2.data.turns import NONE, Turns
 from tests.test_bos import make_words
 from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk

@@ -21,7 +21,8 @@ from fsdp2.data.preparing import prepare
 from fsdp2.data.reading import rows_of
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes, FromFile, UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import Bytes, UnusableText, open_tokenizer
+from fsdp2.data.tokenizer_file import FromFile
 from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data

@@ -21,7 +21,8 @@ import numpy
 
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import FromFile, UnusableText, foreign
+from fsdp2.data.tokenizer import UnusableText, foreign
+from fsdp2.data.tokenizer_file import FromFile
 from fsdp2.foreign.code import installed_code_only
 from fsdp2.units import install
 

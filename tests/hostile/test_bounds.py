@@ -210,7 +210,10 @@ def test_a_tokenizer_that_asks_for_too_much(
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"],
+)
 def test_a_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = make_tokenizer(tmp_path / "tokenizer", PLAIN)
