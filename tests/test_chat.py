@@ -62,7 +62,7 @@ def make_tokenizer(folder: Path, template: str | None, begin: str = "") -> Path:
     return folder
 
 
-def talk(*contents: str) -> dict[str, Any]:
+def talk(*contents: Any) -> dict[str, Any]:
     """A conversation in which a user and an assistant take turns."""
     return {"messages": [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(contents)]}
 
@@ -155,6 +155,60 @@ def test_arguments_that_are_no_object_stay_as_they_are(tmp_path: Path) -> None:
         assert learned(chat, line) == f"{shown}<|end|>\n"
 
 
+PARTS = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+# How templates write a content, and what they show of "a b" and of the parts "a " and "b".
+CONTENTS = {
+    "{{ message.content }}": ("a b", "a \nb"),
+    "{{ message.content | trim | upper }}": ("A B", "A \nB"),
+    "{{ message.content | tojson }}": ('"a b"', '"a \\nb"'),
+    "{% if message.content is string %}{{ message.content }}{% endif %}": ("a b", "a \nb"),
+    "{% if message.content is string %}{{ message.content }}{% else %}PARTS{% endif %}": ("a b", "a b"),
+    # As of models with images, which take nothing else: letters have no type.
+    "PARTS": ("a b", "a b"),
+}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_contents_have_the_form_that_the_template_takes(tmp_path: Path, content: str, marked: bool) -> None:
+    pytest.importorskip("transformers")
+    template = (GENERATION if marked else PLAIN).replace("{{ message.content }}", content.replace("PARTS", PARTS))
+    chat = Chat(str(make_tokenizer(tmp_path / "parts", template)))
+    parts = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
+    for given in (talk("a b", "a b"), talk("a b", parts), talk(parts, parts), talk(parts, "a b")):
+        shown = [CONTENTS[content][isinstance(one["content"], list)] for one in given["messages"]]
+        ((tokens, _),) = encoded(chat, given)
+        assert chat._text.decode(tokens) == (f"<s><|user|>\n{shown[0]}<|end|>\n<|assistant|>\n{shown[1]}<|end|>\n")
+        assert learned(chat, given) == shown[1] + "<|end|>\n"
+    assert len(parts[0]) == 3  # what was read stays as it is
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "é"}}]
+
+
+@pytest.mark.parametrize(
+    "given", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])], json.dumps([json.dumps(TOOLS[0])])]
+)
+def test_tools_and_calls_that_are_json_text_are_objects_to_a_template(tmp_path: Path, given: Any) -> None:
+    pytest.importorskip("transformers")
+    call = CALL.replace("CALL", "{{ call.function.name }}({{ call.function.arguments | tojson }})")
+    template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + PLAIN
+    chat = Chat(str(make_tokenizer(tmp_path / "tools", template.replace("{{ message.content }}<", call + "<"))))
+    calls = [{"type": "function", "function": {"name": "f", "arguments": TEXT}}]
+    for said in (calls, json.dumps(calls)):
+        line = {**talk("", ""), "tools": given}
+        line["messages"][1] |= {"tool_calls": said}
+        ((tokens, _),) = encoded(chat, line)
+        assert chat._text.decode(tokens).startswith("weather;<s>")
+        assert learned(chat, line) == f"f({TEXT})<|end|>\n"
+    nothing: list[Any] = [None, "", " ", "[]", "null", []]
+    for none in nothing:
+        line = {**talk("", ""), "tools": none}
+        line["messages"][1] |= {"tool_calls": none, "weight": None}  # as a table has each column in each row
+        ((tokens, _),) = encoded(chat, line)
+        assert chat._text.decode(tokens).startswith("<s><|user|>")
+
+
 def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: Path) -> None:
     """`_by_template` calls what isn't promised."""
     pytest.importorskip("transformers")
@@ -204,6 +258,23 @@ NO_BORDER = (
             PLAIN,
             {"messages": [*talk("a", "b")["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]},
             "its message 2 has a weight, and all answers are learned alike here",
+        ),
+        (
+            PLAIN,
+            talk("a", [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {}}]),
+            "line 1: its message 2 has a part that is no text .'image_url'.",
+        ),
+        (PLAIN, talk(["a"], "b"), "line 1: its message 1 has a part that is no text .'a'."),
+        (PLAIN, talk([{"type": "text", "text": None}], "b"), "line 1: its message 1 has a part that is no text"),
+        (PLAIN, {**talk("a", "b"), "tools": "[{"}, "line 1: has tools that can't be read as JSON .Expecting"),
+        (PLAIN, {**talk("a", "b"), "tools": ["weather"]}, "line 1: has tools that can't be read as JSON .Expecting"),
+        (PLAIN, {**talk("a", "b"), "tools": '{"name": "f"}'}, "line 1: has tools that are no list of objects"),
+        (PLAIN, {**talk("a", "b"), "tools": [5]}, "line 1: has tools that are no list of objects"),
+        (PLAIN, {**talk("a", "b"), "tools": "[" * 100_000}, "line 1: has tools that can't be read as JSON .maximum"),
+        (
+            PLAIN,
+            {"messages": [*talk("a")["messages"], {"role": "assistant", "tool_calls": "f()"}]},
+            "line 1: its message 2 has tool_calls that can't be read as JSON",
         ),
         ("{{ raise_exception('no such role') }}", talk("a", "b"), r"refuses it \(TemplateError: no such role"),
         ("{% for", talk("a", "b"), r"refuses it \(TemplateSyntaxError"),

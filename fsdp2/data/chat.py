@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy
 
+from fsdp2.data.messages import Contents, conversation, encoded_twice, with_objects
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText, foreign
@@ -66,6 +66,7 @@ class Chat:
         self.about = {**self._text.about, "template": str(_template_file(place))}
         self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
+        self._contents = Contents()
 
     @property
     def names(self) -> Sequence[str]:
@@ -79,7 +80,7 @@ class Chat:
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
         for row in rows:
-            messages, tools = _conversation(row)
+            messages, tools = conversation(row)
             text, spans = self._rendered(messages, tools, row.where)
             yield self._tokens(text, spans, row.where)
 
@@ -107,14 +108,14 @@ class Chat:
         OpenAI's tool calls have their arguments as the JSON text of an object. Most templates write an object as JSON
         themselves, and would write such a text as JSON of JSON, or refuse it. They get the object.
         """
-        parsed, texts = _with_objects(messages)
+        parsed, texts = with_objects(messages)
         if not texts:
             return self._shown(messages, tools, where)
         try:
             shown = self._shown(messages, tools, where)
         except UnusableText:
             return self._shown(parsed, tools, where)
-        return self._shown(parsed, tools, where) if _encoded_twice(texts, shown[0]) else shown
+        return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
 
     def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""
@@ -122,6 +123,9 @@ class Chat:
         try:
             template = _with_one_date(tokenizer.get_chat_template(tools=tools))
             if GENERATION.search(template):
+                messages = self._contents(
+                    messages, template, lambda some: _by_template(tokenizer, template, some, tools)[0]
+                )
                 return _by_template(tokenizer, template, messages, tools)
             return self._by_prefixes(template, messages, tools, where)
         except UnusableText:
@@ -135,6 +139,7 @@ class Chat:
             settings = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
             return str(self._tokenizer().apply_chat_template(some, tokenize=False, **settings))
 
+        messages = self._contents(messages, template, lambda some: render(some, prompt=False))
         text, spans = render(messages, prompt=False), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -193,50 +198,14 @@ def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any)
     from transformers.utils import chat_template_utils
 
     render: Any = chat_template_utils.render_jinja_template  # its annotation is that of one of its two results
-    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     (text,), (spans,) = render(
-        conversations=[known],
+        conversations=[messages],
         tools=tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
     return str(text), [(int(begin), int(end)) for begin, end in spans if end > begin]
-
-
-def _object(function: Any) -> Any:
-    """The object whose JSON text a function is called with; None if it isn't called with such a text."""
-    text = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(text, str):
-        return None
-    with suppress(ValueError, RecursionError):  # then it is no JSON, and stays the text that it is
-        value = json.loads(text)
-        return value if isinstance(value, dict) else None
-    return None
-
-
-def _with_objects(messages: list[Any]) -> tuple[list[Any], list[str]]:
-    """A copy of messages whose calls have objects in the place of their JSON text, and those texts."""
-    texts: list[str] = []
-
-    def called(call: Any) -> Any:
-        function: Any = call.get("function", call) if isinstance(call, dict) else None
-        if (value := _object(function)) is None:
-            return call
-        texts.append(function["arguments"])
-        function = {**function, "arguments": value}
-        return {**call, "function": function} if "function" in call else function
-
-    parsed = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        parsed.append({**message, "tool_calls": list(map(called, calls))} if isinstance(calls, list) else message)
-    return parsed, texts
-
-
-def _encoded_twice(texts: list[str], shown: str) -> bool:
-    """Whether a template has written one of the texts as a string of JSON."""
-    return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
 
 
 def _with_one_date(template: str) -> str:
@@ -261,21 +230,3 @@ def _has_template(folder: Path) -> bool:
         return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _conversation(row: Row) -> tuple[list[Any], Any]:
-    """The messages of a line, and its tools if it has some."""
-    line = row.content
-    messages = line.get("messages") if isinstance(line, dict) else None
-    if not isinstance(messages, list) or not messages:
-        has = f"; it has {', '.join(list(map(str, line))[:5])}" if isinstance(line, dict) else ""
-        raise UnusableText(f'{row.where}: has no "messages": [{{"role": …, "content": …}}, …]{has}')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UnusableText(f"{row.where}: its message {number} has no role")
-        if message.get("weight", 1) != 1:  # of OpenAI's form: what is left out of the loss
-            raise UnusableText(
-                f"{row.where}: its message {number} has a weight, and all answers are learned alike here; end the "
-                "conversation before it, or drop the weight to learn it"
-            )
-    return messages, line.get("tools") or None
