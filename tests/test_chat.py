@@ -174,7 +174,7 @@ def test_contents_have_the_form_that_the_template_takes(tmp_path: Path, content:
     pytest.importorskip("transformers")
     template = (GENERATION if marked else PLAIN).replace("{{ message.content }}", content.replace("PARTS", PARTS))
     chat = Chat(str(make_tokenizer(tmp_path / "parts", template)))
-    parts = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
     for given in (talk("a b", "a b"), talk("a b", parts), talk(parts, parts), talk(parts, "a b")):
         shown = [CONTENTS[content][isinstance(one["content"], list)] for one in given["messages"]]
         ((tokens, _),) = encoded(chat, given)
