@@ -142,13 +142,17 @@ def test_a_folder_prepared_with_another_beginning_is_refused(corpus: Path, tmp_p
             check_data(parse([*line, f"--bos={other}"]))
 
 
-def test_a_run_is_resumed_with_the_same_beginning(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    then, now = (parse(["--model=llama", f"--dataset=text:{corpus}", f"--bos={bos}"]) for bos in ("never", "auto"))
+@pytest.mark.parametrize(("flag", "before", "after"), [("bos", "never", "auto"), ("documents", "apart", "together")])
+def test_a_run_is_resumed_with_the_same_documents(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, flag: str, before: str, after: str
+) -> None:
+    line = ["--model=llama", f"--dataset=text:{corpus}"]
+    then, now = (parse([*line, f"--{flag}={value}"]) for value in (before, after))
     model = now.spec.on_meta(now.model_size)
     marker = {"model": shapes_of(model), "config": to_flags(then)}
     monkeypatch.setattr(preflight, "read_marker", lambda checkpoint: marker)
     preflight.check_checkpoint(then, model, None, partial=False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="--bos auto: the checkpoint to resume from was made with never"):
+    with pytest.raises(ConfigError, match=f"--{flag} {after}: the checkpoint to resume from was made with {before}"):
         preflight.check_checkpoint(now, model, None, partial=False)  # type: ignore[arg-type]
 
 

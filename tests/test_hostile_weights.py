@@ -78,6 +78,10 @@ HEADERS: dict[str, tuple[Callable[[Header, str, str], Any], str]] = {
     "a shape without end": (lambda h, a, b: _set(h, a, shape=[2**62, 2**62]), "not a complete safetensors file"),
     "a negative shape": (lambda h, a, b: _set(h, a, shape=[-1]), "expected usize"),
     "thousands of dimensions": (lambda h, a, b: h[a]["shape"].extend([1] * 3000), "has a shape that isn't valid"),
+    "nothing, of strides without end": (
+        lambda h, a, b: h.__setitem__("e", {"dtype": "F32", "shape": [0, 2**62, 8], "data_offsets": [0, 0]}),
+        "e has a shape beyond what any tensor has",
+    ),
     "an entry that is a list": (lambda h, a, b: h.__setitem__(a, [1]), "not a complete safetensors file"),
     "no JSON": (lambda h, a, b: b"{" * 1000, "invalid JSON in header"),
     "no UTF-8": (lambda h, a, b: b'{"\xff": 1}', "invalid UTF-8 in header"),

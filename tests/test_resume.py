@@ -160,6 +160,15 @@ def test_resume_from_an_older_step_sets_the_newer_aside(train: Train, tmp_path: 
     ]
 
 
+def test_what_a_resume_computes_otherwise_is_said(train: Train) -> None:
+    train(steps=1)
+    (begun,) = of_kind(train("--clip-grad-norm=0.5", "--mixed-precision=bf16", steps=2), "resume")
+    words = "from here on --clip-grad-norm 0.5 (before: off), --mixed-precision bf16 (before: off)"
+    assert begun["note"] == words
+    (begun,) = of_kind(train("--clip-grad-norm=0.5", "--mixed-precision=bf16", steps=3), "resume")
+    assert begun["note"] is None
+
+
 def test_resume_never_starts_again_and_loses_nothing(train: Train, tmp_path: Path) -> None:
     first = train(steps=3)
     again = train("--resume=never", steps=3)

@@ -105,7 +105,7 @@ def sizes(value: Any, what: str) -> torch.Size:
     numbers = _a((tuple, list), value, what)
     if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one < _MAX for one in numbers):
         raise Refused(f"has a {what} that isn't valid")
-    if math.prod(numbers) >= _MAX:
+    if math.prod(one or 1 for one in numbers) >= _MAX:  # strides are products of these, of an empty tensor too
         raise Refused(f"has a {what} beyond what any tensor has")
     return torch.Size(numbers)
 

@@ -26,6 +26,7 @@ from fsdp2.data.windows import Conversations, Documents
 FORMAT = 6
 META = "meta.json"
 SPLITS = ("train", "test")
+MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -102,11 +103,16 @@ def _require_counts(meta: dict[str, Any]) -> None:
     """Raises ValueError, or another error of what has another form, for a meta.json that `prepare` doesn't write."""
     if missing := {"kind", "tokenizer", "field", "content", "dtype", "source"} - meta.keys():
         raise ValueError(f"it says no {min(missing)}")
+    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source")]
+    if not all(type(word) is str and len(word) <= MOST for word in (*words, meta["field"] or "")):
+        raise ValueError("it says in other words than prepare writes")
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
     by_split = [meta[name][split] for name in ("documents", "tokens") for split in SPLITS]
     for count in (meta["characters"], meta["empty"], *meta["begin"], *by_split, *turns):
         if type(count) is not int or not 0 <= count < 2**63:
             raise ValueError(f"it counts {str(count)[:40]}")
+    if sum(yes + no for yes, no in meta["turns"].values()) > sum(meta["tokens"].values()):
+        raise ValueError("it counts more turns than tokens")
 
 
 def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> None:
@@ -166,6 +172,8 @@ def _open_splits(
         learned = numpy.add.reduceat(learn != 0, first, dtype=numpy.int64) - (learn[first] != 0)
         if (numpy.cumsum(learned) != targets).any():
             raise ValueError(f"conversations of its {split} split have other targets than it says")
+        if not learned.all():
+            raise ValueError(f"a conversation of its {split} split has nothing to learn")
         return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"], size=size)
 
     ends = {split: numpy.asarray(column(split, "-ends", "int64")) for split in SPLITS}
@@ -175,7 +183,14 @@ def _open_splits(
             raise ValueError(f"its documents don't end where its {split} split does")
         if (found[1:] <= found[:-1]).any() or (found[:1] <= 0).any():
             raise ValueError(f"documents of its {split} split end before they begin")
+        if len(found) != meta["documents"][split]:
+            raise ValueError(f"its {split} split has {len(found)} documents, and not as many as it says")
     chat = meta["kind"] == "chat"
+    if chat:
+        for split, found in ends.items():
+            lengths = len(column(split, "-learn", "uint8")), len(column(split, "-targets", "int64"))
+            if lengths != (meta["tokens"][split], len(found)):
+                raise ValueError(f"columns of its {split} split have other lengths than its tokens and conversations")
     if chat:
         _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len)
     part: Callable[[str, int, int, numpy.ndarray], Documents | Conversations] = conversations if chat else documents

@@ -1,4 +1,4 @@
-"""Whether a language model sees the tokens that it is to predict, told by running a copy of its first blocks.
+"""Whether a language model sees what it is not to see, told by running a copy of its first blocks.
 
 No attribute tells it: in a configuration of GPT-NeoX, which is causal, `is_decoder` is False.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,15 @@ from torch.utils._pytree import tree_leaves
 from fsdp2.models.blocks import find_blocks
 
 LENGTH, CHANGED = 13, 10  # tokens of a row, and the place of the one that differs; no model is 13 wide
+FIRST = 6  # tokens of the first of two documents in a row
 BLOCKS = 2
 # Of the largest number. Rows of one forward go through the same sums; where one is rounded differently by its place in
 # a matrix, it is by some 1e-7. A token that others see changes theirs by 1e-4 and more, also before training.
 ROUNDING = 1e-5
+
+
+Call: TypeAlias = Callable[[nn.Module, Any], Any]
+Logits: TypeAlias = Callable[[Any], Tensor]
 
 
 class _Enough(Exception):
@@ -39,12 +44,8 @@ def same(made: Tensor) -> bool:
     return bool((first - other).abs().max() <= torch.maximum(by_itself, ROUNDING * first.abs().max()))
 
 
-@torch.no_grad()
-def sees_later(model: nn.Module, call: Callable[[nn.Module, Any], Any], logits: Callable[[Any], Tensor]) -> bool | None:
+def sees_later(model: nn.Module, call: Call, logits: Logits) -> bool | None:
     """Whether what a model makes of a token depends on a later one; None if its first blocks can't be run like this.
-
-    Three rows, of which the last differs in one token, go through the first two blocks, on a CPU, in fp32, with weights
-    of no meaning.
 
     Args:
         model: its parameters on `meta`, its buffers in memory. It is used up.
@@ -53,12 +54,46 @@ def sees_later(model: nn.Module, call: Callable[[nn.Module, Any], Any], logits: 
     """
     tokens = (torch.arange(LENGTH) % 7).repeat(3, 1)
     tokens[2, CHANGED] += 1
+    return _changes(model, call, logits, tokens, tokens, 0, CHANGED)
+
+
+def sees_documents(model: nn.Module, call: Call, logits: Logits) -> bool | None:
+    """`sees_later` of what a model makes of a document, and of the document before it in the same row."""
+    tokens = (torch.arange(LENGTH) % 7).repeat(3, 1)
+    tokens[2, :FIRST] = tokens[0, :FIRST].flip(0)
+    return _changes(model, call, logits, two_documents(tokens, FIRST), tokens, FIRST, LENGTH - FIRST)
+
+
+def two_documents(tokens: Tensor, first: int) -> dict[str, Tensor]:
+    """Inputs of rows (rows, length) int64 in which the second of two documents begins at a place."""
+    rows, length = tokens.shape
+    places = torch.cat([torch.arange(first), torch.arange(length - first)]).to(tokens.device).repeat(rows, 1)
+    documents = (torch.arange(length, device=tokens.device) >= first).long().repeat(rows, 1)
+    return {"input_ids": tokens, "position_ids": places, "document_ids": documents}
+
+
+@torch.no_grad()
+def _changes(
+    model: nn.Module,
+    call: Call,
+    logits: Logits,
+    inputs: Any,
+    targets: Tensor,
+    begin: int,
+    count: int,
+) -> bool | None:
+    """Whether the last of three rows, which differs elsewhere, gets other numbers for `count` tokens from `begin` on.
+
+    The rows go through the first two blocks, on a CPU, in fp32, with weights of no meaning. A model's own may hide what
+    it sees: before training, a head or a projection of zeros makes the same of everything.
+    """
     try:
         blocks = find_blocks(model.eval())
         _fill(model, blocks[BLOCKS:])
-        made = _made_of(model, blocks, lambda: logits(call(model, SimpleNamespace(inputs=tokens, targets=tokens))))
+        made = _made_of(model, blocks, lambda: logits(call(model, SimpleNamespace(inputs=inputs, targets=targets))))
         along = made.shape.index(LENGTH)  # of a few models the first dimension
-        return not same(made.narrow(along, 0, CHANGED).movedim(made.shape.index(3), 0))
+        part = made.narrow(along, begin, count).movedim(made.shape.index(3), 0)
+        return not same(part) if bool(part.isfinite().all()) else None
     except Exception:  # whatever a stranger's code raises that wants a GPU, other inputs, or has no such dimension
         return None
 

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
-from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.config import Config
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
@@ -298,6 +298,19 @@ class Checkpoints:
         self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
 
 
+def _settings(app: AppState) -> dict[str, Any]:
+    """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
+    beside = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+    groups = enumerate(app.optimizer.param_groups)
+    found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
+    several = len(app.optimizer.param_groups) > 1
+    return {f"{name} of group {number}" if several else name: _plain(one) for (name, number), one in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
     """Load what the job starts from into `app`, its files' hashes compared or their sizes alone. A collective call.
 
@@ -312,7 +325,13 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
         if not job.partial:
             world = runtime.world()
             sharers = (world.local_rank, world.local_world_size) if job.in_memory else None
+            ours = _settings(app)
             restored = restore(checkpoint, app, hashes=hashes, sharers=sharers)
+            theirs = _settings(app)
+            if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
+                if not read_marker(checkpoint).get("imported"):
+                    raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
+                job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
         loaded, left_out = read_fitting_weights(app.model, checkpoint, hashes=hashes)
     except DamagedCheckpoint as error:

@@ -44,7 +44,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.compilers import check_compiler
 from fsdp2.run.job import Job
 from fsdp2.run.room import check_room
-from fsdp2.run.rundir import RunDir, changed_files, default_path, shapes_of
+from fsdp2.run.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
 from fsdp2.run.runtime import World
 from fsdp2.run.schedule import Length, before
 from fsdp2.run.start import blocks_of, tokenizer_of
@@ -58,6 +58,7 @@ KEPT = {
     "bos": "the place in the data would mean other samples",
     "seed": "the place in the data would mean other samples",
     "seq-len": "the place in the data would mean other samples",
+    "documents": "other tokens would be learned from others, and tested",
     "optimizer": "the optimizer's state would not fit",
     "optimizer-state": "the optimizer's state would not fit",
     "freeze": "the optimizer's state would not fit",
@@ -106,6 +107,7 @@ def preflight(config: Config, world: World) -> Job:
                     marker = read_marker(open_files(job.restore))
                     done, job.before = marker["step"], before(marker)
                     job.add_note(changed_batch(config, world, job.before))
+                    job.add_note(changed_flags(config, marker))
                     job.add_note(changed_files(config, marker))
         except Unreachable as error:
             flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"

@@ -248,6 +248,21 @@ def kept_files(spec: ModelSpec, size: str) -> dict[str, bytes]:
     return {name: content for name, content in spec.files(size).items() if name != lora.FILE}
 
 
+# What a resumed run may change, and computes other numbers with.
+_COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
+
+
+def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
+    """What to say if the steps from here on compute otherwise than those before the checkpoint."""
+    then, now = marker.get("config", {}), to_flags(config)
+    words = [
+        f"--{flag} {now[flag] or 'off'} (before: {shown(then[flag] or 'off')})"
+        for flag in _COMPUTES
+        if flag in then and then[flag] != now[flag]
+    ]
+    return f"from here on {', '.join(words)}" if words else None
+
+
 def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
     """What to say if a folder's config.json or tokenizer has changed since: weights may mean something else then."""
     if not config.model.startswith("hf:"):

@@ -99,7 +99,11 @@ class Schedule:
             before: of the run that wrote the checkpoint, if it is known.
         """
         if self._by_epoch:
-            return None
+            rates = sorted({group["lr"] for group in self.scheduler.optimizer.param_groups})
+            if before is not None or rates == sorted(set(self.scheduler.base_lrs)):
+                return None  # not of an import, or what --lr says
+            words = ", ".join(f"{rate:g}" for rate in rates)
+            return f"--schedule step goes on from the import's learning rate {words}; another schedule begins with --lr"
         name, step = self._config.schedule, self.scheduler.last_epoch
         self._course = course(self._length, self._batches, step, trained)
         rate = factor(self._config, step, self._course)

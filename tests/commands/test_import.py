@@ -251,7 +251,11 @@ def test_checkpoints_of_the_tutorials_come_in_with_their_optimizer(ranks: Ranks,
     expected = ranks.run(_save_as_the_tutorial_does, str(tmp_path / "tutorial"))
     assert main(["import", str(tmp_path / "tutorial"), str(tmp_path / "imported")]) == 0
     assert ranks.run(_go_on, str(tmp_path / "imported")) == expected
-    # And a run goes on from it, at step 0.
-    events = train(f"--resume={tmp_path / 'imported'}", steps=2)
-    assert of_kind(events, "resume")[0]["step"] == 0
+    # And a run goes on from it, at step 0. What it has of the optimizer counts, and that is said.
+    assert of_kind(train(f"--resume={tmp_path / 'imported'}", steps=1, run="same"), "resume")[0]["note"] is None
+    events = train(f"--resume={tmp_path / 'imported'}", "--lr=0.5", "--betas=0.5,0.6", steps=2)
+    (begun,) = of_kind(events, "resume")
+    assert begun["step"] == 0
+    assert "import's settings of the optimizer count, not the flags': betas [0.9, 0.999]" in begun["note"]
+    assert "--schedule step goes on from the import's learning rate 0.001" in begun["note"]
     assert [event["step"] for event in of_kind(events, "train")] == [1, 2]

@@ -31,7 +31,7 @@ def _line(model: str, run: Path, steps: int, *more: str) -> list[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and a run of it, `model` and `run`, that tests copy."""
     place = tmp_path_factory.mktemp("kept")
-    model = save("llama", place / "model")
+    model = save("llama", place / "model", use_cache=True)
     (place / "model" / "tokenizer_config.json").write_text("{}")
     train(parse(_line(model, place / "run", 1)))
     return place
@@ -63,7 +63,11 @@ CHANGES = {"config.json": _change, "chat_template.jinja": _add, "tokenizer_confi
 def test_a_run_whose_model_was_changed_is_neither_exported_nor_used(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert checkpoint(["export", str(run), str(tmp_path / "unchanged"), "--format", "hf"]) == 0
+    out = tmp_path / "unchanged"
+    assert checkpoint(["export", str(run), str(out), "--format", "hf"]) == 0
+    # Generating needs the keys and values that training is without.
+    for file in out.glob("*config.json"):
+        assert json.loads(file.read_text()).get("use_cache", True) is True
     for name, change in CHANGES.items():
         changed = Path(shutil.copytree(run, tmp_path / name))
         change(changed)

@@ -89,6 +89,53 @@ def test_a_prepared_text_whose_columns_disagree_is_refused(
     one_line(caught.value, f"{folder}: is not a prepared text", part, "prepare it again")
 
 
+def _nothing_learned(folder: Path) -> None:
+    for column, dtype in (("learn", "uint8"), ("targets", "int64")):
+        _changed(folder / f"train-{column}.bin", dtype, lambda values: values.fill(0))
+
+
+def _one_more(folder: Path, column: str, dtype: str) -> None:
+    file = folder / f"train-{column}.bin"
+    values = numpy.fromfile(file, dtype=dtype)
+    numpy.append(values, values[-1:]).tofile(file)
+    _says(folder, files={**json.loads((folder / "meta.json").read_text())["files"], file.name: file.stat().st_size})
+
+
+def _says(folder: Path, **content: Any) -> None:
+    file = folder / "meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **content}))
+
+
+def _documents(folder: Path, change: int) -> None:
+    documents = json.loads((folder / "meta.json").read_text())["documents"]
+    _says(folder, documents={**documents, "train": documents["train"] + change})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "part"),
+    [
+        ("chat", _nothing_learned, "a conversation of its train split has nothing to learn"),
+        ("chat", lambda folder: _documents(folder, -1), "and not as many as it says"),
+        ("text", lambda folder: _documents(folder, 1), "and not as many as it says"),
+        ("chat", lambda folder: _one_more(folder, "learn", "uint8"), "columns of its train split have other lengths"),
+        ("chat", lambda folder: _one_more(folder, "targets", "int64"), "columns of its train split have other lengths"),
+        ("chat", lambda folder: _says(folder, turns={"3": [2**62, 1]}), "it counts more turns than tokens"),
+        ("text", lambda folder: _says(folder, field="x" * 5000), "it says in other words than prepare writes"),
+        ("text", lambda folder: _says(folder, content=[1]), "it says in other words than prepare writes"),
+    ],
+)
+def test_a_prepared_text_that_says_what_is_not_there_is_refused(
+    kind: str, change: Callable[[Path], None], part: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    folder = _prepared(tmp_path, kind)
+    change(folder)
+    with pytest.raises(UnusableText) as caught:
+        _loaded(folder, kind)
+    one_line(caught.value, f"{folder}: is not a prepared text", part, "prepare it again")
+    assert len(str(caught.value)) < 600
+
+
 def _beyond(tokens: numpy.ndarray) -> None:
     tokens[:] = 255
 

@@ -35,6 +35,14 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no place in the metrics": (lambda s: s.update({"app.progress.metrics_position": -1}), "metrics_position is -1"),
     "no place in the data": (lambda s: s.update({"app.batches.position": 1 << 40}), "sample 1099511627776 of epoch"),
     "no rate": (lambda s: s.update({name: "fast" for name in s if name.endswith(".lr")}), "is a str of another kind"),
+    "climbs": (
+        lambda s: s.update({name: True for name in s if name.endswith(".maximize")}),
+        "its optimizer has other settings than its flags: maximize True",
+    ),
+    "another decay": (
+        lambda s: s.update({name: 0.7 for name in s if name.endswith(".eps")}),
+        "its optimizer has other settings than its flags: eps 0.7",
+    ),
     "three betas": (
         lambda s: s.update({name: (0.1, 0.2, 0.3) for name in s if name.endswith(".betas")}),
         "is a tuple of another kind",

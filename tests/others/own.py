@@ -303,3 +303,57 @@ def blocks_twice() -> ModelSpec:
 
 
 constant = 3
+
+
+class Mixing(nn.Module):
+    """Tokens in one space with attention over a row, which a layer of zeros after it hides before training."""
+
+    def __init__(self, *, causal: bool, zeros: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList([_Attending(causal=causal) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if zeros in name:
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Attending(nn.Module):
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.causal, self.into, self.out = causal, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.into(x)[:, None]
+        seen = F.scaled_dot_product_attention(q, q, q, is_causal=self.causal)[:, 0]
+        return x + self.out(seen)
+
+
+def _mixing(*, causal: bool, zeros: str) -> ModelSpec:
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="sum")
+
+    def make(vocab_size: int = 256) -> nn.Module:
+        return Mixing(causal=causal, zeros=zeros)
+
+    return ModelSpec("mixing", "language", {"own": {"vocab_size": 256}}, make, find_blocks, {}, loss)
+
+
+def sees_later_behind_a_head() -> ModelSpec:
+    return _mixing(causal=False, zeros="head")
+
+
+def sees_later_behind_a_projection() -> ModelSpec:
+    return _mixing(causal=False, zeros="out")
+
+
+def sees_documents_behind_a_head() -> ModelSpec:
+    return _mixing(causal=True, zeros="head")

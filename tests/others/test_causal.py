@@ -85,6 +85,22 @@ def test_a_model_whose_documents_see_each_other_is_refused(tmp_path: Path) -> No
     assert len(trained(tmp_path / "other", OPT, text, "--documents=together")) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("sees_later_behind_a_head", "it sees the tokens that it is to predict"),
+        ("sees_later_behind_a_projection", "it sees the tokens that it is to predict"),
+        ("sees_documents_behind_a_head", "a document sees those before it"),
+    ],
+)
+def test_a_layer_that_begins_with_zeros_hides_nothing(tmp_path: Path, name: str, why: str) -> None:
+    line = flags(f"tests.others.own:{name}", tmp_path / "run", words(tmp_path), "--strategy=none", "--max-steps=1")
+    with pytest.raises(ConfigError, match=why):
+        main(parse([*line, "--no-save-model"]))
+    if name.startswith("sees_documents"):
+        main(parse([*line, "--no-save-model", "--documents=together"]))
+
+
 def test_rounding_is_told_from_what_a_row_sees() -> None:
     row = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     assert same(torch.stack([row, row, row * (1 + 2**-22)]))

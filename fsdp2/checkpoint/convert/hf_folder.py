@@ -48,6 +48,9 @@ def write_hf(
     for name, content in beside.items():
         (folder / name).write_bytes(content)
     model.save_pretrained(folder, state_dict=spool(tensors, read, folder), max_shard_size=max_shard_size)
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            _keep_cache(folder / name, json.loads(beside.get(name, b"{}")))
     # It says the dtype of the model, which lies on meta in fp32, and not that of the tensors.
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     config = json.loads((folder / "config.json").read_bytes())
@@ -56,6 +59,21 @@ def write_hf(
     for file in folder.iterdir():
         with open(file, "rb") as written:
             os.fsync(written.fileno())
+
+
+def _keep_cache(file: Path, before: dict[str, Any]) -> None:
+    """Let a file say of keys and values, which generating needs, what it said before the model was trained without."""
+
+    def keep(now: dict[str, Any], before: dict[str, Any]) -> None:
+        now.pop("use_cache", None)
+        now |= {"use_cache": before["use_cache"]} if "use_cache" in before else {}
+        for name, part in now.items():
+            if isinstance(part, dict):
+                keep(part, before[name] if isinstance(before.get(name), dict) else {})
+
+    content = json.loads(file.read_bytes())
+    keep(content, before)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _say(config: dict[str, Any], dtype: str | None) -> None:

@@ -93,7 +93,11 @@ def open_safetensors(place: str, folder: Files, files: Mapping[str, set[str] | N
         for name, entry in entries.items():
             if entry["dtype"] not in dtypes:
                 raise Refused(f"{place}: {name} is {entry['dtype']}, a type that isn't known here")
-            tensors[name] = torch.empty(sizes(entry["shape"], "shape"), dtype=dtypes[entry["dtype"]], device="meta")
+            try:
+                shape = sizes(entry["shape"], "shape")
+            except Refused as error:
+                raise Refused(f"{place}: {name} {error}") from None
+            tensors[name] = torch.empty(shape, dtype=dtypes[entry["dtype"]], device="meta")
             places[name] = stream, size, start + entry["data_offsets"][0]
 
     def part(name: str, ranges: tuple[slice, ...]) -> Tensor:
