@@ -1,4 +1,4 @@
-"""What the modes of `--grad-accumulation-sync` take: milliseconds a step, and bytes of tensors on a rank.
+"""Costs of the modes of `--grad-accumulation-sync`: milliseconds a step, and bytes of tensors on a rank.
 
     torchrun --nproc_per_node 2 benchmarks/accumulation.py --model-size small --batch-size 4
 
@@ -39,7 +39,7 @@ def step(engine: Engine, size: int) -> None:
 
 
 def measured_bytes(engine: Engine, size: int) -> tuple[int, int]:
-    """What a microbatch leaves behind, and the most that is alive in a step."""
+    """Measure the bytes that a microbatch leaves behind, and the most that is alive in a step."""
     with Ledger() as ledger:
         ledger.watch(engine.model, engine.held())
         before = ledger.live_bytes

@@ -119,7 +119,7 @@ def has_torch_checkpointing() -> bool:
 
 class NoHash:
     def update(self, data: Any) -> None:
-        """What is measured is what this would have cost."""
+        """Do nothing: the measurement is what this would have cost."""
 
     def hexdigest(self) -> str:
         return ""
@@ -136,7 +136,7 @@ class UnsyncedFiles(LocalFiles):
         return open(self._path(name), "xb")
 
     def fsync(self, name: str) -> None:
-        """What is measured is what this would have cost."""
+        """Do nothing: the measurement is what this would have cost."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the loss of a node costs under torchrun and under Ray, and its return: seconds by phase.
+"""Cost of losing a node under torchrun and under Ray, and of its return: seconds by phase.
 
     python benchmarks/elastic.py --rounds 3          # fifteen minutes; writes the table of docs/elastic.md
 
@@ -46,7 +46,7 @@ RESIZE = 5  # seconds between two looks of Ray's for a node that has come
 
 @dataclass
 class Seen:
-    """What a restart cost."""
+    """The cost of a restart."""
 
     seconds: list[float]  # of each phase
     repeated: int  # steps

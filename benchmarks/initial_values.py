@@ -1,4 +1,4 @@
-"""What the initial values of a model cost a rank:  python -m benchmarks.initial_values
+"""The cost of a model's initial values on a rank:  python -m benchmarks.initial_values
 
 Two ways, in turn: each rank draws every tensor whole and keeps its rows, or it draws its rows alone. Of every number
 of ranks the part of rank 0 is drawn, in a process of its own and without a group: no rank waits for another.

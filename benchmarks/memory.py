@@ -1,4 +1,4 @@
-"""What a step's memory is by the ledger and by the CUDA allocator, and what each memory saver saves.
+"""A step's memory by the ledger and by the CUDA allocator, and the saving of each memory saver.
 
     torchrun --nproc_per_node 1 benchmarks/memory.py
 

@@ -196,7 +196,7 @@ def memory_errors(rows: Sequence[Row]) -> str:
 
 
 def memory(row: Row) -> str:
-    """What a source says of its memory, beside what is planned of the same kind; nothing if it doesn't say any."""
+    """A source's own figure of memory beside the planned one of the same kind; nothing if it has none."""
     error = row.memory_error
     if error is None:
         return ""
@@ -206,7 +206,7 @@ def memory(row: Row) -> str:
 
 
 def pairs(rows: Sequence[Row]) -> list[bool]:
-    """Whether the order is right, for two settings of a model: models of different sizes are easily told apart."""
+    """True if the order is right, for two settings of a model: models of different sizes are easily told apart."""
     return [
         (one.planned.tokens > other.planned.tokens) == (one.point["tokens"] > other.point["tokens"])
         for one, other in itertools.combinations(rows, 2)

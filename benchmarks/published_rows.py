@@ -38,7 +38,7 @@ MEASURES = ("reserved", "allocated")
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan says of a point: times of a step in ms, tokens/s of one GPU, bytes of one device.
+    """The plan of a point: times of a step in ms, tokens/s of one GPU, bytes of one device.
 
     Attributes:
         allocated: the most that tensors take at once.
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def inside(self) -> bool:
-        """Whether what was measured lies in the range of the plan."""
+        """Return whether what was measured lies in the range of the plan."""
         needed = self.planned.milliseconds * self.planned.tokens / self.point["tokens"]
         return self.planned.low <= needed <= self.planned.high
 
@@ -128,7 +128,7 @@ def executed(point: Mapping[str, Any], shapes: Mapping[str, Any], folder: Path) 
 
 
 def planned(point: Mapping[str, Any], config: Config, runs: Runs, gpu: Gpu) -> Planned:
-    """What the executions of a point take on a GPU."""
+    """Plan the time and memory of a point's executions on a GPU."""
     assert gpu.speed is not None, f"{gpu.name} has no rates"
     memory = memory_of(config, 0, runs, offload_apart=True)
     time = step_time(config, point["ranks"], runs, gpu.speed)
@@ -179,7 +179,7 @@ def rows(
 
 
 def _execution(point: Mapping[str, Any]) -> tuple[str, int, str, str]:
-    """What decides how a point is executed, whatever the GPU."""
+    """The part of a point that decides its execution, whatever the GPU."""
     return point["shape"], point["ranks"], point["flags"], " ".join(point.get("ways", ()))
 
 

@@ -1,4 +1,4 @@
-"""What Ray costs: the same training under both launchers, in pairs.
+"""The cost of Ray: the same training under both launchers, in pairs.
 
     python benchmarks/ray_cost.py --pairs 5 --epochs 20
 

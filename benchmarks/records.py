@@ -159,7 +159,7 @@ def measured(row: Row, given: argparse.Namespace, records: Records, until: Deadl
 
 
 class Records:
-    """What was measured, in files that are valid at every moment.
+    """The measurements, in files that are valid at every moment.
 
     Attributes:
         rows: key -> flags, and what record_row.py has found or why it failed.

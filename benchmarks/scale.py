@@ -1,4 +1,4 @@
-"""What of a job grows with its ranks beside the training: seconds and bytes for 2 to 4,096 of them, in one process.
+"""Costs that grow with a job's ranks, beside the training: seconds and bytes for 2 to 4,096 of them, in one process.
 
     python benchmarks/scale.py
 
@@ -155,7 +155,7 @@ def measured(ranks: int, model_size: str) -> dict[str, str]:
 
 
 def saved(own: SavePlan, ranks: int) -> tuple[str, str]:
-    """What the plans of a save take on rank 0, and what reading `.metadata` takes on each rank."""
+    """Measure the plans of a save on rank 0, and the reading of `.metadata` on each rank."""
     sent = [pickle.dumps(dataclasses.replace(own, items=list(items_of(own, rank, ranks)))) for rank in range(ranks)]
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)

@@ -31,7 +31,7 @@ class NotHere(Exception):
 
 @dataclass
 class Job:
-    """What all sides do: the model and the batch that `flags` say."""
+    """The work of all sides: the model and the batch that `flags` say."""
 
     flags: Sequence[str]
     world: World

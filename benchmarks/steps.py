@@ -1,4 +1,4 @@
-"""What a training step takes: our loop beside one written by hand, other strategies and other libraries.
+"""The time of a training step: our loop beside one written by hand, other strategies and other libraries.
 
     torchrun --nproc_per_node 2 benchmarks/steps.py --quick
 

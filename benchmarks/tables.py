@@ -1,4 +1,4 @@
-"""What the pages of all benchmarks share."""
+"""Parts that the pages of all benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's memory grows by while weights are loaded:  python -m benchmarks.weights
+"""Growth of a rank's memory while weights are loaded:  python -m benchmarks.weights
 
 A Llama of 2 GB in fp32 is written once in each form. For each number of ranks a torchrun loads it into a model that
 FSDP2 shards, on the CPU. The peak is the kernel's (VmHWM): it counts the pages of a mapped file too, which the kernel

@@ -349,7 +349,7 @@ class Config:
 
     @property
     def spec(self) -> models.ModelSpec:
-        """What `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`."""
+        """The model that `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`."""
         return own_model.spec(self)
 
     @property
@@ -362,17 +362,17 @@ class Config:
         return self.global_batch_size or self.batch_size * self.grad_accumulation * world_size
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether `--checkpoint-every` asks for a checkpoint after this step."""
+        """Return whether `--checkpoint-every` asks for a checkpoint after this step."""
         return isinstance(self.checkpoint_every, int) and step % self.checkpoint_every == 0
 
     @property
     def saves(self) -> bool:
-        """Whether the run writes checkpoints."""
+        """Return whether the run writes checkpoints."""
         return self.checkpoint_every != "never"
 
     @property
     def writes_full_model(self) -> bool | None:
-        """Whether the run writes the full model at its end; None = unless it is large."""
+        """Return whether the run writes the full model at its end; None = unless it is large."""
         return False if self.save_model is None and not self.saves else self.save_model
 
     def deepspeed_settings(self, device_type: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run has left, for whoever started it."""
+"""The files that a run has left, for whoever started it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fsdp2.units import short, size
 
 
 def artifacts(files: Files) -> list[str]:
-    """What a run has left, with sizes: one line for each file and folder, none for hidden files."""
+    """List the files that a run has left, with sizes: one line for each file and folder, none for hidden files."""
     lines = [f"artifacts in {short(str(files))}:"]
     for name in files.list(""):
         if not name.startswith("."):

@@ -1,4 +1,4 @@
-"""What a user sees of a run through Ray: rank 0's lines as under torchrun, and of Ray what one can act on.
+"""The console of a run through Ray: rank 0's lines as under torchrun, and of Ray what one can act on.
 
 Imported by each process that Ray starts, so it imports nothing heavy itself.
 """

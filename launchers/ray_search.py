@@ -1,4 +1,4 @@
-"""What a search varies: `--search "lr=loguniform(1e-4, 1e-2)"`, or a Python file that says it. No Ray here."""
+"""The space of a search: `--search "lr=loguniform(1e-4, 1e-2)"`, or a Python file that says it. No Ray here."""
 
 from __future__ import annotations
 

@@ -247,21 +247,21 @@ def refusal_in(error: Exception) -> str | None:
 
 
 def cause(error: Exception) -> str:
-    """What failed first, as its rank printed it: a rank that lost its peer is no cause."""
+    """Find the first failure, as its rank printed it: a rank that lost its peer is no cause."""
     failures = {rank: str(failure) for rank, failure in sorted(getattr(error, "worker_failures", {}).items())}
     first = {rank: text for rank, text in failures.items() if not ending.lost_peer(text)} or failures
     return "\n".join(f"rank {rank}:\n{text.strip()}" for rank, text in list(first.items())[:1]) or str(error)
 
 
 def resources() -> dict[str, float]:
-    """What the connected cluster has, by Ray's names for it."""
+    """The connected cluster's resources, by Ray's names."""
     import ray
 
     return dict(ray.cluster_resources())
 
 
 def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) -> bool:
-    """Whether each worker gets a GPU. Raises ConfigError if there are fewer resources than workers."""
+    """Return whether each worker gets a GPU. Raises ConfigError if there are fewer resources than workers."""
     count, gpus, cpus = options.num_workers.least, int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     wanted = options.use_gpu == "yes" or config.device == "cuda"
     if wanted and gpus < count:
@@ -275,7 +275,7 @@ def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) 
 
 
 def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
-    """What a user of the command line sees of failures, and the exit status."""
+    """Print failures for a user of the command line; the exit status."""
     with ending.exit_status():
         try:
             main(sys.argv[1:])

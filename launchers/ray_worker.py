@@ -1,4 +1,4 @@
-"""What runs on each of Ray's workers: `fsdp2.train.main`, and a listener that hands its events to Ray."""
+"""The program of each of Ray's workers: `fsdp2.train.main`, and a listener that hands its events to Ray."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Reporter:
         self._hand_over({**self._facts, **loss, **self.always}, self._at(newest) if newest else None)
 
     def _at(self, place: str) -> Checkpoint:
-        """What lies there already, as Ray names it."""
+        """The path of what lies there already, as Ray names it."""
         if self.filesystem is None:
             return Checkpoint.from_directory(place)
         return Checkpoint(place.partition("://")[2], self.filesystem)

@@ -48,7 +48,7 @@ class Entry:
 
 
 def entries(scene: Scene, undecided: list[Undecided], modules: list[Module]) -> list[Entry]:
-    """What has been taken, what is left to decide, and the arguments of FSDP1's configurations."""
+    """List what was taken, what is left to decide, and the arguments of FSDP1's configurations."""
     problems = {id(problem.node) for problem in undecided}
     held = {id(module) for module in modules}
     found: list[tuple[Taken, bool]] = []
@@ -103,7 +103,7 @@ def _entry(taken: Taken, use: bool) -> Entry:
 
 
 def _settled(scene: Scene, symbol: str) -> bool:
-    """Whether this is an option of FSDP1's in a program that shards by FSDP2, and has none of its class left."""
+    """Return whether this is an option of FSDP1's in a program that shards by FSDP2, and has none of its class left."""
     return symbol.partition(".")[0] in OPTIONS and scene.fsdp2 and not scene.shards
 
 
@@ -142,5 +142,5 @@ def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[En
 
 
 def held_back(found: list[Entry]) -> list[Entry]:
-    """What would be moved, or stays as it is, waits where a decision has to be taken first in the same program."""
+    """Hold back changes that wait for a decision in the same program."""
     return [replace(entry, outcome=WAITS) if entry.outcome in (MOVED, KEPT) else entry for entry in found]

@@ -1,4 +1,4 @@
-"""What is left after everything else: uses of FSDP1 that no rule has taken, and code whose meaning changes."""
+"""The rest after all rules: uses of FSDP1 that no rule has taken, and code whose meaning changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_
 
 
 def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
-    """What there is to decide about a use that no rule has taken."""
+    """Name the decision about a use that no rule has taken."""
     row = BY_CODE[code_of(symbol, node, module, scene.symbol)]
     if row.code == "FC04" and symbol == CLASS:
         return how_it_travels(node, module)
@@ -107,7 +107,7 @@ def refused(scene: Scene, module: Module, node: cst.CSTNode, symbol: str) -> Und
 
 
 def _stripped(module: Module, text: cst.SimpleString) -> bool:
-    """Whether a prefix is taken off, which isn't there any more."""
+    """Return whether a prefix is taken off, which isn't there any more."""
     call = module.parent(module.parent(text) or text)
     named = isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value
     return named in ("replace", "removeprefix")
@@ -155,7 +155,7 @@ DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)"
 
 
 def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) -> bool:
-    """Whether a model's method that gives it initial values is called after it has been sharded."""
+    """Return whether a model's method that gives it initial values is called after it has been sharded."""
     if not scene.shards or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
         return False
     here, home = module.span(node)[0], module.function(node)
@@ -169,7 +169,7 @@ def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) 
 
 
 def around(scene: Scene, module: Module, node: cst.Call) -> str | None:
-    """What is done with a sharded model that works on, and would rather stand in another place."""
+    """List calls on a sharded model that still work, and belong in another place."""
     first = node.args[0].value if node.args and not node.args[0].star else None
     names = [name for name, _ in module.qualified(node.func)]
     wrapping = [name for name in names if name.endswith((".apply_activation_checkpointing", "torch.compile"))]
@@ -183,7 +183,7 @@ def around(scene: Scene, module: Module, node: cst.Call) -> str | None:
 
 
 def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) -> bool:
-    """Whether FSDP1's own clipping stands in the branch above this one: then this is for models that aren't sharded."""
+    """True if FSDP1's own clipping stands in the branch above this one: then this is for models that aren't sharded."""
     model = module.code(called.value) if isinstance(called, cst.Attribute) else ""
     below: cst.CSTNode = node
     for above in module.ancestors(node):
@@ -198,7 +198,7 @@ def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) ->
 
 
 def by_library(module: Module, node: cst.Call) -> bool:
-    """Whether a library is told to use FSDP1: TrainingArguments(fsdp=…), Trainer or Fabric(strategy="fsdp")."""
+    """Return whether a library is told to use FSDP1: TrainingArguments(fsdp=…), Trainer or Fabric(strategy="fsdp")."""
     name = module.code(node.func).rpartition(".")[2]
     for arg in node.args:
         keyword = arg.keyword.value if arg.keyword is not None else ""

@@ -11,7 +11,7 @@ from rewriter.module import Module
 
 
 def can_unwrap(module: Module, block: cst.With) -> bool:
-    """Whether the lines of the body can be moved to the left: not those of one on the same line, nor of a string."""
+    """True if the lines of the body can be moved to the left: not those of one on the same line, nor of a string."""
     strings = module.within(block.body, cst.SimpleString, cst.FormattedString)
     return isinstance(block.body, cst.IndentedBlock) and not any("\n" in module.code(text) for text in strings)
 

@@ -13,7 +13,7 @@ class Branches:
     program: Program
 
     def _excluded(self, node: cst.Name, module: Module) -> bool:
-        """Whether this is the branch for models that aren't sharded: else of `if isinstance(model, FSDP)`."""
+        """Return whether this is the branch for models that aren't sharded: else of `if isinstance(model, FSDP)`."""
         below: cst.CSTNode = node
         for above in module.ancestors(node):
             if isinstance(above, cst.FunctionDef):
@@ -41,7 +41,7 @@ class Branches:
         return module.code(test.func) == "isinstance" and self.program.symbol(second, module) == CLASS
 
     def _left_before(self, statement: cst.CSTNode, name: str, module: Module) -> bool:
-        """Whether the function has returned before this statement if the model is sharded."""
+        """Return whether the function has returned before this statement if the model is sharded."""
         for known in module.block_of(statement):
             if known is statement:
                 return False
@@ -52,7 +52,7 @@ class Branches:
         return False
 
     def _fsdp1_alone(self, branch: cst.BaseSuite, name: str, module: Module) -> bool:
-        """Whether static methods of FSDP1's class are called with a model, so that what follows else is for others."""
+        """True if static methods of FSDP1's class are called with a model, so that what follows else is for others."""
         return any(
             (self.program.symbol(call.func, module) or "").startswith(CLASS + ".")
             and any(module.code(arg.value) == name for arg in call.args)

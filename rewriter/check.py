@@ -1,4 +1,4 @@
-"""What files and folders hold of FSDP1, and what becomes of it: `check` and `rewrite` say and do the same."""
+"""Find FSDP1 in files and folders, and its successors: `check` and `rewrite` say and do the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config
 
 @dataclass
 class Everything:
-    """What the two commands share: `rewrite` applies it, `check` prints `findings`, in order.
+    """The result that both commands share: `rewrite` applies it, `check` prints `findings`, in order.
 
     `notes`: a line for each file that couldn't be read, or stays as it is.
     """
@@ -98,7 +98,7 @@ def _kept(reasons: list[Undecided]) -> str:
 
 
 def _names_fsdp1(path: Path) -> bool:
-    """Whether a file that is too large, or not text, holds FSDP1's name all the same."""
+    """Return whether a file that is too large, or not text, holds FSDP1's name all the same."""
     if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
         return False
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

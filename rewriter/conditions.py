@@ -25,7 +25,7 @@ def condition(rewriting: Rewriting, leaf: Leaf, name: str) -> str:
 
 
 def _classes(rewriting: Rewriting, node: cst.BaseExpression, module: Module) -> str:
-    """What isinstance takes for a set of classes."""
+    """The second argument of isinstance for a set of classes."""
     only = rewriting.only(node, module)
     held = only.node if only is not None else None
     if isinstance(held, (cst.Set, cst.Tuple, cst.List)):

@@ -77,7 +77,7 @@ class Config:
         return make(str(self.source.path), (None, place.line + 1, place.col + 1), code, shown, status)
 
     def undecided(self) -> list[Finding]:
-        """What keeps the file from being moved."""
+        """List what keeps the file from being moved."""
         return [f for f in self.findings() if f.status != MOVED]
 
     def rewritten(self) -> str:

@@ -49,7 +49,7 @@ def named(node: cst.Call) -> list[tuple[str, cst.Arg]]:
 
 @dataclass
 class Plan:
-    """What a call becomes: lines before, a condition for inner groups, options of fully_shard, lines after."""
+    """The successor of a call: lines before, a condition for inner groups, options of fully_shard, lines after."""
 
     before: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Construction:
     # --- processes and devices ---
 
     def _dist(self) -> str:
-        """What torch.distributed is called here."""
+        """The name of torch.distributed here."""
         return self.edits.modules.setdefault("torch.distributed", self._alias("torch.distributed", "dist"))
 
     def _alias(self, package: str, fallback: str) -> str:

@@ -1,4 +1,4 @@
-"""What a program does with each of a sharded model's parameters: they are DTensors now, element by element the same."""
+"""Uses of each of a sharded model's parameters: they are DTensors now, element by element the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = ("ndim", "dim", "shape", "size")
 
 
 def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
-    """Whether something is done with each of the parameters of a sharded model, and they aren't whole there."""
+    """Return whether something is done with each of the parameters of a sharded model, and they aren't whole there."""
     if _summoned(module, node):
         return False
     for above in module.ancestors(node):
@@ -68,7 +68,7 @@ def _lists_parameters(scene: Scene, module: Module, over: cst.BaseExpression, de
 
 
 def gradient(scene: Scene, module: Module, node: cst.Attribute) -> bool:
-    """Whether a gradient's value is computed with, in a loop over a sharded model's parameters."""
+    """Return whether a gradient's value is computed with, in a loop over a sharded model's parameters."""
     above = module.parent(node)
     listed = isinstance(above, (cst.ListComp, cst.GeneratorExp)) and above.elt is node
     if node.attr.value != "grad" or not (isinstance(above, cst.Attribute) or listed or _reduced(module, node)):
@@ -80,7 +80,7 @@ def gradient(scene: Scene, module: Module, node: cst.Attribute) -> bool:
 
 
 def _scaled(module: Module, node: cst.BaseExpression) -> bool:
-    """Whether each element of a tensor is changed by a number, which is the same for a shard."""
+    """Return whether each element of a tensor is changed by a number, which is the same for a shard."""
     above = module.parent(node)
     name = above.attr.value if isinstance(above, cst.Attribute) else ""
     call = module.parent(above) if above is not None else None
@@ -93,7 +93,7 @@ def _scaled(module: Module, node: cst.BaseExpression) -> bool:
 
 
 def _reduced(module: Module, node: cst.BaseExpression) -> bool:
-    """Whether nothing but a number is made of a tensor: its norm, a sum, a test."""
+    """Return whether nothing but a number is made of a tensor: its norm, a sum, a test."""
     above = module.parent(node)
     if isinstance(above, cst.Arg):
         call = module.parent(above)
@@ -111,7 +111,7 @@ def _reduced(module: Module, node: cst.BaseExpression) -> bool:
 
 
 def local_gradients(scene: Scene, module: Module) -> None:
-    """What is summed over ranks by hand was a sum over this rank's shards, and stays that."""
+    """Keep a sum by hand over ranks a sum over this rank's shards."""
     edits, homes = scene.edits(module), []
     for node in module.all(cst.Attribute):
         home = module.function(node)
@@ -132,7 +132,7 @@ def local_gradients(scene: Scene, module: Module) -> None:
 
 
 def _goes_to_all_ranks(module: Module, node: cst.CSTNode, home: cst.FunctionDef) -> bool:
-    """Whether what is made of a tensor is reduced over ranks in the same function."""
+    """Return whether what is made of a tensor is reduced over ranks in the same function."""
     made: set[str] = set()
     lines = module.within(home, cst.Assign, cst.AugAssign, cst.AnnAssign, cst.Call)
     for _ in range(4):  # from one variable to the next
@@ -160,7 +160,7 @@ def _goes_to_all_ranks(module: Module, node: cst.CSTNode, home: cst.FunctionDef)
 
 
 def shape_of_parameter(scene: Scene, module: Module, node: cst.Attribute) -> bool:
-    """Whether dimensions are asked of each of a sharded model's parameters."""
+    """Return whether dimensions are asked of each of a sharded model's parameters."""
     if node.attr.value not in SHAPES or not isinstance(node.value, cst.Name):
         return False
     if module.enclosing(node, cst.FormattedStringExpression) is not None:
@@ -169,7 +169,7 @@ def shape_of_parameter(scene: Scene, module: Module, node: cst.Attribute) -> boo
 
 
 def _asked_by(scene: Scene, module: Module, name: cst.Name) -> bool:
-    """Whether a name is the argument of a function that is called with each of the parameters."""
+    """Return whether a name is the argument of a function that is called with each of the parameters."""
     function = next((a for a in module.ancestors(name) if isinstance(a, (cst.FunctionDef, cst.Lambda))), None)
     own = [] if function is None else [p.name.value for p in function.params.params]
     if name.value not in own:
@@ -191,7 +191,7 @@ def _asked_by(scene: Scene, module: Module, name: cst.Name) -> bool:
 
 
 def frozen(scene: Scene, module: Module, target: cst.AssignTarget) -> bool:
-    """Whether each parameter's requires_grad is set by assignment."""
+    """Return whether each parameter's requires_grad is set by assignment."""
     node = target.target
     return (
         isinstance(node, cst.Attribute) and node.attr.value == "requires_grad" and over_parameters(scene, module, node)
@@ -199,20 +199,20 @@ def frozen(scene: Scene, module: Module, target: cst.AssignTarget) -> bool:
 
 
 def changed_by_hand(scene: Scene, module: Module, called: cst.Attribute) -> bool:
-    """Whether a sharded model's parameters are changed in a loop over them: an average of weights, mostly."""
+    """Return whether a sharded model's parameters are changed in a loop over them: an average of weights, mostly."""
     if called.attr.value not in IN_PLACE or isinstance(called.value, cst.Call) or "grad" in module.code(called.value):
         return False
     return over_parameters(scene, module, called)
 
 
 def _summoned(module: Module, node: cst.CSTNode) -> bool:
-    """Whether summon_full_params is open: then parameters aren't sharded."""
+    """Return whether summon_full_params is open: then parameters aren't sharded."""
     opened = [above for above in module.ancestors(node) if isinstance(above, cst.With)]
     return any("summon_full_params" in module.code(item.item) for block in opened for item in block.items)
 
 
 def move(scene: Scene) -> list[Undecided]:
-    """What is done with each rank's shards, and what is written to parameters by hand."""
+    """Move work on each rank's shards, and writes to parameters by hand."""
     problems = []
     for module in scene.modules if scene.shards else ():
         local_gradients(scene, module)

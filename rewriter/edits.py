@@ -76,7 +76,7 @@ class Edits:
         return any(known.covers(start, end) for known in self._edits)
 
     def goes(self, node: cst.CSTNode) -> bool:
-        """Whether a name is covered by a change that doesn't say it again, as a variable."""
+        """Return whether a name is covered by a change that doesn't say it again, as a variable."""
         start, end = self.module.span(node)
         word = re.compile(rf"(?<![\w.]){re.escape(self.module.code(node))}(?!\w|\s*=[^=])")
         over = [known for known in self._edits if known.covers(start, end)]

@@ -1,4 +1,4 @@
-"""What `check` says, and the forms in which it says it."""
+"""The findings of `check`, and their forms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sort(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def text(findings: Sequence[Finding], everything: bool = False) -> str:
-    """What has to be decided, then a line for each file's imports; with `everything` also what needs no decision."""
+    """List the decisions, then a line for each file's imports; with `everything` also what needs no decision."""
     if not findings:
         return "no use of FSDP1 is left"
     shown = [f for f in findings if f.status in (MARKED, BLOCKS)]

@@ -52,7 +52,7 @@ def packages(statement: cst.Import | cst.ImportFrom) -> list[str]:
 
 
 def used(module: Module, name: Name) -> bool:
-    """Whether anything reads an imported name. Names that a module exports by __all__ are read."""
+    """Return whether anything reads an imported name. Names that a module exports by __all__ are read."""
     head = name.bound.partition(".")[0]
     bindings = module.scope(name.statement).find(head)
     if any(binding.references for binding in bindings if binding.node is name.statement):
@@ -197,7 +197,7 @@ def _anchor(module: Module) -> cst.SimpleStatementLine | None:
 
 
 def _leading(module: Module, line: cst.SimpleStatementLine) -> bool:
-    """Whether only imports, strings, assignments and try blocks stand above."""
+    """Return whether only imports, strings, assignments and try blocks stand above."""
     for statement in module.tree.body:
         if statement is line:
             return True

@@ -84,7 +84,7 @@ class Home:
         return [(Source(self.folder / name, ""), text) for name, text in missing.items()]
 
     def _imports_from(self, folder: Path, module: Module) -> bool:
-        """Whether a file imports something below a folder, so that it can import more from there."""
+        """Return whether a file imports something below a folder, so that it can import more from there."""
         found = [
             self._program.file_of(dotted, module)
             for statement in module.all(cst.Import, cst.ImportFrom)
@@ -154,7 +154,7 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
 
 
 def _of_models(scene: Scene, module: Module) -> list[Undecided]:
-    """What is asked of sharded models: most of it they have, and FSDP1's inner parts they haven't."""
+    """Judge accesses to sharded models: they have most names, and not FSDP1's inner parts."""
     instances.compare(scene, module)
     problems = []
     for call in module.all(cst.Call):
@@ -183,13 +183,13 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
 
 
 def kept(program: Program, modules: Sequence[Module]) -> bool:
-    """Whether these files have the interface already, and nothing of FSDP1's class beside it."""
+    """Return whether these files have the interface already, and nothing of FSDP1's class beside it."""
     has = any(module_name(line).endswith(INTERFACE) for module in modules for line in module.all(cst.ImportFrom))
     return has and not any(_given(program, module) for module in modules)
 
 
 def _takes_module_first(module: Module, base: cst.CSTNode) -> bool:
-    """Whether a class derived from FSDP1's is made of a module, as the interface's are."""
+    """Return whether a class derived from FSDP1's is made of a module, as the interface's are."""
     owner = module.enclosing(base, cst.ClassDef)
     lines = owner.body.body if owner is not None else ()
     made = [line for line in lines if isinstance(line, cst.FunctionDef) and line.name.value == "__init__"]
@@ -267,7 +267,7 @@ def _at_use(scene: Scene, module: Module, node: cst.CSTNode, head: str, package:
 
 
 def _through_file(program: Program, node: cst.CSTNode, module: Module) -> bool:
-    """Whether it is read from a file of the program, whose import changes."""
+    """Return whether it is read from a file of the program, whose import changes."""
     base = node.value if isinstance(node, cst.Attribute) else None
     return base is not None and any(
         program.split(f"{name}.x", module) is not None for name, imported in module.qualified(base) if imported

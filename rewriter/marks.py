@@ -33,7 +33,7 @@ def put(edits: Edits, problems: list[Undecided]) -> None:
 
 
 def marked(edits: Edits, statement: cst.CSTNode, code: str) -> bool:
-    """Whether the comments above a statement already have a code."""
+    """Return whether the comments above a statement already have a code."""
     text = edits.module.text[: edits.module.line_span(statement)[0]]
     for line in reversed(text.splitlines()):
         if not line.strip().startswith("#"):

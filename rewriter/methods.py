@@ -1,4 +1,4 @@
-"""What is done with a sharded model, but for its state dicts: clipping, no_sync, whole parameters and the like."""
+"""Calls on a sharded model, but for its state dicts: clipping, no_sync, whole parameters and the like."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
 
 
 def by_name(module: Module, node: cst.Call) -> str:
-    """What `getattr(model, "no_sync", …)` and `hasattr(model, "clip_grad_norm_")` ask for, where it is FSDP1's."""
+    """Move `getattr(model, "no_sync", …)` and `hasattr(model, "clip_grad_norm_")`, where the name is FSDP1's."""
     asked = module.code(node.func) in ("getattr", "hasattr") and len(node.args) > 1
     name = string(node.args[1].value) if asked else None
     return name if name is not None and name in METHODS else ""
 
 
 def _after_forward(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
-    """Whether a group may be gathered: after an evaluation, or between the model's call and a backward below it."""
+    """True if a group may be gathered: after an evaluation, or between the model's call and a backward below it."""
     if EVALUATES.search(module.text):
         return True
     at, text = module.span(node)[0], re.escape(module.code(model))

@@ -26,7 +26,7 @@ TOO_DEEP = "is nested too deeply to be parsed"
 
 
 def too_deep(text: str) -> bool:
-    """Whether Python's own parser gives up on how deeply a text is nested, which it counts.
+    """Return whether Python's own parser gives up on how deeply a text is nested, which it counts.
 
     libcst's doesn't count: its process dies of the stack, or works for ever, on what Python refuses. What else Python
     refuses is libcst's to say.
@@ -161,7 +161,7 @@ class Module:
             above = self._parents.get(above)
 
     def exclusive(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Whether only one of two nodes is reached, as one stands in the else of the other's branch."""
+        """Return whether only one of two nodes is reached, as one stands in the else of the other's branch."""
         for above in self.ancestors(one):
             if isinstance(above, cst.If) and above.orelse is not None:
                 held = [[self._holds(part, node) for part in (above.body, above.orelse)] for node in (one, other)]
@@ -210,7 +210,7 @@ class Module:
 
     @functools.cached_property
     def assigned(self) -> dict[str, list[cst.BaseExpression]]:
-        """What the module assigns to its names, outside of functions and classes."""
+        """The module's assignments to its names, outside of functions and classes."""
         found: dict[str, list[cst.BaseExpression]] = {}
         for node in self.all(cst.Assign, cst.AnnAssign):
             if node.value is None or self.enclosing(node, cst.FunctionDef, cst.ClassDef) is not None:
@@ -286,7 +286,7 @@ class Module:
         return None if scope is None else (scope, ".".join([node.value, *reversed(names)]))  # type: ignore[attr-defined]
 
     def assignments(self, name: cst.Name) -> list[Binding]:
-        """What binds a name that is read here."""
+        """List the bindings of a name that is read here."""
         return self.scope(name).find(name.value)
 
     def references(self, name: cst.Name) -> list[cst.CSTNode]:
@@ -295,7 +295,7 @@ class Module:
 
 
 def last_name(node: cst.CSTNode) -> str:
-    """What stands behind the last dot of a name; of a call, of what is called."""
+    """The part of a name behind its last dot; of a call, of its function's."""
     if isinstance(node, cst.Attribute):
         return node.attr.value
     if isinstance(node, cst.Call):

@@ -99,7 +99,7 @@ class Program(Files):
         return list(self._parsed)  # which may grow while it is gone through
 
     def answer(self, question: str, node: cst.CSTNode, find: Callable[[], Any], meanwhile: Any = None) -> Any:
-        """What has been found out about a node, or is now; `meanwhile` to who asks the same in between.
+        """Answer a question about a node, once; `meanwhile` to who asks the same in between.
 
         What was found out with such an answer isn't kept: asked by itself it may be more.
         """
@@ -232,7 +232,7 @@ class Program(Files):
         return ".".join([base, *names[1:]])
 
     def _exported(self, path: Path, name: str, depth: int) -> str | None:
-        """What a module of the program calls by a name, if that is one of FSDP1's by import or plain assignment."""
+        """The FSDP1 name behind a name of a module, by import or plain assignment."""
         key = (path, name)
         if key not in self._exports:
             self._exports[key] = None  # for imports in circles
@@ -320,7 +320,7 @@ class Program(Files):
 
 
 def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
-    """What a name is given where it is a target, also one of `a, b = x, y`."""
+    """The value that a target gets, also one of `a, b = x, y`."""
     above = module.parent(target)
     if isinstance(above, cst.AnnAssign):
         return above.value
@@ -337,5 +337,5 @@ def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | Non
 
 
 def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:
-    """What the module assigns to one of its names, outside of functions and classes."""
+    """The module's assignments to one of its names, outside of functions and classes."""
     return module.assigned.get(name, [])

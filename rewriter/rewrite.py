@@ -40,7 +40,7 @@ LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightni
 
 @dataclass
 class Rewritten:
-    """What became of a file: its new bytes, and the difference for a reader."""
+    """A rewritten file: its new bytes, and the difference for a reader."""
 
     source: Source
     data: bytes
@@ -104,7 +104,7 @@ def rewrite(program: Program) -> Result:
 
 @dataclass
 class Way:
-    """What becomes of files that import one another. `home`: where their interface is, if they keep FSDP1's, and
+    """The outcome for files that import one another. `home`: where their interface is, if they keep FSDP1's, and
     `reasons`: what isn't plain in them."""
 
     scene: Scene
@@ -207,7 +207,7 @@ def _exported(program: Program) -> dict[Path, set[str]]:
 
 
 def _lost(program: Program, module: Module, name: imports.Name) -> bool:
-    """Whether another file of the program gives its class of FSDP1 under this name."""
+    """Return whether another file of the program gives its class of FSDP1 under this name."""
     if not name.package or imports.fsdp1(name):
         return False
     dotted = f"{name.package}{'' if name.package.endswith('.') else '.'}{name.name}"

@@ -1,4 +1,4 @@
-"""What every rule needs to look at: the changes so far, who holds a sharded model, and a few questions about both."""
+"""The view that every rule needs: the changes so far, who holds a sharded model, and a few questions about both."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class Scene:
 
     @functools.cached_property
     def ddp(self) -> bool:
-        """Whether the program may also make DDP models."""
+        """Return whether the program may also make DDP models."""
         return any(re.search(r"DistributedDataParallel|\bDDP\b", module.text) for module in self.modules)
 
     @functools.cached_property
     def lowered(self) -> bool:
-        """Whether some model may compute in another dtype than its parameters have."""
+        """Return whether some model may compute in another dtype than its parameters have."""
         given = [(arg.keyword, arg.value) for call, _ in self.calls for arg in call.args]
         named = [value for name, value in given if name is not None and name.value == "mixed_precision"]
         return any(constant(value) is not None for value in named)
 
     @functools.cached_property
     def fsdp2(self) -> bool:
-        """Whether the program shards by FSDP2 already, to which FSDP1's options are only values."""
+        """Return whether the program shards by FSDP2 already, to which FSDP1's options are only values."""
         words = re.compile(r"fully_shard\b|FSDPModule|fsdp1_interface")
         return any(words.search(source.text) for source in self.rewriting.program.sources.values())
 
@@ -91,7 +91,7 @@ class Scene:
 
     @property
     def evaluates(self) -> bool:
-        """Whether something is computed without gradients, after which groups stay gathered."""
+        """Return whether something is computed without gradients, after which groups stay gathered."""
         return any("no_grad" in module.text or "inference_mode" in module.text for module in self.modules)
 
     @functools.cached_property

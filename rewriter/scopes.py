@@ -1,4 +1,4 @@
-"""What binds each name of a file, and where it is read: Python's scopes, in one walk.
+"""The bindings of each name of a file, and its reads: Python's scopes, in one walk.
 
 libcst has a provider of scopes; it takes four times as long as parsing, most of it for what nothing here asks.
 """
@@ -49,7 +49,7 @@ def children(node: cst.CSTNode) -> list[Child]:
 
 @dataclass(eq=False)
 class Binding:
-    """What binds a name: a target, parameter, definition or import; `imported` is its qualified name, if it is one."""
+    """Binds a name: a target, parameter, definition or import; `imported` is its qualified name, if it is one."""
 
     node: cst.CSTNode
     imported: str = ""
@@ -258,7 +258,7 @@ class Scopes:
 
 
 def module_name(statement: cst.ImportFrom) -> str:
-    """What `from … import` says, with its dots."""
+    """The module of `from … import`, with its dots."""
     name = cst.helpers.get_full_name_for_node(statement.module) if statement.module is not None else ""
     return "." * len(statement.relative) + (name or "")
 

@@ -1,4 +1,4 @@
-"""What a rule records when it takes a use of FSDP1."""
+"""The record of a rule that takes a use of FSDP1."""
 
 from __future__ import annotations
 

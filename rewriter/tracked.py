@@ -45,7 +45,7 @@ class Tracked(Branches):
             self._follow()
 
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
-        """Whether an expression is, or may be, a sharded model where it stands."""
+        """Return whether an expression is, or may be, a sharded model where it stands."""
         return id(node) in self._models
 
     def _follow(self) -> None:
@@ -145,7 +145,7 @@ class Tracked(Branches):
                 self._target(target.elements[index].value, module, module.order(assign))
 
     def _passed(self, arg: cst.Arg, call: cst.Call, module: Module) -> None:
-        """What a sharded model is given to: a parameter of the program's functions, a field, a model around it."""
+        """The receivers of a sharded model: a parameter of the program's functions, a field, a model around it."""
         if id(call) in self._made:
             return
         if arg is call.args[0] and any(name in WRAPPERS for name, _ in module.qualified(call.func)):
@@ -287,7 +287,7 @@ class Tracked(Branches):
         return found
 
     def _beside(self, binding: cst.CSTNode, read: cst.Name, module: Module) -> bool:
-        """Whether reads above the binding come before it: same function, and no loop around both."""
+        """Return whether reads above the binding come before it: same function, and no loop around both."""
         if module.function(binding) is not module.function(read):
             return False
         loops = {id(loop) for loop in module.ancestors(binding) if isinstance(loop, (cst.For, cst.While))}
@@ -322,7 +322,7 @@ class Tracked(Branches):
     # --- where it starts ---
 
     def _asked(self, call: cst.Call, module: Module) -> None:
-        """What stands under `if isinstance(model, FSDP)`."""
+        """Code under `if isinstance(model, FSDP)`."""
         above = module.parent(call)
         asked = call.args[0].value if call.args else None
         if not isinstance(above, (cst.If, cst.IfExp)) or above.test is not call or not isinstance(asked, cst.Name):
@@ -337,7 +337,7 @@ class Tracked(Branches):
                     self._hold(read, module)
 
     def _annotated(self, annotation: cst.Annotation, module: Module) -> None:
-        """What a program says is FSDP1's: `model: FSDP`, `model: "FSDP | None"`."""
+        """Annotations that name FSDP1: `model: FSDP`, `model: "FSDP | None"`."""
         names = module.within(annotation, cst.Name, cst.Attribute, cst.SimpleString)
         symbol = self.program.symbol
         said = any(symbol(name, module) == CLASS or in_annotation(name, module, symbol) for name in names)

@@ -69,12 +69,12 @@ class Rewriting:
                         self.edits(module).remove(line)
 
     def _gone(self, read: cst.CSTNode, module: Module) -> bool:
-        """Whether a read is dropped, and what took its place doesn't read it again."""
+        """Return whether a read is dropped, and what took its place doesn't read it again."""
         edits = self.edits(module)
         return edits.goes(read) if edits.covers(read) else id(read) in self._dropped
 
     def _pure(self, node: cst.BaseExpression, module: Module) -> bool:
-        """Whether leaving out an expression leaves out nothing but a value of FSDP1."""
+        """Return whether leaving out an expression leaves out nothing but a value of FSDP1."""
         return all(
             self.program.symbol(call.func, module) is not None
             or module.code(call.func) in ("dict", "set", "tuple", "getattr", "int", "torch.device")

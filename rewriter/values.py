@@ -1,4 +1,4 @@
-"""What an expression is, as far as the lines around it say; and which function or class of the program is called.
+"""The value of an expression, as far as the lines around it say; and which function or class of the program is called.
 
 Nothing is run: what isn't written out beside is unknown, and whoever asks must then leave the code alone.
 """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import io
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
@@ -109,3 +111,16 @@ def test_the_rules_see_what_they_are_for() -> None:
     assert says("Raises OSError.", FileNotFoundError)
     assert not says("Raises OSError.", ValueError)
     assert not has_shape("The sum of the losses.")
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    """A docstring names a thing or begins with a verb: "What …" and "Whether …" make a reader wait for the noun."""
+    root = Path(fsdp2.__path__[0]).parent
+    files = [file for room in ("fsdp2", "rewriter", "launchers", "benchmarks") for file in (root / room).rglob("*.py")]
+    nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    said = [
+        (file, ast.get_docstring(node) or "")
+        for file, node in nodes
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    assert [f"{file}: {one}" for file, one in said if one.startswith(("What ", "What's ", "Whether "))] == []

@@ -135,7 +135,7 @@ def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
 
 
 def adapters_of(place: str, to: str) -> Adapters | None:
-    """What a run of adapters says of them, or None for another. Raises Refused for `peft` if it is another."""
+    """Read the adapters' description in a run, None if it has no adapters. Raises Refused for `peft` then."""
     file = model_file(place, FILE)
     if file is not None:
         return read_adapters(file.read_bytes(), place)

@@ -1,4 +1,4 @@
-"""What torch.save wrote, read without torch.load: no code is run, and memory is bounded by the file's size.
+"""Read a file of torch.save without torch.load: no code is run, and memory is bounded by the file's size.
 
     archive/data.pkl    a pickle of the objects, with a persistent id for each tensor's memory
     archive/data/0 …    those memories
@@ -46,7 +46,7 @@ _STORAGES: dict[str, torch.dtype] = {
 
 
 def load_archive(path: Path, *, objects: bool = False) -> Any:
-    """What a file of torch.save holds, its tensors mapped from the file.
+    """Load a file of torch.save, its tensors mapped from the file.
 
     Args:
         objects: whether objects of unknown classes become `Unread`; else they are refused.
@@ -216,7 +216,7 @@ class _Archive:
         return self.known[function.named](*arguments)
 
     def _paid(self, value: Any) -> Any:
-        """What is copied, of which a file may have no more than its size: references make it many times."""
+        """Charge for a copy, of which a file may have no more than its size: references repeat it many times."""
         self.budget -= len(value)
         if self.budget < 0 or not isinstance(value, (str, bytes, list, tuple)):
             raise ValueError("it makes values larger than the file")

@@ -108,7 +108,7 @@ class HashedRead(io.RawIOBase):
 
 
 class DcpFiles(FileSystemBase):
-    """What DCP's file system writer and reader ask for, on `Files`. Paths are names relative to the checkpoint."""
+    """The interface of DCP's file systems on `Files`. Paths are names relative to the checkpoint."""
 
     def __init__(self, files: Files) -> None:
         self.files = files

@@ -95,7 +95,7 @@ def file_name(name: str) -> str:
 
 
 def is_there(files: Files, name: str) -> bool:
-    """Whether something has that name, a file or not."""
+    """Return whether something has that name, a file or not."""
     try:
         return files.size(name) is not None
     except NotAFile:
@@ -162,7 +162,7 @@ _KINDS = {
 
 
 def _what_is_at(path: Path) -> NotAFile | None:
-    """What is at a path and is no file; None for a file, and for nothing."""
+    """The error for what a path holds in place of a file; None for a file, and for nothing."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is in a full-model.pt, and whether it fits a model: the same for both ways of making one."""
+"""Read a full-model.pt and compare it with a model: the same for both ways of making one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> di
 
 
 def _is_cast(dtype: torch.dtype) -> bool:
-    """Whether a cast to and from it means the same weights.
+    """Return whether a cast to and from it means the same weights.
 
     Integers would be rounded. As weights, they and floating point numbers of 8 bits are quantized, which makes no sense
     without their scales.

@@ -60,7 +60,7 @@ def save_together(
 
 
 def _together(work: Callable[[], Any]) -> list[Any]:
-    """What a function returns on each rank, after it has ended on all. Raises the error of any rank on each."""
+    """Call a function on each rank and gather its results. Raises the error of any rank on each."""
     result, problem = None, None
     try:
         result = work()
@@ -116,7 +116,7 @@ def _write_rows(
 
 
 def _is_mine(tensor: Tensor) -> bool:
-    """Whether this rank writes its part: of replicas the first does, and rank 0 what is whole on all."""
+    """Return whether this rank writes its part: of replicas the first does, and rank 0 what is whole on all."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()

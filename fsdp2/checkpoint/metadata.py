@@ -183,7 +183,7 @@ def misses(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[i
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes share an element. Along the axis that is cut most, only neighbours are compared."""
+    """Return whether two boxes share an element. Along the axis that is cut most, only neighbours are compared."""
     dims = range(len(boxes[0][0]))
     axis = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
     reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

@@ -57,7 +57,7 @@ def unpickle(
     is_allowed: Callable[[str], bool],
     persistent: Make | None = None,
 ) -> Any:
-    """What a pickle holds. Raises Refused, with a reason that reads on from the name of the file.
+    """Read a pickle without running it. Raises Refused, with a reason that reads on from the name of the file.
 
     Args:
         known: name of a class or function -> what makes data of the arguments in its place. It may raise anything.
@@ -112,7 +112,7 @@ def _weigh(value: Any, limit: int, seen: dict[int, tuple[int, int]], depth: int)
 
 
 def _is_key(value: Any) -> bool:
-    """Whether hashing it is quick: nested tuples take any time, and any stack."""
+    """Return whether hashing it is quick: nested tuples take any time, and any stack."""
     if isinstance(value, (tuple, frozenset)):
         return all(isinstance(one, (str, int, float, bytes, type(None))) for one in value)
     return isinstance(value, (str, int, float, complex, bytes, Unread, torch.dtype, type(None)))
@@ -266,7 +266,7 @@ def _number(form: str) -> Operation:
 
 
 def _counted(form: str, make: Callable[[bytes], Any]) -> Operation:
-    """What is preceded by its length."""
+    """Read bytes that their length precedes."""
     count = struct.Struct(form)
 
     def operate(machine: _Machine) -> None:

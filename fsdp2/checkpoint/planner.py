@@ -85,7 +85,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
 
 def _fits(loaded: Any, target: Any, *, whole: bool) -> bool:
-    """Whether a plain value can take another's place. A setting may be unset, and a number be written in two ways."""
+    """True if a plain value can take another's place. A setting may be unset, and a number be written in two ways."""
     if loaded is None or target is None:
         return True
     if isinstance(loaded, (tuple, list)) and isinstance(target, (tuple, list)):

@@ -9,7 +9,7 @@ from fsdp2.units import printable
 
 
 class Refused(ValueError):
-    """What can't be read, written or compared. The message is one line that says why, and what to do."""
+    """Something can't be read, written or compared. The message is one line that says why, and what to do."""
 
 
 def one_line(error: BaseException) -> str:
@@ -45,7 +45,7 @@ def empty_word(words: Sequence[str]) -> str | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether a file or folder can be called so: `""` can't, nor text with a NUL or a byte that isn't UTF-8."""
+    """Return whether a file or folder can be called so: `""` can't, nor text with a NUL or a byte that isn't UTF-8."""
     try:
         return bool(text) and b"\0" not in text.encode()
     except UnicodeEncodeError:

@@ -264,7 +264,7 @@ def positive_number(variable: str, default: float) -> float:
 
 
 def _options(scheme: str, timeout: float) -> dict[str, Any]:
-    """What makes a client give up on a silent connection, and leave trying again to us."""
+    """Options that make a client give up on a silent connection, and leave retries to us."""
     if EXTRAS.get(scheme) != "s3":
         return {}
     config = {"connect_timeout": timeout, "read_timeout": timeout, "retries": {"total_max_attempts": 1}}

@@ -70,7 +70,7 @@ def _share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
 
 
 def _of_all_ranks(problem: str | None) -> str:
-    """What any rank has found, each thing once. A collective call."""
+    """Gather the problems of all ranks, each once. A collective call."""
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return "; ".join(sorted(set(filter(None, problems))))

@@ -183,7 +183,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save of this rank is still being written; ranks may differ for a moment."""
+        """Return whether a save of this rank is still being written; ranks may differ for a moment."""
         return self._in_flight is not None and not self._in_flight.done()
 
     def ended(self) -> Outcome | None:

@@ -25,7 +25,7 @@ class Part(Protocol):
     """Anything with a state: a scheduler, a gradient scaler, a place in the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint saves of it."""
+        """The part that a checkpoint saves."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Take what `state_dict` gave, on any number of ranks."""
@@ -150,7 +150,7 @@ class WeightsOnly(Stateful):
 
 
 class SchedulerState:
-    """What of a learning rate scheduler changes while it runs. The rest comes from flags, and has other
+    """The part of a learning rate scheduler that changes while it runs. The rest comes from flags, and has other
     names from one torch version to the next."""
 
     KEYS = ("last_epoch", "_step_count", "_last_lr")

@@ -29,7 +29,7 @@ class OtherWeights(Refused):
 
 @dataclass(frozen=True)
 class Fitting:
-    """What of a place fits a model.
+    """The weights of a place that fit a model.
 
     Attributes:
         names: name in the model -> name in the place.

@@ -35,7 +35,7 @@ WARM_UP = 5  # steps in which caches fill and torch still compiles what it compi
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Measured]:
-    """What was measured, after it was written to `--out`. Raises ConfigError before anything is started."""
+    """Compare, write to `--out`, and return the measurements. Raises ConfigError before anything is started."""
     options, training = _parse(arguments)
     table = rows(options["strategies"], options["variants"], training, options["nproc"])
     out = Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}")

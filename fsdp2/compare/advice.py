@@ -1,4 +1,4 @@
-"""What the numbers recommend: two lines, drawn from them and from nothing else."""
+"""Advice from the numbers: two lines, drawn from them and from nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def step_ms(row: Measured) -> float:
 
 
 def advice(found: Sequence[Measured], budget: int) -> list[str]:
-    """What takes the least memory, and what is fastest of those that fit.
+    """Name the row of least memory, and the fastest of those that fit.
 
     Args:
         budget: bytes that each rank may use.

@@ -36,7 +36,7 @@ class RunFailed(Exception):
 
 @dataclass
 class Measured:
-    """What was measured of a row. Bytes are of the rank that had the most."""
+    """The measurements of a row. Bytes are of the rank that had the most."""
 
     name: str
     ranks: int

@@ -57,7 +57,7 @@ def cells(found: Sequence[Measured]) -> list[list[str]]:
 
 
 def equality(row: Measured, reference: Measured) -> str:
-    """Whether each loss equals the reference's, bit for bit; else from which step on, and by how much at most."""
+    """True if each loss equals the reference's, bit for bit; else from which step on, and by how much at most."""
     if row is reference:
         return "reference"
     pairs = list(zip(row.losses, reference.losses, strict=True))

@@ -1,4 +1,4 @@
-"""What is compared: each strategy with each named set of flags."""
+"""The rows of a comparison: each strategy with each named set of flags."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def kind_of(name: str) -> str:
-    """What kind of model takes a dataset: `image` or `language`."""
+    """The kind of model that takes a dataset: `image` or `language`."""
     return "language" if name.startswith(OWN) else KINDS[name]
 
 

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What was prepared, or is shown: counts by split, as the folder's meta.json has them. Raises ConfigError."""
+    """Prepare or show, and return counts by split, as the folder's meta.json has them. Raises ConfigError."""
     arguments = parse(argv)
     if arguments.command == "show":
         given = {name: value for name, value in vars(arguments).items() if name not in ("command", "samples")}

@@ -47,7 +47,7 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> int:
 
 
 def _is_at(path: Path, opened: int) -> bool:
-    """Whether an opened file is at its path still: its folder may have been moved while this process waited."""
+    """Return whether an opened file is at its path still: its folder may have been moved while this process waited."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(opened))
     except FileNotFoundError:

@@ -190,7 +190,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
-    """What a template marks by `{% generation %}`.
+    """Learn the tokens that a template marks by `{% generation %}`.
 
     `apply_chat_template` gives a mask of tokens, which is wrong where the tokenizer's offsets leave out a space, or a
     character is of several tokens. This is the function by which it renders, and it gives the places in the text.

@@ -142,7 +142,7 @@ class Batches:
         return -(-self.position // self.global_batch)
 
     def at_end(self) -> bool:
-        """Whether every sample of the current epoch has been consumed."""
+        """Return whether every sample of the current epoch has been consumed."""
         return self.position >= len(self.split)
 
     def __iter__(self) -> Iterator[Iterator[Batch]]:

@@ -110,7 +110,7 @@ def with_objects(messages: list[Any]) -> tuple[list[Any], list[str]]:
 
 
 def encoded_twice(texts: list[str], shown: str) -> bool:
-    """Whether a template has written one of the texts as a string of JSON."""
+    """Return whether a template has written one of the texts as a string of JSON."""
     return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
 
 

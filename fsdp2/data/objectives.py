@@ -1,4 +1,4 @@
-"""What a language model learns from a window of tokens, where that isn't the next token.
+"""Objectives of language models other than the next token.
 
 Source of the masks: https://arxiv.org/abs/1810.04805 (BERT, which leaves a fifth of the tokens unhidden; here all are).
 """

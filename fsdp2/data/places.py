@@ -72,7 +72,7 @@ class File:
 
 
 def is_url(place: str) -> bool:
-    """Whether a place has a scheme, such as `s3://`."""
+    """Return whether a place has a scheme, such as `s3://`."""
     return "://" in place
 
 
@@ -167,7 +167,7 @@ def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
 
 
 def _state(info: Mapping[str, Any]) -> str:
-    """What tells a file's content from a later one; its date counts where nothing better is known."""
+    """Tell a file's content from a later one; its date counts where nothing better is known."""
     known = [f"{key}={info[key]}" for key in VERSIONS if info.get(key)]
     return " ".join(known or [f"{key}={info[key]}" for key in DATES if info.get(key)])
 

@@ -31,7 +31,7 @@ EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
 class Encoder(Protocol):
-    """What makes tokens of documents.
+    """Turns documents into tokens.
 
     Attributes:
         kind: `text`, or `chat`, which says of each token whether it is to be predicted.
@@ -79,7 +79,7 @@ def source_of(files: Sequence[File], encoder: Encoder) -> str:
 
 
 def is_prepared(place: str | Path) -> bool:
-    """Whether `python -m fsdp2.data prepare` finished this folder."""
+    """Return whether `python -m fsdp2.data prepare` finished this folder."""
     return os.path.isfile(os.path.join(place, META))  # pathlib's raises for a list longer than any path
 
 

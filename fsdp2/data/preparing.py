@@ -35,7 +35,7 @@ SAVE_SECONDS, SAY_SECONDS = 5.0, 10.0
 
 @dataclass
 class Progress:
-    """What has been done of a preparation.
+    """The progress of a preparation.
 
     Attributes:
         source: of what, and how.
@@ -249,7 +249,7 @@ def _is_whole(work: Path) -> bool:
 
 
 def _begun(work: Path, source: str) -> Progress:
-    """What an earlier process has left; a new beginning if that is nothing, or torn. Raises UnusableText."""
+    """Read the progress that an earlier process left; begin if there is none, or it is torn. Raises UnusableText."""
     try:
         found = Progress(**json.loads((work / PROGRESS).read_bytes()))
         whole = all((work / name).stat().st_size >= size for name, size in found.files.items())

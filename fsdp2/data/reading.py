@@ -211,7 +211,7 @@ def _exactly(stream: BinaryIO, count: int, file: File) -> bytes:
 
 
 def _whole_in(content: Any, line: bytes, where: str) -> Any:
-    """What a line holds. Raises UnusableText if a text in it is none: only an escape gives half of a character."""
+    """Check a line's texts. Raises UnusableText if a text in it is none: only an escape gives half of a character."""
     if b"\\ud" in line.lower():
         try:
             json.dumps(content, ensure_ascii=False).encode()

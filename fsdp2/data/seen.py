@@ -1,4 +1,4 @@
-"""What a run sees of text and conversations: how much, what of it is learned, and where documents begin and end.
+"""A run's view of text and conversations: how much, the learned share, and where documents begin and end.
 
 All numbers were counted while the text was prepared, or follow from where documents end. No token is read for them.
 """
@@ -25,7 +25,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def lines(dataset: Dataset) -> list[str]:
-    """What a run says of its data when it starts; nothing of a dataset that isn't text or conversations."""
+    """Lines about the data at a run's start; none for a dataset that isn't text or conversations."""
     about, train, test = dataset.about, _windows(dataset.train), _windows(dataset.test)
     if not about:
         return []
@@ -46,7 +46,7 @@ def lines(dataset: Dataset) -> list[str]:
 
 
 def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """What of prepared conversations would train a model that never stops: one line, or none."""
+    """Warn of conversations that would train a model that never stops: one line, or none."""
     wrong = {int(token): counts[1] for token, counts in about["turns"].items() if counts[1]}
     if not wrong:
         return []

@@ -53,7 +53,7 @@ class Text:
 
 
 def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
-    """What makes tokens of `text` or of `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
+    """Open the encoder of `text` or `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
     return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
 
 

@@ -17,7 +17,7 @@ class UnusableText(ValueError):
 
 
 class Tokenizer(Protocol):
-    """What makes tokens of text.
+    """Turns text into tokens.
 
     Attributes:
         size: one more than its largest token.

@@ -91,7 +91,7 @@ class FromFile:
 
 
 def _settings(tokenizer: Any) -> list[str]:
-    """What a tokenizer.json asks for that would cut documents, or fill them up."""
+    """Name the settings of a tokenizer.json that would cut documents, or fill them up."""
     cut, fill = tokenizer.truncation, tokenizer.padding
     found = [] if cut is None else [f"truncation to {cut['max_length']} tokens"]
     return found if fill is None else [*found, f"padding to {fill['length'] or 'the longest'}"]

@@ -40,7 +40,7 @@ FIXES = {  # by the kind of trouble
 
 @dataclass
 class Here:
-    """What a question's function knows of the rank it runs on. Each question has a copy, with the same `kept`.
+    """A question's view of the rank that it runs on. Each question has a copy, with the same `kept`.
 
     Attributes:
         seconds: within which it has to answer.
@@ -80,7 +80,7 @@ class Trouble:
 
 
 def bounded(function: Callable[[Here], Any], here: Here) -> dict[str, Any]:
-    """What a function returns, as `value`; else how it `failed`, or where it has `hung` when its time was over."""
+    """Call a function within a time: its `value`, how it `failed`, or where it has `hung`."""
     box: dict[str, Any] = {}
     mine = dataclasses.replace(here, doing="")  # what hangs here may go on beside a later question
 

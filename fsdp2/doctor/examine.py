@@ -44,7 +44,7 @@ FINAL = ("fit to train", "worse than expected", "can't train")
 
 @dataclass(frozen=True)
 class Options:
-    """What is examined.
+    """The scope of an examination.
 
     Attributes:
         seconds: that a rank has to answer a question.

@@ -1,4 +1,4 @@
-"""What each rank's machine and software are: what must agree, and what is too small for its ranks."""
+"""Each rank's machine and software: facts that must agree, and those too small for the ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def measure(here: Here) -> dict[str, Any]:
 
 
 def resolves_to_loopback() -> bool:
-    """Whether gloo would listen where no other host reaches it: it listens at the address of the host's name."""
+    """Return whether gloo would listen where no other host reaches it: it listens at the address of the host's name."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return False
     try:
@@ -175,7 +175,7 @@ def memory(first: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
 
 
 def cores(found: Mapping[int, Mapping[str, Any]], local: Mapping[int, int], hosts: Hosts) -> list[Row]:
-    """Whether the ranks of a host have a core for each thread: by quota, and by the cores that they may run on."""
+    """True if the ranks of a host have a core for each thread: by quota, and by the cores that they may run on."""
     have: dict[int, float] = {}
     need: dict[int, float] = {}
     for rank, one in found.items():
@@ -189,7 +189,7 @@ def cores(found: Mapping[int, Mapping[str, Any]], local: Mapping[int, int], host
 
 
 def gpus(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
-    """What nvidia-smi and torch say about the GPUs; nothing without any."""
+    """Facts of the GPUs by nvidia-smi and torch; none without a GPU."""
     there = {rank: one["gpu"] for rank, one in found.items() if one["gpu"]}
     if not there:
         return []

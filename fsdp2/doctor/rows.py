@@ -1,4 +1,4 @@
-"""What the doctor reports: rows with a verdict, and how the ranks that differ from the others are found and named."""
+"""The doctor's report: rows with a verdict, and how the ranks that differ from the others are found and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of the training that the flags name would wait for, as rows without a verdict.
+"""The waits of a training step with these flags, as rows without a verdict.
 
 Another process plans it: a plan needs one without a process group, and what takes too long can be ended.
 """
@@ -29,7 +29,7 @@ def measured(
     gathered: Mapping[int, Mapping[str, float]],
     hosts: Hosts,
 ) -> dict[str, Any] | None:
-    """What a plan needs of the ranks' measurements, the slowest rank's where all wait for it; None if it isn't there.
+    """Take from the ranks' measurements what a plan needs, the slowest rank's where all wait for it; None if absent.
 
     Returns a dict:
         per_host: ranks of each host; None if hosts have different numbers.
@@ -59,7 +59,7 @@ def measured(
 def rows(
     config: Config, device: torch.device, found: Mapping[str, Any] | None, patience: float = PATIENCE
 ) -> list[Row]:
-    """What a step of `config` waits for at the rates that were measured; or why that isn't known."""
+    """Rows of a step's waits at the measured rates, or the reason that they aren't known."""
     if found is None:
         return []
     title, expected = f"step of {config.model}", "no bound: fsdp2.plan at the rates measured here"

@@ -1,1 +1,1 @@
-"""What a stranger's file may decide: one door for each kind of thing that it might reach for."""
+"""Doors for a stranger's file: one for each kind of thing that it might reach for."""

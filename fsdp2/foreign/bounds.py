@@ -80,7 +80,7 @@ def in_bounds(make: Callable[[], T], foreign: Foreign) -> T:
 
 
 def run_in_bounds(function: Callable[[], T], foreign: Foreign) -> T:
-    """What a function gives in a child process. Raises what `in_bounds` does."""
+    """Call a function in a child process. Raises what `in_bounds` does."""
     return in_bounds(lambda: function, foreign)()
 
 
@@ -111,7 +111,7 @@ class _Child:
         return self._ask("__call__", some, named)[1]
 
     def _ask(self, name: str, some: tuple[Any, ...] | None = None, named: dict[str, Any] | None = None) -> Any:
-        """Whether an attribute is a method, and its value; with arguments, the method's result."""
+        """Return whether an attribute is a method, and its value; with arguments, the method's result."""
         request = pickle.dumps((name, some, named))
         limits = self._foreign.limits(len(request))
         try:

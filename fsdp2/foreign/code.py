@@ -26,7 +26,7 @@ class ForeignCode(ValueError):
 
 
 class _Door:
-    """What is open in a region.
+    """The rules of a region.
 
     Attributes:
         refused: what was asked for in vain: a library may catch the refusal and go on.

@@ -19,7 +19,7 @@ def start() -> None:
 
 
 def take() -> bytes:
-    """What `torch.cuda.memory._dump_snapshot` would write; the recording ends."""
+    """End the recording; return the content that `torch.cuda.memory._dump_snapshot` would write."""
     snapshot = pickle.dumps(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
     return snapshot

@@ -138,7 +138,7 @@ class Ledger(TorchDispatchMode):
             self.mark(kind, tensors)
 
     def alive(self) -> list[Allocation]:
-        """What is allocated now, each with the kind that it has if nothing more is known of it."""
+        """List the present allocations, each with the kind that it has if nothing more is known of it."""
         there = [allocation for _, allocation in self._live.values()]
         return [replace(a, kind=a.kind or kind_of(a, self.phases)) for a in there]
 
@@ -285,7 +285,7 @@ class Ledger(TorchDispatchMode):
 
 
 def kind_of(allocation: Allocation, phases: Sequence[Phase]) -> str:
-    """What an allocation was for, by the phase that made it and whether it was there in a later one."""
+    """Name an allocation's purpose, by the phase that made it and whether a later one still had it."""
     phase = phases[allocation.phase].name
     if phase == "data":
         return "data"

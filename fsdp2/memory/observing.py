@@ -1,4 +1,4 @@
-"""What a run observes of itself beside its metrics: its memory, its time, and how it ran out of memory."""
+"""A run's observation of itself beside its metrics: memory, time, and how memory ran out."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def observed(
 
 
 def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
-    """What a model and its optimizer hold; on a GPU, what else was allocated at the peak counts as activations."""
+    """List the tensors of model and optimizer; on a GPU, all else allocated at the peak counts as activations."""
     ledger = Ledger()
     ledger.watch(engine.model, engine.held())
     rest = torch.cuda.max_memory_allocated(device) - ledger.live_bytes if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What a run that is out of memory says: what was alive, and which flags would have saved how much of it."""
+"""The report of a run out of memory: the tensors alive, and the saving of each flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does at each moment, as the calls of its engine's methods tell."""
+"""A rank's phase at each moment, by the calls of its engine's methods."""
 
 from __future__ import annotations
 

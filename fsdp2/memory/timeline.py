@@ -21,7 +21,7 @@ def file_name(rank: int) -> str:
 
 @dataclass
 class Timeline:
-    """What one rank had allocated, when and for what."""
+    """One rank's allocations over time, each with its purpose."""
 
     facts: dict[str, Any]  # of the run and this rank
     allocations: list[Allocation]
@@ -47,7 +47,7 @@ class Timeline:
         return at, most
 
     def alive(self, when: float) -> list[Allocation]:
-        """What was allocated at a moment, largest first."""
+        """List the allocations of a moment, largest first."""
         there = [a for a in self.allocations if a.born <= when and (a.died is None or a.died > when)]
         return sorted(there, key=lambda allocation: -allocation.bytes)
 
@@ -56,7 +56,7 @@ class Timeline:
         return by_kind(self.alive(when))
 
     def phase_at(self, when: float) -> Phase:
-        """What the rank was doing at a moment; before the first phase, that one."""
+        """The rank's phase at a moment; before the first phase, that one."""
         return ([phase for phase in self.phases if phase.began <= when] or self.phases[:1])[-1]
 
 

@@ -1,4 +1,4 @@
-"""What a row of the table of options says. Sources of the rows: the docstrings of
+"""The rows of the table of options. Sources of the rows: the docstrings of
 `torch.distributed.fsdp` and the notes on moving at
 https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
 """
@@ -15,7 +15,7 @@ STATUSES = (EXACT, DECIDE, REFUSED)
 
 @dataclass(frozen=True)
 class Row:
-    """What one thing of FSDP1 becomes.
+    """One thing of FSDP1, and its successor.
 
     Attributes:
         code: stable, as a linter's.

@@ -1,4 +1,4 @@
-"""What FSDP1 is asked for: methods, state dicts, and what stands around it."""
+"""Rows for calls of FSDP1: methods, state dicts, and code around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moving a program takes that is no option of FSDP1: what stands around the calls, and configuration files."""
+"""Rows for code that is no option of FSDP1: lines around the calls, and configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FSDP1 is made with: its constructor, enumerations, configurations and policies."""
+"""Rows for the settings of FSDP1: its constructor, enumerations, configurations and policies."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["ATTENTIONS", "LIBRARIES", "NAMES", "Lora", "ModelSpec", "get", "is_f
 
 
 def is_function(name: str) -> bool:
-    """Whether a model's name is that of a function, whose module `get` imports."""
+    """Return whether a model's name is that of a function, whose module `get` imports."""
     library, colon, _ = name.partition(":")
     return bool(colon) and library not in LIBRARIES
 

@@ -45,7 +45,7 @@ def way(choice: str, device_type: str, *, apart: bool) -> str:
 
 @cache
 def missing() -> str | None:
-    """What FlexAttention's compiler lacks on this machine: a Python package, or a C compiler that it calls."""
+    """Name what FlexAttention's compiler lacks on this machine: a Python package, or a C compiler that it calls."""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     found = any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang") if name)
@@ -53,7 +53,7 @@ def missing() -> str | None:
 
 
 def mask_of(document_ids: Tensor | None, like: Tensor, choice: str) -> Mask:
-    """What `attend` takes for documents (N, T), None for one in each row: a tensor, blocks, or None for causal.
+    """Make `attend`'s mask for documents (N, T), None for one in each row: a tensor, blocks, or None for causal.
 
     Args:
         like: (N, T, …), on the device of the queries.

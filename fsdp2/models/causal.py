@@ -1,4 +1,4 @@
-"""Whether a language model sees what it is not to see, told by running a copy of its first blocks.
+"""Return whether a language model sees what it is not to see, told by running a copy of its first blocks.
 
 No attribute tells it: in a configuration of GPT-NeoX, which is causal, `is_decoder` is False.
 """
@@ -34,7 +34,7 @@ class _Enough(Exception):
 
 
 def same(made: Tensor) -> bool:
-    """Whether the last of three rows (3, …) of one forward equals the others but for rounding. What is NaN doesn't.
+    """True if the last of three rows (3, …) of one forward equals the others but for rounding. What is NaN doesn't.
 
     The first two had the same input. How far they differ is what the arithmetic rounds by itself: in bf16, and where
     experts add up their tokens in an order of chance, that is more than `ROUNDING`.
@@ -45,7 +45,7 @@ def same(made: Tensor) -> bool:
 
 
 def sees_later(model: nn.Module, call: Call, logits: Logits) -> bool | None:
-    """Whether what a model makes of a token depends on a later one; None if its first blocks can't be run like this.
+    """True if what a model makes of a token depends on a later one; None if its first blocks can't be run like this.
 
     Args:
         model: its parameters on `meta`, its buffers in memory. It is used up.
@@ -82,7 +82,7 @@ def _changes(
     begin: int,
     count: int,
 ) -> bool | None:
-    """Whether the last of three rows, which differs elsewhere, gets other numbers for `count` tokens from `begin` on.
+    """True if the last of three rows, which differs elsewhere, gets other numbers for `count` tokens from `begin` on.
 
     The rows go through the first two blocks, on a CPU, in fp32, with weights of no meaning. A model's own may hide what
     it sees: before training, a head or a projection of zeros makes the same of everything.
@@ -99,7 +99,7 @@ def _changes(
 
 
 def _made_of(model: nn.Module, blocks: list[nn.Module], forward: Callable[[], Tensor]) -> Tensor:
-    """What enters the block after those that are looked at; what a forward returns if there is none."""
+    """Catch the input of the block after those that are looked at, or the forward's result if there is none."""
     found: list[Tensor] = []
 
     def stop(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -22,7 +22,7 @@ KINDS = {"image": ("causal",), "language": ("causal", "masked", "seq2seq")}  # a
 
 
 def spec(name: str) -> ModelSpec:
-    """What the function returns if that is a ModelSpec; else a specification of the module that it returns.
+    """Call the function: its ModelSpec, or a specification of the module that it returns.
 
     A module alone is taken to classify images: it gets (N, 1, 28, 28) and gives (N, classes). It is initialised as
     the function does it. Raises ValueError, in one line, for a function that can't be used, and so do `make` and

@@ -267,7 +267,7 @@ def _generates(model_class: Any) -> bool:
 
 
 def _uses_torchs_attention(config: Any, model_class: Any) -> bool:
-    """Whether the model attends by `scaled_dot_product_attention`, as those that can do unless config.json says how."""
+    """True if the model attends by `scaled_dot_product_attention`, as those that can do unless config.json says how."""
     said = getattr(config, "_attn_implementation", None)
     return said in (None, "sdpa") and bool(getattr(model_class, "_supports_sdpa", False))
 
@@ -330,7 +330,7 @@ def _folder(place: str) -> Path:
 
 
 def _stays(file: Path, folder: Path) -> bool:
-    """Whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
+    """Return whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
     blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
     return any(place in file.resolve().parents for place in (folder, *blobs))
 

@@ -103,7 +103,7 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name is one of a pair A, B."""
+    """Return whether a weight of this name is one of a pair A, B."""
     return ".lora_A." in name or ".lora_B." in name
 
 

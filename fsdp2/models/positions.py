@@ -1,4 +1,4 @@
-"""Whether sequences are longer than a model's table of positions, told before the model has any memory."""
+"""Return whether sequences are longer than a model's table of positions, told before the model has any memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def too_long(spec: ModelSpec, model: nn.Module, blocks: Sequence[nn.Module], seq
 
 @torch.no_grad()
 def _end(spec: ModelSpec, model: nn.Module, seq_len: int) -> str:
-    """What ends a forward."""
+    """Ends a forward."""
     tokens = torch.full((1, seq_len), 3)
     inputs: Tensor | dict[str, Tensor] = tokens
     if spec.task == "seq2seq":  # the halves of a sequence

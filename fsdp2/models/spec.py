@@ -1,4 +1,4 @@
-"""What the rest of the program has to know about a model."""
+"""The facts about a model that the rest of the program needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """What a model is run on.
+    """The input of a model.
 
     Attributes:
         inputs: what a forward takes: one tensor, or tensors by the names of its arguments.

@@ -12,7 +12,7 @@ BUCKET_MB = 25.0  # where --bucket-mb is unset; DDP has the same by torch's own 
 
 
 def settings(config: Any, device_type: str) -> dict[str, Any]:
-    """What DeepSpeed gets for a Config. Raises ConfigError if the file can't be read or contradicts the flags."""
+    """Make DeepSpeed's settings for a Config. Raises ConfigError if the file can't be read or contradicts the flags."""
     made = deepspeed_config(
         int(config.strategy[-1]),
         micro_batch=config.batch_size,

@@ -1,4 +1,4 @@
-"""What `--model` and the flags beside it stand for: the model's specification, its weights, its defaults."""
+"""The meaning of `--model` and the flags beside it: the model's specification, its weights, its defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def spec(config: Config) -> models.ModelSpec:
-    """What `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`.
+    """The model that `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`.
 
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """

@@ -126,6 +126,6 @@ def refuse(refusals: Iterator[str]) -> None:
 
 
 def asked_for(config: Any, option: str) -> bool:
-    """Whether an option asks for something: it differs from its default and isn't `off`."""
+    """Return whether an option asks for something: it differs from its default and isn't `off`."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return getattr(config, option) not in (defaults[option], "off")

@@ -19,7 +19,7 @@ Parse = Callable[[Any], Any]
 
 
 def word_of(parse: Parse) -> str:
-    """What stands for a value of this check in `--help`: its choices, N for a number, else VALUE."""
+    """The word for a value of this check in `--help`: its choices, N for a number, else VALUE."""
     return str(getattr(parse, "word", "VALUE"))
 
 
@@ -192,7 +192,7 @@ def optional_switch(value: Any) -> bool | None:
 
 
 def is_step(value: str) -> bool:
-    """Whether the text is the number of a step: `²` and `٣` are digits to Python, but no number of ours."""
+    """Return whether the text is the number of a step: `²` and `٣` are digits to Python, but no number of ours."""
     return value.isascii() and value.isdigit()
 
 

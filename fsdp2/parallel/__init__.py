@@ -1,2 +1,2 @@
-"""What distributes a model: mesh, sharding groups, prefetch, precision, recomputation, and one small engine
+"""Distribute a model: mesh, sharding groups, prefetch, precision, recomputation, and one small engine
 for each strategy. Every file takes plain arguments and can be copied out."""

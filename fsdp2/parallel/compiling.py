@@ -38,7 +38,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str | Callable[..., Any
 
 @dataclass(frozen=True)
 class Compiled:
-    """What has come of `compile_blocks` so far.
+    """The outcome of `compile_blocks` so far.
 
     Attributes:
         graphs: that were compiled.
@@ -81,7 +81,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def _counters() -> Any:
-    """What torch has compiled and what it could not: group -> name -> count.
+    """Counts of what torch compiled and could not: group -> name -> count.
 
     Private: torch has no public name for it. tests/test_compile.py fails when it moves.
     """

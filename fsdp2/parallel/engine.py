@@ -1,4 +1,4 @@
-"""What the training loop drives, the same for every strategy."""
+"""The engine that the training loop drives, the same for every strategy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Microbatch(Protocol):
 
     @property
     def last(self) -> bool:
-        """Whether the optimizer step follows this microbatch."""
+        """Return whether the optimizer step follows this microbatch."""
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves of this engine: model, optimizer and gradient scaler.
+        """The state that a checkpoint saves: model, optimizer and gradient scaler.
 
         An engine that keeps them in another form brings them into this one in `gather_state`, takes what was loaded
         from it in `scatter_state`, and may forget it in `release_state`. All three are collective calls.
@@ -83,7 +83,7 @@ class Engine:
         return {}
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What this rank holds, by kind: parameters, buffers, optimizer state, and gradients where there are."""
+        """This rank's tensors by kind: parameters, buffers, optimizer state, and gradients where there are."""
         states = self.optimizer.state.values()
         return {
             "buffers": list(self.model.buffers()),
@@ -111,7 +111,7 @@ class Engine:
 
     @property
     def sharding(self) -> str:
-        """What is sharded, for the header of a run."""
+        """Describe the sharding, for the header of a run."""
         count = len(list(self.model.parameters()))
         return f"{type(self.model).__name__}, {count} parameters in full on each rank"
 
@@ -119,7 +119,7 @@ class Engine:
         """Called before the data of a step is read."""
 
     def forward(self, batch: Microbatch) -> Any:
-        """What the model returns for a microbatch of this rank. All-gathers where parameters are sharded."""
+        """Run the model on a microbatch of this rank. All-gathers where parameters are sharded."""
         return self.call(self.model, batch)
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:

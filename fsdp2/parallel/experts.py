@@ -21,7 +21,7 @@ from fsdp2.parallel.inspect import local
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is a list of modules alike, with parameters: only its owner knows when it calls which.
+    """Return whether a module is a list of modules alike, with parameters: only its owner knows when it calls which.
 
     An nn.Sequential calls all of its members.
     """

@@ -32,7 +32,7 @@ MULTIPLE = 16  # of both sizes of a weight, which the kernels need
 
 
 def gathers(recipe: str | None, reshard_after_forward: bool | int | None, cpu_offload: bool) -> bool:
-    """Whether FSDP2 can gather the weights of these layers in float8.
+    """Return whether FSDP2 can gather the weights of these layers in float8.
 
     Not with a scale for each row, since backward needs those of the columns; nor where FSDP2 has no place for another
     form of a shard: it moves offloaded shards to the GPU first, and an int reshards what was gathered.

@@ -237,7 +237,7 @@ class FSDP2Engine(Engine):
             self._exchange_all(True)
 
     def _exchange_all(self, now: bool) -> None:
-        """Whether the next backward completes the exchange of gradients, or defers what the mode defers."""
+        """Return whether the next backward completes the exchange of gradients, or defers what the mode defers."""
         if self.accumulation_sync == "last":
             self.root.set_requires_gradient_sync(now)
             # Not the last means that torch needn't wait for an exchange at the end of backward: there is none. In the

@@ -1,4 +1,4 @@
-"""What is sharded, where and in which dtype: looked up in the model, not in the flags, and asserted."""
+"""Describe each parameter's sharding and dtype: looked up in the model, not in the flags, and asserted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def groups_of(model: nn.Module) -> list[FSDPModule]:
 
 
 def _owns_parameters(group: FSDPModule) -> bool:
-    """Whether a group has anything to gather. A root may have nothing left: its layers are in groups of their own."""
+    """True if a group has anything to gather. A root may have nothing left: its layers are in groups of their own."""
     module = cast(nn.Module, group)
     inner = [child for child in module.modules() if isinstance(child, FSDPModule) and child is not module]
     taken = {parameter for child in inner for parameter in cast(nn.Module, child).parameters()}
@@ -40,7 +40,7 @@ def expected_placements(replicas: int) -> tuple[Placement, ...]:
 
 
 def _names(model: nn.Module) -> str:
-    """What the groups are called, with those that differ in a number taken together."""
+    """Name the groups, with those that differ in a number taken together."""
     named = [name for name, module in model.named_modules() if isinstance(module, FSDPModule) and name]
     kinds = Counter(
         re.sub(r"(?<=[._])\d+(?=\.|$)", "*", name.replace("._checkpoint_wrapped_module", "")) for name in named

@@ -1,1 +1,1 @@
-"""What a run will need, found out by executing it on tensors that have no memory, without a GPU or other processes."""
+"""Plan a run by executing it on tensors that have no memory, without a GPU or other processes."""

@@ -57,7 +57,7 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Plan]:
-    """What was planned, after it was printed. Raises ConfigError for flags that make no sense."""
+    """Plan, print, and return the plans. Raises ConfigError for flags that make no sense."""
     given = vars(parser().parse_args(arguments))
     ranks = _ranks(given.pop("ranks", "8"))
     place, budget, as_json = given.pop("gpu", None), given.pop("budget", None), given.pop("json", False)

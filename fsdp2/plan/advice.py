@@ -89,7 +89,7 @@ def heavier(config: Config) -> Iterator[Change]:
 
 
 def wasted(base: Plan, replan: Replan) -> list[tuple[str, Plan]]:
-    """What a plan that fits could do without: `heavier` flags with which it fits too, the fastest first.
+    """Find flags that a plan can do without: `heavier` ones with which it fits too, the fastest first.
 
     Where time is planned, those that gain none are left out.
     """
@@ -103,7 +103,7 @@ def _slowness(one: tuple[str, Plan]) -> float:
 
 
 def advise(base: Plan, replan: Replan) -> Advice:
-    """What makes a plan fit that doesn't.
+    """Find flags that make a plan fit that doesn't.
 
     Flags are added in the order of the time that they cost for as long as the plan doesn't fit, and those taken back
     without which it fits as well. Without times the order is that of `changes`.

@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator reserves for a sequence of allocations, by its rules.
+"""Simulate torch's CUDA allocator: the memory that it reserves for a sequence of allocations.
 
 Memory of one stream is never given to another, and what is freed stays reserved. So a device holds more than its
 tensors: the peaks of streams add up, though they aren't at the same time, and holes are left that are too small for

@@ -1,4 +1,4 @@
-"""What `fsdp2.tune` has measured, read back: rates with which plans take the times that were measured."""
+"""Measurements of `fsdp2.tune`, read back: rates with which plans take the measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU's memory goes to besides tensors. None of it has been calibrated on a GPU: each term names its source."""
+"""A GPU's memory besides tensors. None of it has been calibrated on a GPU: each term names its source."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gpu_of(name: str, values: Any, place: str) -> Gpu:
 
 
 def terms(config: Config, ranks: int, memory: Memory) -> list[Term]:
-    """What a device holds beside the tensors of the peak."""
+    """List a device's memory beside the tensors of the peak."""
     # The default group, and one for each dimension of the mesh.
     communicators = 0 if ranks == 1 else 1 + (config.replicas > 1) + (config.strategy == "fsdp2")
     return [
@@ -103,7 +103,7 @@ def terms(config: Config, ranks: int, memory: Memory) -> list[Term]:
 
 
 def beside_on_cpu(memory: Memory) -> Term:
-    """What ranks on CPUs hold beyond the plan's tensors, at most."""
+    """The most that ranks on CPUs hold beyond the plan's tensors."""
     return Term(
         "gloo's buffers",
         memory.largest_exchange,

@@ -44,7 +44,7 @@ PLANNED = ("fsdp2", "none")
 
 @dataclass
 class Execution:
-    """What one rank did.
+    """The execution of one rank.
 
     Attributes:
         timeline: every allocation of the steps and the evaluation. Its times are of the planning, and only their order

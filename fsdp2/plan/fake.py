@@ -27,7 +27,7 @@ def fake_mode() -> Any:
 
 
 def data_dependent() -> tuple[type[Exception], ...]:
-    """What a tensor without values raises when an operation needs its values. Private, as `fake_mode` is."""
+    """The error of a tensor without values when an operation needs its values. Private, as `fake_mode` is."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -74,7 +74,7 @@ class Values(TorchDispatchMode):
         self._unknown: dict[int, Any] = {}
 
     def knows(self, tensor: Any) -> bool:
-        """Whether a run would have the same values here."""
+        """Return whether a run would have the same values here."""
         value = getattr(tensor, "_value", None)
         return value is not None and value.untyped_storage()._cdata not in self._unknown
 

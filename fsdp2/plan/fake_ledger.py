@@ -35,7 +35,7 @@ class FakeLedger(Ledger):
 
     @property
     def in_model(self) -> bool:
-        """Whether a module's forward runs, in backward too where it is computed again."""
+        """Return whether a module's forward runs, in backward too where it is computed again."""
         return bool(self._modules)
 
     @property

@@ -44,7 +44,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs.
+    """The memory of one rank.
 
     Attributes:
         peak: of the whole run; where there is a device, on it.
@@ -99,7 +99,7 @@ def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
 
 
 def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = False) -> Memory:
-    """What `config` needs as the rank that was executed.
+    """Memory of `config` on the rank that was executed.
 
     Args:
         offload_apart: there is a device beside the CPU, so `--cpu-offload`, and what is copied to be saved, take memory
@@ -140,7 +140,7 @@ def _whole(runs: Runs, keep: Keep) -> dict[Place, Peak]:
 
 
 def _reserved(runs: Runs, elsewhere: Keep) -> int:
-    """What an allocator holds: the peaks of its streams, and holes, which are those of the models that were executed.
+    """An allocator's memory: the peaks of its streams, and holes, which are those of the models that were executed.
 
     Holes grow with what a block makes and not with the number of equal blocks: a block fits into those of another.
     """

@@ -17,7 +17,7 @@ from fsdp2.run.preflight import check_model
 
 @dataclass(frozen=True)
 class Plan:
-    """What `config` takes on so many ranks.
+    """The plan of `config` on so many ranks.
 
     Attributes:
         memory: of the rank that takes the most.

@@ -16,7 +16,7 @@ from fsdp2.units import size
 
 
 def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
-    """What a person reads: bytes by kind with a column for each number of ranks, where the peak is, and the verdict."""
+    """Lines for a reader: bytes by kind with a column for each number of ranks, where the peak is, and the verdict."""
     columns = [_column(plan) for plan in plans]
     names = list(dict.fromkeys(name for column in columns for name in column))
     width = max(map(len, names)) + 2
@@ -33,7 +33,7 @@ def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
 
 
 def heading(plan: Plan, gpu: Gpu | None) -> list[str]:
-    """What was planned, and on which GPU."""
+    """The heading: the flags, and the GPU."""
     config = plan.config
     model = config.spec.on_meta(config.model_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())

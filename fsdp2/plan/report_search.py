@@ -1,4 +1,4 @@
-"""What a search found: a table, a file for `--config`, the frontier of memory and time as a picture."""
+"""The result of a search: a table, a file for `--config`, the frontier of memory and time as a picture."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def described(group: Group) -> str:
 
 
 def gpu_hours(plan: Plan, tokens: float, milliseconds: float) -> float:
-    """What a training of so many tokens takes on all ranks, at this time for a step."""
+    """GPU hours of a training of so many tokens on all ranks, at this time for a step."""
     samples = plan.config.global_batch(plan.ranks)
     return tokens / (samples * plan.config.seq_len) * milliseconds / 3.6e6 * plan.ranks
 

@@ -1,4 +1,4 @@
-"""What saving and loading hold, by the functions that a run has for them; no file is written or read.
+"""Memory of saving and loading, by the run's own functions for them; no file is written or read.
 
 Each rank is the only one here, so what ranks send each other as objects is what this one sends, as often as there are
 ranks. A tensor that would come from a file is made instead; one that would go into a file is dropped.
@@ -40,7 +40,7 @@ CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "resto
 
 
 def gathers_full_model(config: Config) -> bool:
-    """Whether rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
+    """True if rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
     return config.writes_full_model is not False and not large(config, config.spec)
 
 
@@ -72,7 +72,7 @@ class Saving:
         self._staging.finish()
 
     def _write(self, state: Any) -> None:
-        """What `dcp.save` does on this rank. Rank 0 gathers the plans of all as bytes, as often the largest."""
+        """Do as `dcp.save` does on this rank. Rank 0 gathers the plans of all as bytes, as often the largest."""
         planner = DefaultSavePlanner()
         planner.set_up_planner({"app": state}, is_coordinator=self.world.rank == 0)
         sent = len(pickle.dumps(planner.create_local_plan()))
@@ -109,7 +109,7 @@ class Saving:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """What a rank has of each tensor of a state."""
+    """List a rank's part of each tensor of a state."""
     return (local(leaf).detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
@@ -128,7 +128,7 @@ def _dropped(tensors: Mapping[Any, Tensor], read: Callable[[Any], Tensor], folde
 
 
 def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[[nn.Module], None]:
-    """What loads the weights of `--init-from`, or of a model's own place, and leaves its timeline in a list.
+    """Make a function that loads `--init-from`'s weights, or a model's own, and leaves its timeline in a list.
 
     Their names and dtypes are taken to be the model's. A rank reads its rows of one tensor at a time, as from a sharded
     checkpoint; with `--dcp-api` torch sends each whole tensor of a .pt from rank 0.

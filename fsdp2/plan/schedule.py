@@ -57,7 +57,7 @@ class Event:
 
 @dataclass
 class Group:
-    """What parts of a step wait for on average: one direction of the groups of one size.
+    """The average waits of a step's parts: one direction of the groups of one size.
 
     Attributes:
         exchange: all-gather, reduce-scatter or all-reduce.

@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def cost(self) -> tuple[Any, ...]:
-        """What settings are ranked by, least first: of those that fit the effort, of others memory."""
+        """The key that ranks settings, least first: of those that fit the effort, of others memory."""
         return (False, *self.effort) if self.plan.fits else (True, self.plan.bytes)
 
     @property
@@ -56,7 +56,7 @@ class Setting:
 
 
 def _burden(config: Config) -> tuple[int, int, int]:
-    """What saves memory and takes time on any machine: slower links, computing again, microbatches."""
+    """Settings that save memory and take time on any machine: slower links, computing again, microbatches."""
     again = {None: 0, "op": 1, "block": 2}[config.activation_checkpointing] + (config.chunked_loss is not None)
     return int(config.cpu_offload), again, config.grad_accumulation
 
@@ -78,7 +78,7 @@ def name_of(changes: Changes) -> str:
 
 
 def choices(config: Config, ranks: int, *, gpu: bool) -> dict[str, list[Changes]]:
-    """What may be varied, and how: how a model is sharded and computed, never what it learns.
+    """The settings to vary: how a model is sharded and computed, never what it learns.
 
     Precision and the global batch stay as they are. The flags' own values are choices too.
 
@@ -123,7 +123,7 @@ def neighbours(config: Config, changes: Changes, ways: Mapping[str, Sequence[Cha
 
 
 def _senseless(config: Config, changes: Changes, ways: Mapping[str, Sequence[Changes]]) -> bool:
-    """Whether another setting does the same: one group has nothing to prefetch, and whole replicas nothing to gather.
+    """True if another setting does the same: one group has nothing to prefetch, and whole replicas nothing to gather.
 
     As many replicas as there are ranks are the most that may be chosen.
     """
@@ -135,7 +135,7 @@ def _senseless(config: Config, changes: Changes, ways: Mapping[str, Sequence[Cha
 
 
 def is_heavier(one: Config, other: Config) -> bool:
-    """Whether the first takes no less memory than the second, as far as that follows from their flags alone."""
+    """Return whether the first takes no less memory than the second, as far as that follows from their flags alone."""
     for field in dataclasses.fields(Config):
         own, its = getattr(one, field.name), getattr(other, field.name)
         line = HEAVIER.get(field.name, ())
@@ -197,7 +197,7 @@ def search(
 
 
 def worth(one: Setting, found: Sequence[Setting]) -> bool:
-    """Whether to go on from a setting: not where a part of its changes alone is as fast, to a thousandth."""
+    """Return whether to go on from a setting: not where a part of its changes alone is as fast, to a thousandth."""
     own = one.plan.time
     parts = (other for other in found if other.changes.items() < one.changes.items())
     return not any(

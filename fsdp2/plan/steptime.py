@@ -19,7 +19,7 @@ TRAINED = ("data", FORWARD, BACKWARD)  # an early all-gather is issued before th
 
 @dataclass(frozen=True)
 class StepTime:
-    """What an optimizer step of one rank takes.
+    """The time of an optimizer step of one rank.
 
     Attributes:
         milliseconds: of the step. `low` and `high` are with all rates of the table higher and lower by its `spread`.
@@ -121,7 +121,7 @@ def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
 
 
 def _name(event: Event, blocks: set[str]) -> str:
-    """What a person calls a group: a block, or the module that is gathered."""
+    """A readable name of a group: a block, or the module that is gathered."""
     name = event.module
     while name and name not in blocks:
         name = name.rpartition(".")[0]

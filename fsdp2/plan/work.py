@@ -1,4 +1,4 @@
-"""What each operator of a step computes and moves, and how long a GPU takes for that.
+"""The computation and traffic of each operator of a step, and a GPU's time for them.
 
 FLOPs are those of `torch.utils.flop_counter`, bytes those of the tensors that an operator reads and writes. A GPU takes
 the longer of the two at the rates of its table: the roofline of https://doi.org/10.1145/1498765.1498785.
@@ -122,12 +122,12 @@ class Watch:
 
 
 def _is_mask(value: Any, length: int) -> bool:
-    """Whether an argument of attention has a place for each pair of a query and a key."""
+    """Return whether an argument of attention has a place for each pair of a query and a key."""
     return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[-2:] == (length, length)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """What is moved of tensors; of an expanded one its memory."""
+    """Bytes that tensors move; of an expanded one its memory."""
     return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 

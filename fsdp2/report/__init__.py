@@ -1,1 +1,1 @@
-"""What a run says of itself: its header, its events on the console, in metrics.jsonl and in TensorBoard."""
+"""A run's reports: its header, its events on the console, in metrics.jsonl and in TensorBoard."""

@@ -1,4 +1,4 @@
-"""What a user sees of a run: a header, progress, and how to go on. Rank 0 alone prints."""
+"""The console of a run: a header, progress, and how to go on. Rank 0 alone prints."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def lines(
 
 
 def _data(dataset: Dataset) -> list[str]:
-    """What is learned of text or conversations."""
+    """Describe what is learned of text or conversations."""
     if not dataset.about:
         return []
     from fsdp2.data import seen

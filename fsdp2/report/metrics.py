@@ -1,4 +1,4 @@
-"""What a run reports: events, the metrics file, and the values of a step on their way from the device.
+"""The reports of a run: events, the metrics file, and the values of a step on their way from the device.
 
 `emit(kind, data)` is called on every rank; a listener decides on which of them it does anything.
 """
@@ -93,7 +93,7 @@ def _not_finite(value: Any) -> bool:
 
 
 def nonfinite(record: dict[str, Any]) -> str:
-    """What of a `train` record is NaN or infinite, in words; "" if nothing is.
+    """Name the values of a `train` record that are NaN or infinite; "" if none is.
 
     Under fp16 an overflow of gradients is no fault: the gradient scaler leaves out the step and lowers its scale.
     """

@@ -1,4 +1,4 @@
-"""What a plan in the run directory said of this run, and what was measured beside it.
+"""A plan in the run directory, beside the measurements of its run.
 
 `python -m fsdp2.plan … --run-dir RUN` leaves the plan there, as data: nothing here plans.
 """
@@ -62,7 +62,7 @@ class Planned:
 
 
 def advice(place: str, world_size: int) -> str | None:
-    """What the plan in a run's directory says that flags save, in bytes of a rank; None where it says nothing."""
+    """Bytes of a rank that flags save by the plan in a run's directory; None where it says nothing."""
     try:
         content: Any = parse_json(open_files(place).read(FILE))
         found = content["advice"]

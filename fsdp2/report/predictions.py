@@ -41,7 +41,7 @@ def last_target(targets: Tensor) -> Tensor:
 
 
 def shown(inputs: Any, targets: Tensor) -> list[Tensor]:
-    """What a reader sees of each sample: an image, or the tokens up to the last target."""
+    """A readable form of each sample: an image, or the tokens up to the last target."""
     if isinstance(inputs, dict):
         inputs = inputs.get("decoder_input_ids", inputs["input_ids"])
     if targets.dim() == 1:

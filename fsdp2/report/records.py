@@ -44,7 +44,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(file: BinaryIO, position: int, step: int) -> bool:
-    """Whether a file still is, up to `position`, as a checkpoint of `step` left it: records whose steps go up to it.
+    """True if a file still is, up to `position`, as a checkpoint of `step` left it: records whose steps go up to it.
 
     Every line is parsed, since damage may be anywhere: a second for each 300,000.
     """

@@ -55,7 +55,7 @@ def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Any, Tensor]) -> 
 
 
 class Throughput:
-    """What a `train` record says of speed.
+    """The speed in a `train` record.
 
     Args:
         sample: an item of the training split.

@@ -44,7 +44,7 @@ SECONDS_IN_SILENCE = 60.0
 
 
 def facts(flags: Mapping[str, Any], device: torch.device, world_size: int) -> dict[str, Any]:
-    """What this rank says about itself, as JSON can hold it: its host, its GPU, and what must be the same on all."""
+    """This rank's facts, as JSON can hold them: its host, its GPU, and what must be the same on all."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     same = {
         CODE: code(),

@@ -1,4 +1,4 @@
-"""What looks wrong in a run although every value is a number: reported, or by `--on-anomaly stop` its end; and what
+"""Suspicious values of a run although every one is a number: reported, or by `--on-anomaly stop` its end; and what
 `--compile` has done, which is only reported."""
 
 from __future__ import annotations

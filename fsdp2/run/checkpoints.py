@@ -34,7 +34,7 @@ from fsdp2.units import printable
 
 
 class Reports(Protocol):
-    """What this room needs of the run's reports. It doesn't know the one that they come from."""
+    """The interface that this room needs of the run's reports."""
 
     def emit(self, kind: str, data: dict[str, Any]) -> None: ...
 
@@ -122,7 +122,7 @@ class Checkpoints:
         self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
 
     def due(self, step: int) -> bool:
-        """Whether the state after this step is saved, on the disk or in memory."""
+        """Return whether the state after this step is saved, on the disk or in memory."""
         return self.config.checkpoint_due(step) or self._memory.due(step)
 
     def save_due(self, epoch: int) -> None:

@@ -39,7 +39,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def _found(variable: str, *names: str) -> bool:
-    """Whether the program that a variable of the environment names is there; without the variable, one of some."""
+    """True if the program that a variable of the environment names is there; without the variable, one of some."""
     wanted = os.environ.get(variable)
     programs = names if wanted is None else shlex.split(wanted)[:1]  # a variable may hold flags, too
     return any(shutil.which(program) for program in programs)

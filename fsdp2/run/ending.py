@@ -49,7 +49,7 @@ _TIMED_OUT = "Timed out waiting"  # gloo; nccl's watchdog ends the process itsel
 
 
 def lost_peer(text: str) -> bool:
-    """Whether an error says that another rank has gone, and so is not the cause itself."""
+    """Return whether an error says that another rank has gone, and so is not the cause itself."""
     return any(sign in text for sign in _PEER_LOST)
 
 

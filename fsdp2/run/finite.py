@@ -1,4 +1,4 @@
-"""Whether weights are numbers: no NaN, no infinity."""
+"""Return whether weights are numbers: no NaN, no infinity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 5
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether this rank's part of the tensors is free of NaN and infinity; integers are. Waits once for a GPU."""
+    """True if this rank's part of the tensors is free of NaN and infinity; integers are. Waits once for a GPU."""
     extremes: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         part = local(tensor).detach()

@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> Memory:
-    """What the ranks of this node take of its memory; activations, batches and libraries come on top of it.
+    """List the memory that the ranks of this node take; activations, batches and libraries come on top of it.
 
     Args:
         loads_whole: rank 0 of this node has all weights a second time before the first step.

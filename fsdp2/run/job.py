@@ -1,4 +1,4 @@
-"""What a run has decided before its start, and its hold on the run directory until its end."""
+"""A run's decisions before its start, and its hold on the run directory until its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp2.run.schedule import Length
 
 
 class Job:
-    """What was decided before the start: where the run is written, and what it resumes.
+    """The decisions before the start: where the run is written, and what it resumes.
 
     As a context it gives the run directory back at the end.
     """
@@ -78,7 +78,7 @@ class Job:
             raise LostRunDir(f"--run-dir {self.place}: it was removed, moved or taken during this run")
 
     def _left(self, now: Path | None) -> str:
-        """What a run whose folder is lost leaves, for the user who wants to go on with it."""
+        """Say what a run leaves whose folder is lost, for the user who wants to go on with it."""
         if self._run is not None and self._run.is_remote:
             return f"its checkpoints are in {self._run.store.files}; the same command goes on with them"
         store = None if now is None else RunDir(now).store
@@ -175,7 +175,7 @@ class Job:
             )
 
     def restores_own(self, run: RunDir) -> bool:
-        """Whether the checkpoint is of this run, and not of another that this one goes on from."""
+        """Return whether the checkpoint is of this run, and not of another that this one goes on from."""
         own = self.in_memory or (self.restore is not None and self.restore.startswith(f"{run.store.files}/"))
         return own and not self.partial
 
@@ -204,7 +204,7 @@ class Job:
         return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
 
     def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
-        """Whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.
+        """Return whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.
 
         Raises RunStopped on every rank if the folder is lost.
         """

@@ -1,4 +1,4 @@
-"""What a process may use of its host: the memory and CPU time that its cgroups leave it."""
+"""Limits of a process on its host: the memory and CPU time that its cgroups leave it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class WriterLock:
         seconds: float = SECONDS_TO_BE_SEEN,
         say: Callable[[str], None] = lambda _: None,
     ) -> bool:
-        """Whether the writer with this token has this folder, waiting for a network file system to show it.
+        """Return whether the writer with this token has this folder, waiting for a network file system to show it.
 
         `say` gets one line if that takes long.
         """

@@ -159,7 +159,7 @@ class NodeMemory:
             self.store.clear(keep=self._start["from"][1] if self.restores else None)
 
     def due(self, step: int) -> bool:
-        """Whether the state after this step is kept."""
+        """Return whether the state after this step is kept."""
         return self.every is not None and step % self.every == 0
 
     def open(self, config: Config, app: AppState, device: torch.device) -> None:
@@ -192,7 +192,7 @@ class NodeMemory:
 
     @property
     def busy(self) -> bool:
-        """Whether the save before is still being written on this rank."""
+        """Return whether the save before is still being written on this rank."""
         return self._saver is not None and self._saver.busy
 
     def save(self, step: int, info: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
@@ -243,7 +243,7 @@ class _GivenState:
 
 
 def _lineage(run: RunDir) -> dict[str, Any]:
-    """What `memory.json` says. Empty if there is none, or none that can be read: then nothing in memory counts."""
+    """Read `memory.json`. Empty if there is none, or none that can be read: then nothing in memory counts."""
     with suppress(ValueError, FileNotFoundError):
         found = json.loads(run.files.read(LINEAGE))
         if isinstance(found, dict) and isinstance(found.get("start"), str):

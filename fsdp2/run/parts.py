@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model beside its weights, or in place of them: averages, adapters."""
+"""Parts of a checkpoint beside a model's weights, or in place of them: averages, adapters."""
 
 from __future__ import annotations
 

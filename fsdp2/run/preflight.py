@@ -353,7 +353,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, par
 
 
 def changed_batch(config: Config, world: World, length: Length | None) -> str | None:
-    """What to say if steps will be of more or fewer samples than before, as they are where they follow the ranks."""
+    """Say that steps will be of more or fewer samples than before, as they are where they follow the ranks."""
     now = config.global_batch(world.world_size)
     if length is None or length.samples == now:
         return None
@@ -362,7 +362,7 @@ def changed_batch(config: Config, world: World, length: Length | None) -> str | 
 
 
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
-    """What vouches for the weights to start from, and whether rank 0 loads all of them by the model's library.
+    """Check the weights to start from: a note on them, and whether rank 0 loads all by the model's library.
 
     Raises ConfigError if they are damaged or of another model.
     """

@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same part of the model still hold the same bits of it.
+"""Return whether ranks that hold the same part of the model still hold the same bits of it.
 
 Replicas of HSDP, and all ranks of DDP, start from the same parameters and get the same averaged gradients. They stay
 equal to the bit, unless a GPU or a memory computes wrongly and says nothing: silent data corruption

@@ -82,7 +82,7 @@ def full_model_bytes(config: Config, sizes: Sizes, *, remote: bool) -> int:
 
 
 def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], done: int) -> Need:
-    """What the run writes into its directory; of a run at a URL, into its folder on this machine.
+    """Bytes that the run writes into its directory; of a run at a URL, into its folder on this machine.
 
     Args:
         stays: steps of the checkpoints there that newer ones will replace.
@@ -103,7 +103,7 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
 
 
 def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> list[Need]:
-    """What this node's ranks write beside the run directory.
+    """Bytes that this node's ranks write beside the run directory.
 
     Args:
         run: None where only rank 0 knows it.

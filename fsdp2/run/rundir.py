@@ -141,7 +141,7 @@ class RunDir:
                 folder.fsync("")
 
     def has_full_model(self, step: int) -> bool:
-        """Whether the full model and optimizer are there, whole and both of this step."""
+        """Return whether the full model and optimizer are there, whole and both of this step."""
         folder = self.files.at(self.full_model.parent.name)
         try:
             verify(folder, hashes=False)
@@ -228,7 +228,7 @@ def large(config: Config, spec: ModelSpec) -> int | None:
 
 
 def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:
-    """What a checkpoint's marker says beside its files.
+    """Make what a checkpoint's marker says beside its files.
 
     Names and shapes are there so that another model is recognised before anything is loaded.
     """
@@ -244,7 +244,7 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
 
 def kept_files(spec: ModelSpec, size: str) -> dict[str, bytes]:
-    """What a run keeps with its model, and a marker has hashes of. Of adapters it has what they mean."""
+    """The files that a run keeps with its model and a marker has hashes of. Of adapters it has what they mean."""
     return {name: content for name, content in spec.files(size).items() if name != lora.FILE}
 
 
@@ -253,7 +253,7 @@ _COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-
 
 
 def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """What to say if the steps from here on compute otherwise than those before the checkpoint."""
+    """Say that the steps from here on compute differently from those before the checkpoint; None if they don't."""
     then, now = marker.get("config", {}), to_flags(config)
     words = [
         f"--{flag} {now[flag] or 'off'} (before: {shown(then[flag] or 'off')})"
@@ -264,7 +264,7 @@ def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
 
 
 def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """What to say if a folder's config.json or tokenizer has changed since: weights may mean something else then."""
+    """Name the files of a model's folder that have changed since: weights may mean something else then."""
     if not config.model.startswith("hf:"):
         return None
     found = kept.others(marker, kept_files(config.spec, str(config.model_size)))
@@ -272,7 +272,7 @@ def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
 
 
 def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
-    """What adapters mean: their scale isn't in their tensors."""
+    """The meaning of adapters: their scale isn't in their tensors."""
     return {} if spec.lora is None else {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 

@@ -42,7 +42,7 @@ SECONDS_FOR_RANK_0 = 20.0
 
 
 class RunStopped(RuntimeError):
-    """What ends a run by intention, on all ranks after the same step: no fault of the program, so no traceback.
+    """Ends a run by intention, on all ranks after the same step: no fault of the program, so no traceback.
 
     The message is one line that says what happened, what is left, and what to do.
     """
@@ -72,12 +72,12 @@ def world() -> World:
 
 
 def of_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launcher_gone() -> bool:
-    """Whether torchrun started this process and has died since, so that nobody will end it or start it again."""
+    """Return whether torchrun started this process and has died since, so that nobody will end it or start it again."""
     return of_torchrun() and os.getppid() != STARTED_BY
 
 
@@ -95,7 +95,7 @@ def end_with_launcher() -> None:
 
 
 def store_gone() -> bool:
-    """Whether nobody listens where torchrun has its store, which is there before it starts a rank.
+    """Return whether nobody listens where torchrun has its store, which is there before it starts a rank.
 
     If torchrun has died while this process imported torch, its parent is another one from the first look on, so that
     `launcher_gone` can't tell; and torch would try to connect for half an hour.
@@ -133,7 +133,7 @@ def pick_device(wanted: str, world: World) -> torch.device:
 
 
 def _is_bound() -> bool:
-    """Whether what this process sees may be a part of the node's GPUs, chosen for it."""
+    """Return whether what this process sees may be a part of the node's GPUs, chosen for it."""
     return any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 

@@ -21,7 +21,7 @@ from fsdp2.data.loader import Batches
 
 @dataclass(frozen=True)
 class Course:
-    """What a run has before it, from where it begins or goes on.
+    """The steps that lie before a run, from where it begins or goes on.
 
     Attributes:
         step: optimizer steps that are done by then.
@@ -48,7 +48,7 @@ class Course:
 
 
 class Length(NamedTuple):
-    """What decides how long a run is: `--epochs`, `--max-steps`, and samples in an optimizer step."""
+    """The length of a run: `--epochs`, `--max-steps`, and samples in an optimizer step."""
 
     epochs: int
     max_steps: int | None
@@ -141,7 +141,7 @@ def before(marker: Mapping[str, Any]) -> Length | None:
 
 
 def factor(config: Config, step: int, ahead: Course) -> float:
-    """What `--lr` is multiplied by when `step` optimizer steps are done.
+    """The factor on `--lr` when `step` optimizer steps are done.
 
     The warm-up rises linearly and reaches 1 after `--warmup-steps`; `cosine` and `linear` fall from there to
     `--lr-floor` at the end of the run.

@@ -1,4 +1,4 @@
-"""What a run sets for its whole process: arithmetic of fp32, determinism, attention, garbage collection, the GPU's
+"""Settings of a run's whole process: arithmetic of fp32, determinism, attention, garbage collection, the GPU's
 allocator. Taken back at its end, since a notebook goes on."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grows_segments(variables: Mapping[str, str]) -> bool:
-    """Whether a run's allocator of GPU memory has segments that grow: so it is where no variable says anything."""
+    """True if a run's allocator of GPU memory has segments that grow: so it is where no variable says anything."""
     said = next((variables[name] for name in ALLOCATOR if name in variables), EXPANDABLE)
     return EXPANDABLE.lower() in said.lower().replace(" ", "")
 

@@ -65,7 +65,7 @@ class StopSignals:
 
 
 def fails_to_torchrun(reason: str) -> bool:
-    """Whether torchrun is to start again here, with --max-restarts, what has saved and ended for this reason.
+    """Return whether torchrun is to start again here, with --max-restarts, what has saved and ended for this reason.
 
     To torchrun status 0 is the end of the training on all nodes. A signal to another node alone isn't: the others go
     on. To take in a node torchrun itself sends SIGTERM on each, to some later than to others; it is waited for, since a

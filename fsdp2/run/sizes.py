@@ -1,4 +1,4 @@
-"""What a run keeps of its model: weights, the optimizer's averages, what a checkpoint holds. No memory is taken.
+"""Sizes of a run's model: weights, the optimizer's averages, a checkpoint. No memory is taken.
 
 The model is on `meta`, and its optimizer is made there, so the sizes are of no device and follow every optimizer.
 """
@@ -17,7 +17,7 @@ from fsdp2.run.parts import elsewhere
 
 
 class Sizes:
-    """What a run keeps of its model, as tensors on `meta`."""
+    """The tensors that a run keeps of its model, on `meta`."""
 
     def __init__(self, config: Config, model: nn.Module | None = None) -> None:
         """`model`: on `meta`, with what `--freeze` freezes; None makes it."""

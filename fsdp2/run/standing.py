@@ -37,7 +37,7 @@ BUSY = {
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank says of itself: `last` is the collective that it has begun last, "" if torch doesn't tell; `waits_in`
+    """A rank's report on itself: `last` is the collective that it has begun last, "" if torch doesn't tell; `waits_in`
     the call in which it waits for other ranks, "" if it doesn't; `at` the innermost line of its code outside of torch.
     """
 

@@ -1,4 +1,4 @@
-"""What a run begins with: its data, the parts of its state, and what is written before the first step."""
+"""The beginning of a run: its data, the parts of its state, and the files before the first step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdp2.run.runtime import World, first_on_node, gather
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
-    """What finds the blocks of the model: the flag, or the model's specification."""
+    """The function that finds the blocks of the model: the flag's, or the model's specification."""
     if config.shard_modules:
         return partial(named_blocks, patterns=config.shard_modules)
     return config.spec.blocks
@@ -98,7 +98,7 @@ class StartWeights:
         self.facts: dict[str, Any] = {}
 
     def brings(self, name: str) -> bool:
-        """Whether these, or the checkpoint that the run goes on from, set the weight of this name."""
+        """Return whether these, or the checkpoint that the run goes on from, set the weight of this name."""
         config = self._config
         if self._restoring:
             return not config.resume_partial
@@ -135,7 +135,7 @@ class StartWeights:
 def _by_its_library(
     load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
 ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-    """What `ModelSpec.load` returns, the weights on rank 0 alone, in its memory. A collective call."""
+    """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
     full: Mapping[str, Tensor] = {}
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -239,7 +239,7 @@ def state_of_run(
 
 
 class Memory(Protocol):
-    """What the start needs of the checkpoints in memory."""
+    """The interface that the start needs of the checkpoints in memory."""
 
     world: World
 

@@ -1,4 +1,4 @@
-"""What a run has trained, loaded: the full model in one process, or its newest checkpoint sharded over ranks."""
+"""Load what a run has trained: the full model in one process, or its newest checkpoint sharded over ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Load = Callable[[nn.Module], None]
 
 
 def from_file(config: Config, file: Path) -> Load:
-    """What fills a model from a full model."""
+    """Make a function that fills a model from a full model."""
 
     def load(model: nn.Module) -> None:
         tied = shared_names(config.spec.on_meta(config.model_size))
@@ -87,7 +87,7 @@ def from_file(config: Config, file: Path) -> Load:
 
 
 def from_checkpoint(config: Config, checkpoint: Files) -> Load:
-    """What fills a sharded model from a sharded checkpoint of any number of ranks."""
+    """Make a function that fills a sharded model from a sharded checkpoint of any number of ranks."""
 
     def load(model: nn.Module) -> None:
         start = StartWeights(config, restoring=True)
@@ -165,7 +165,7 @@ def vouched(config: Config, run: RunDir) -> str:
 
 
 def other_ways(config: Config) -> str:
-    """What to do about a full model that can't be used."""
+    """Say what to do about a full model that can't be used."""
     sharded = ", or use --sharded for its newest checkpoint" if config.strategy in SHARDED else ""
     return f"give the training's command again, which writes it at its end{sharded}"
 

@@ -1,4 +1,4 @@
-"""What only a forward tells of a stranger's model, found out before the first step."""
+"""Try a stranger's model before the first step: facts that only a forward tells."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device:
 
 
 def _tried_by_a_copy(config: Config, look: Callable[..., bool | None]) -> bool | None:
-    """What a look of `models.causal` says of a function's model; None where it can't tell, or the model is another's.
+    """Let `models.causal` look at a function's model; None where it can't tell, or the model is another's.
 
     Libraries' models have weights or initial values that show what they see; a stranger's may begin with zeros.
     """

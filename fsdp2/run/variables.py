@@ -70,7 +70,7 @@ def _number(name: str, variables: Mapping[str, str]) -> int | None:
 
 
 def speaks(variables: Mapping[str, str]) -> bool:
-    """Whether this process says for all what is wrong with them: the first one, by whatever number it has."""
+    """Return whether this process says for all what is wrong with them: the first one, by whatever number it has."""
     return next((variables[name] for name in ("RANK", *TASKS.values()) if name in variables), "0") == "0"
 
 

@@ -39,7 +39,7 @@ STEP = "step"
 
 
 class Place(NamedTuple):
-    """What a rank does since when; a new object each time, so that a thread can tell."""
+    """A rank's place since a moment; a new object each time, so that a thread can tell."""
 
     phase: str
     step: int
@@ -175,7 +175,7 @@ class Watch:
         store.set(f"{prefix}/verdict", text)
 
     def _goes_on(self, stood: Standing) -> bool:
-        """Whether this rank stands no longer there: what the ranks waited for, a debugger perhaps, has just ended."""
+        """True if this rank stands no longer there: what the ranks waited for, a debugger perhaps, has just ended."""
         time.sleep(STILL)
         return (self._place.step, collectives_begun(self._groups)) != (stood.step, stood.collectives)
 

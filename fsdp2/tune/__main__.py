@@ -143,7 +143,7 @@ def check(config: Config, ranks: int) -> None:
 
 
 def _rates(options: dict[str, Any], device: str, say: Callable[[str], None]) -> Gpu | None:
-    """What the ranks run on: `--gpu`, else the table's CPU; with `--calibration` as fast as its trials were."""
+    """The device of the ranks: `--gpu`, else the table's CPU; with `--calibration` as fast as its trials were."""
     gpu: Gpu | None = options["gpu"] or (find_gpu("cpu") if device == "cpu" else None)
     place = options["calibration"]
     if place is None:
@@ -167,7 +167,7 @@ def _candidate(config: Config, one: Setting) -> Candidate:
 
 
 def _fit_together(planned: Sequence[Plan], ranks: int, budget: int, device: str) -> bool:
-    """Whether all settings' models and optimizers and the largest of their steps fit into half of the memory."""
+    """Return whether all settings' models and optimizers and the largest of their steps fit into half of the memory."""
     share = min(budget, memory_of_rank(ranks, device))
     held = sum(2 * one.memory.model_bytes + one.memory.optimizer_bytes for one in planned)
     return held + max(one.bytes for one in planned) <= share / 2

@@ -21,7 +21,7 @@ Launch = Callable[[Path], str | None]
 
 
 def on_ranks(launch: Launch, folder: Path, *, together: bool, say: Callable[[str], None]) -> Measure:
-    """What measures candidates.
+    """Make a function that measures candidates.
 
     Args:
         folder: for files that all ranks see.

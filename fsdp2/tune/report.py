@@ -1,4 +1,4 @@
-"""What was tried: a table, one verdict, a file of flags, a picture, and how far the plans were off."""
+"""The trials: a table, one verdict, a file of flags, a picture, and how far the plans were off."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def table(tried: Sequence[Candidate]) -> str:
 
 
 def verdict(tried: Sequence[Candidate], best: Candidate) -> list[str]:
-    """What to do, in one or two lines, from the figures alone."""
+    """Say what to do, in one or two lines, from the figures alone."""
     default = tried[0]
     if default.failed is not None:
         if best is default:

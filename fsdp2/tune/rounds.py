@@ -177,7 +177,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_faster(best: Candidate, default: Candidate) -> bool:
-    """Whether the challenger beats the default by more than noise. A default that failed is beaten by what runs."""
+    """True if the challenger beats the default by more than noise. A default that failed is beaten by what runs."""
     if best is default or best.failed is not None:
         return False
     if default.failed is not None:

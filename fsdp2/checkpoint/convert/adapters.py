@@ -22,7 +22,7 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What an adapter_config.json says.
+    """The content of an adapter_config.json.
 
     Attributes:
         content: of the file.

@@ -100,7 +100,7 @@ class DcpTensors:
         return target
 
     def problems(self, look: Callable[[str, Tensor], None] = lambda name, chunk: None) -> list[str]:
-        """What can't be read, after trying all of it, one chunk at a time, which `look` gets; [] if nothing.
+        """List what can't be read, after reading all of it, one chunk at a time, which `look` gets.
 
         Raises Refused if the memory for a chunk isn't free.
         """

@@ -87,7 +87,7 @@ def _say(config: dict[str, Any], dtype: str | None) -> None:
 
 
 def dtype_of(config: bytes) -> str | None:
-    """What a config.json says of its weights' dtype, such as `bfloat16`; None where it says none."""
+    """The dtype of the weights by a config.json, such as `bfloat16`; None where it names none."""
     said = json.loads(config)
     parts = [said, *(part for part in said.values() if isinstance(part, dict))]
     found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))

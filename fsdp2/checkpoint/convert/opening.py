@@ -39,17 +39,17 @@ def files_at(place: str) -> Files:
 
 
 def is_checkpoint(files: Files) -> bool:
-    """Whether this is one checkpoint, committed or not, rather than a run of them."""
+    """Return whether this is one checkpoint, committed or not, rather than a run of them."""
     return is_there(files, MARKER) or is_there(files, METADATA)
 
 
 def is_safetensors(files: Files) -> bool:
-    """Whether a folder holds a model in Hugging Face's layout, such as a run's full model."""
+    """Return whether a folder holds a model in Hugging Face's layout, such as a run's full model."""
     return not is_there(files, METADATA) and any(is_there(files, name) for name in (INDEX, "model.safetensors"))
 
 
 def is_hf(files: Files) -> bool:
-    """Whether a folder is a model of Hugging Face's, which never had a marker, rather than a run's that lost it."""
+    """True if a folder is a model of Hugging Face's, which never had a marker, rather than a run's that lost it."""
     weights = is_safetensors(files) or any(is_there(files, name) for name in (BIN, f"{BIN}.index.json"))
     return weights and is_there(files, "config.json") and not is_checkpoint(files)
 
@@ -131,7 +131,7 @@ def dcp_folders(folder: Files) -> list[str]:
 
 
 def _together(place: str, sources: list[Source]) -> Source:
-    """What holds a model, or a model and its optimizer, together. Raises Refused for what two of them hold."""
+    """Join sources of a model, or of a model and its optimizer. Raises Refused for a name that two of them hold."""
     owner: dict[str, Source] = {}
     tops: dict[str, Source] = {}  # of nested state dicts
     for source in sources:

@@ -200,7 +200,7 @@ def write_index(folder: LocalFiles, files: Mapping[str, Mapping[str, Tensor]]) -
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """What a file begins with, and where each of its tensors begins, in the order in which they stand in it."""
+    """The first bytes of a file, and where each of its tensors begins, in the order in which they stand in it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wider types first, so that each tensor is aligned to its own.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

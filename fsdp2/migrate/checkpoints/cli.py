@@ -155,7 +155,7 @@ def _steps(given: argparse.Namespace) -> int:
 
 
 def _optimizer(given: argparse.Namespace, done: Converted) -> tuple[str, list[dict[str, Any]]]:
-    """What both sides train with: the checkpoint's optimizer, or a plain one where it has none."""
+    """The optimizer of both sides: the checkpoint's, or a plain one where it has none."""
     if done.groups:
         return optimizer_class(given.optimizer_class, done.groups, done.kinds), done.groups
     return given.optimizer_class or "SGD", [{"params": done.parameters, "lr": 1e-2}]

@@ -75,7 +75,7 @@ class Code:
             return self.build()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """What is wrapped beside the root, in the order of the modules. Raises ConfigError for an unknown class."""
+        """List the modules wrapped beside the root, in order. Raises ConfigError for an unknown class."""
         there = {type(module).__name__ for module in model.modules()}
         if strange := [name for name in self.wrap if name not in there]:
             raise ConfigError(f"--wrap {strange[0]}: no module has that class; there are {', '.join(sorted(there))}")

@@ -26,7 +26,7 @@ ANEW = "not in such a checkpoint, so it starts fresh: learning rate schedule, pl
 
 @dataclass
 class Converted:
-    """What was done.
+    """The outcome of a conversion.
 
     Attributes:
         lines: for the user.

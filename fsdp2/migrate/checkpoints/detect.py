@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass
 class Found:
-    """What there is at a place.
+    """The checkpoint at a place.
 
     Attributes:
         writer: who wrote it, in words.

@@ -34,7 +34,7 @@ Named = list[tuple[str, torch.Size]]
 
 @dataclass(frozen=True)
 class Unit:
-    """What was one flat parameter: `prefix` is the module's name with a dot, "" of the root."""
+    """One flat parameter: `prefix` is the module's name with a dot, "" of the root."""
 
     prefix: str
     parameters: Named

@@ -236,7 +236,7 @@ def _single(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int,
 
 
 def is_numbered(tree: Tree, place: TreePath) -> bool:
-    """Whether the optimizer at a place has numbers instead of names."""
+    """Return whether the optimizer at a place has numbers instead of names."""
     groups = [entry for path, entry in below(tree, (*place, "param_groups")).items() if path[-1] == "params"]
     return any(isinstance(one, int) for entry in groups for one in value_of(entry))
 

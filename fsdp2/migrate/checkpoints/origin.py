@@ -28,7 +28,7 @@ IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user says about a source that can't be told from it.
+    """A user's answers about a source that can't be told from it.
 
     Attributes:
         model_key: which of several models, by its key or its file.
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass
 class Origin:
-    """What a source holds, and what was found out about it.
+    """A source's content, and the facts found out about it.
 
     Attributes:
         entries: ("app", "model", name) and ("app", "optim", …) -> entry.

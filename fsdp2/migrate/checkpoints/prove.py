@@ -16,12 +16,12 @@ from fsdp2.migrate.checkpoints.tree import Tree, value_of
 
 
 class Differs(RuntimeError):
-    """What was written is not what was read. The message lists names."""
+    """The checkpoint that was written differs from the one that was read. The message lists names."""
 
 
 @dataclass
 class Proof:
-    """What was compared.
+    """The outcome of a comparison.
 
     Attributes:
         tensors: tensors of the model.

@@ -38,7 +38,7 @@ RANKS = 2  # sums of two have one order, so that FSDP1 and FSDP2 are bit-equal
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks of both sides are told."""
+    """The task of the ranks of both sides."""
 
     code: Code
     optimizer: str

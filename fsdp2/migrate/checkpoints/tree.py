@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, as one tree of tensors and plain values that are read one at a time."""
+"""The files of a checkpoint as one tree of tensors and plain values that are read one at a time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _unread(value: Any) -> Iterator[Unread]:
 
 
 def is_shard(entry: Entry) -> bool:
-    """Whether it is one rank's part of a tensor: a ShardedTensor or a DTensor, which is read without its group."""
+    """True if it is one rank's part of a tensor: a ShardedTensor or a DTensor, which is read without its group."""
     value = None if entry.meta is not None or entry.dcp is not None else entry.read()
     return isinstance(value, Unread) and value.named.endswith(("ShardedTensor", "DTensor"))
 

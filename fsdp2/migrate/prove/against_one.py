@@ -81,7 +81,7 @@ def _same_samples(one: Record, several: Record, by: str, step: int) -> bool:
 
 
 def _random(one: Record, several: Record, step: int) -> str | None:
-    """What else differs between one rank and several, and may be meant."""
+    """List further differences between one rank and several, which may be meant."""
     if several.facts()["draws"]:
         return "the program draws random numbers before backward, others on each rank"
     if not any(_same_samples(one, several, by, step) for by in ("model", "loader")):
@@ -194,7 +194,7 @@ def _buffers(one: Record, several: Record) -> Named:
 
 
 def _samples(one: Record, several: Record) -> Named:
-    """What is sure in whatever order they come: of a loader's epoch, or of what loaders give and no model gets."""
+    """State the facts about samples that hold in any order: of a loader's epoch, or of samples that no model gets."""
     steps, ranks = _steps(one, several), len(several.ranks)
     by = next((by for by in ("index", "loader", "model") if by in several.sources), None)
     # The parts of one batch, or of one sample, may be on several ranks.

@@ -76,7 +76,7 @@ class Program:
         return {"folder": str(folder), **settings} | {"stand_in": self.stand_in}
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun sets. The store is this process's, as under torchrun, so no port can be taken meanwhile."""
+        """Set torchrun's variables. The store is this process's, as under torchrun: no port can be taken meanwhile."""
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
         torchrun = {
             "GROUP_RANK": 0,

@@ -1,4 +1,4 @@
-"""What each rank holds of each tensor of a model, by the tensor's original name."""
+"""Each rank's part of each tensor of a model, by the tensor's original name."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _strides(shape: torch.Size) -> list[int]:
 
 
 def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
-    """Whether there are units of FSDP1 in which it is wrong itself.
+    """Return whether there are units of FSDP1 in which it is wrong itself.
 
     `keeps_gathered`: SHARD_GRAD_OP with `use_orig_params`. `apart`: replicas of shards of one rank, which take it for
     NO_SHARD within that rank. Of these only `use_orig_params` isn't public.
@@ -133,7 +133,7 @@ def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
 
 
 def split_otherwise(root: nn.Module) -> bool:
-    """Whether parameters are sharded by more than data parallelism, whose ranks share their samples."""
+    """Return whether parameters are sharded by more than data parallelism, whose ranks share their samples."""
     sharded = [parameter for parameter in root.parameters() if isinstance(parameter, DTensor)]
     by_data = any(isinstance(module, FSDPModule) for module in root.modules())
     return any(sum(one.is_shard() for one in p.placements) > int(by_data) for p in sharded)

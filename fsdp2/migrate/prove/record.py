@@ -1,4 +1,4 @@
-"""What the ranks of one run recorded, put together: whole tensors from their parts."""
+"""The records of one run's ranks, put together: whole tensors from their parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
         return self.of(rank, "facts")[0]
 
     def parts(self, rank: int, step: int, when: str, what: str = "parts") -> Parts:
-        """What one rank holds: parameters or their gradients, or `buffers`. None where nothing was recorded."""
+        """One rank's parts: parameters or their gradients, or `buffers`. None where nothing was recorded."""
         return {
             name: {tuple(one["place"]): Print(one["hash"], one["square"], one["sketch"]) for one in parts}
             for event in self.of(rank, "state", step, when=when)[-1:]

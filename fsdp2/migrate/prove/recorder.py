@@ -1,4 +1,4 @@
-"""What one rank of a training program does, written down while it runs, without a change to the program.
+"""Record one rank of a training program while it runs, without a change to the program.
 
 Nothing here communicates, but for a norm that was returned sharded: a collective of the recorder's would be one more
 in a program that may lack one.

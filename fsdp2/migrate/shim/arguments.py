@@ -1,4 +1,4 @@
-"""What the arguments of FSDP1's constructor mean to `fully_shard`: checked, and translated once.
+"""Translate the arguments of FSDP1's constructor for `fully_shard`: checked, and translated once.
 
 Each row of the table of options (`python -m fsdp2.migrate options`) that concerns the constructor happens here.
 """
@@ -97,13 +97,13 @@ class Arguments:
 
     @property
     def replicas_of_one_rank(self) -> bool:
-        """Whether a hybrid strategy has nothing to shard over: NO_SHARD's mesh is the same one, and meant."""
+        """Return whether a hybrid strategy has nothing to shard over: NO_SHARD's mesh is the same one, and meant."""
         meant = self.sharding_strategy is ShardingStrategy.NO_SHARD
         return not meant and self.mesh.ndim == 2 and self.mesh.shape[0] > 1 and self.mesh.shape[1] == 1
 
     @property
     def root_casts(self) -> bool:
-        """Whether the outermost unit's inputs are cast to `param_dtype`."""
+        """Return whether the outermost unit's inputs are cast to `param_dtype`."""
         return self.mixed_precision is not None and self.mixed_precision.cast_root_forward_inputs
 
     @property

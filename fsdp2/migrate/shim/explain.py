@@ -1,4 +1,4 @@
-"""What a call of the shim did, as the FSDP2 code that one would write by hand."""
+"""Explain a call of the shim as the FSDP2 code that one would write by hand."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> State:
-    """What `optim.load_state_dict` takes, of a state dict by names, whole or sharded. Tensors are copies. Under a
+    """Make what `optim.load_state_dict` takes of a state dict by names, whole or sharded. Tensors are copies. Under a
     FullOptimStateDictConfig with `rank0_only` it is what rank 0 has, whatever the others are given. Collective.
 
     Raises:

@@ -23,7 +23,7 @@ Plan = dict[nn.Module, dict[str, Any]]
 
 @dataclass
 class Unit:
-    """What is remembered of a sharded module.
+    """The record of a sharded module.
 
     `is_root`: no other call wrapped it. `buffer_dtypes`: what the buffers were that mixed precision cast, by name.
     `summoned`: its parameters are whole, and it computes with them as they are.
@@ -80,7 +80,7 @@ def shard_units(model: nn.Module, arguments: Arguments, sharding: Callable[..., 
 
 
 def _changed(arguments: Arguments, changes: Mapping[str, Any], module: nn.Module) -> Arguments:
-    """What a policy changed for one unit."""
+    """The settings that a policy changed for one unit."""
     if not changes:
         return arguments
     if unknown := [name for name in changes if name not in Arguments.__dataclass_fields__]:

@@ -140,7 +140,7 @@ def plain(name: str) -> str:
 
 
 def first_rank(unit: Unit) -> bool:
-    """Whether `rank0_only` leaves the tensors here: on the first rank of each group that shards."""
+    """Return whether `rank0_only` leaves the tensors here: on the first rank of each group that shards."""
     return bool(unit.process_group.rank() == 0)
 
 

@@ -17,7 +17,7 @@ from fsdp2.migrate.shim.arguments import Arguments
 
 
 class Ignored:
-    """What no group may hold, those of inner FSDP calls included.
+    """Modules and parameters that no group may hold, those of inner FSDP calls included.
 
     Attributes:
         modules: with all that is in them.

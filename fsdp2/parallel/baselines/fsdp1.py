@@ -49,7 +49,7 @@ Policy = Callable[..., bool] | CustomPolicy | None
 
 
 def wrap_policy(blocks: Sequence[nn.Module], granularity: int | str, min_params: int | None) -> Policy:
-    """What becomes a unit beside the root.
+    """Choose the units beside the root.
 
     Args:
         granularity: 1 for each block, as `transformer_auto_wrap_policy` does; `root` for nothing.

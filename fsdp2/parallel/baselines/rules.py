@@ -1,4 +1,4 @@
-"""What a strategy declares about itself, as data and as the texts of its refusals."""
+"""A strategy's declarations about itself, as data and as the texts of its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing(*arguments: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a strategy does with the flags. A refusal is one line that names the flag and the fix.
+    """A strategy's answers to the flags. A refusal is one line that names the flag and the fix.
 
     Attributes:
         honours: those that it honours of the options that only some strategies do.
@@ -49,7 +49,7 @@ SetWeights = Callable[[nn.Module], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a strategy starts from: the arguments of `parallelize`, which says what they are."""
+    """The start of a strategy: the arguments of `parallelize`, which documents them."""
 
     build: Callable[[], nn.Module]
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]]

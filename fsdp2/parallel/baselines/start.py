@@ -40,7 +40,7 @@ def fill(model: nn.Module, options: Options, start: Start) -> None:
 
 
 def ties_weights(model: nn.Module) -> bool:
-    """Whether a parameter has two names in this model."""
+    """Return whether a parameter has two names in this model."""
     return any(len(names) > 1 for names in shared_names(model))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint sees of ZeRO's model and optimizer: the parameters by name, as DTensors, and their state.
+"""ZeRO's model and optimizer as a checkpoint sees them: the parameters by name, as DTensors, and their state.
 
 DeepSpeed keeps flat shards that are cut anywhere, and its own checkpoints are pickles of them for one world size. Here
 its state is copied, a parameter at a time, into a model that `fully_shard` has sharded and an optimizer over that. So
@@ -170,7 +170,7 @@ def in_memory(zero: Any, index: int) -> Iterator[None]:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer updates by one kernel."""
+    """Return whether the optimizer updates by one kernel."""
     return bool(optimizer.defaults.get("fused"))
 
 
