@@ -256,6 +256,10 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 
 ##@ Develop
 
+.PHONY: dev
+dev: $(VENV)/.installed $(VENV)/.tools  ## what single tests and the linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
+	$(UV) -e '.[test,lint,tensorboard,ray,plots,migrate,hf,timm,peft,torchao]'
+
 test: $(VENV)/.tools  ## the tests, with the newest torch (22 to 28 min)
 	$(BIN)/tox run -e newest -- $(ARGS)
 

@@ -89,7 +89,7 @@ def go_on(
     sharded: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
-    """Let a language model go on with a text, and print what it writes while it does. `named` as of `main`.
+    """Let a language model go on with a text, and print what it writes while it does. For `named` see `main`.
 
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.

@@ -47,7 +47,7 @@ def parallelize(
         training: False leaves out the optimizer.
         brought: whether a checkpoint that the caller will load, or `load_weights`, sets what has this name in the state
             dict. `set_weights` sets the rest, such as non-persistent buffers.
-        methods: the model's own beside `forward` that need its parameters; as of `gather_for`.
+        methods: the model's own beside `forward` that need its parameters; see `gather_for`.
 
     Returns an engine whose parameters are DTensors in the dtype in which `build` makes them, fp32 unless it says more,
     and whose optimizer has state at step 0. Raises RuntimeError if a parameter or buffer is left on `meta` or unset,

@@ -47,7 +47,7 @@ def trial_worker(job: dict[str, Any]) -> None:
     """Take a part in trials of settings. Called by Ray on each worker, with a process group made.
 
     Args:
-        job: `trials`, a job of `fsdp2.tune.trial`; `folder` and `environment` as of `train_worker`.
+        job: `trials`, a job of `fsdp2.tune.trial`; for `folder` and `environment` see `train_worker`.
     """
     _as_started(job)
     trial.main(job["trials"])
@@ -57,7 +57,7 @@ def doctor_worker(job: dict[str, Any]) -> dict[str, int]:
     """Take a part in an examination. Called by Ray on each worker, with a process group made.
 
     Args:
-        job: `config`, `folder` and `environment` as of `train_worker`; `examination`, the rest of `doctor`'s Options.
+        job: `config`, `folder` and `environment`, see `train_worker`; `examination`, the rest of `doctor`'s Options.
 
     Raises ConfigError, after the report, if a rank can't train: Ray would wait for one that hangs.
     """

@@ -22,7 +22,7 @@ Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
 
 def place(samples: int, samples_per_step: int = 1, *, epoch: int = 0, position: int = 0) -> Any:
-    """A place in the data, as of `Batches`."""
+    """A place in the data, see `Batches`."""
     return SimpleNamespace(split=range(samples), global_batch=samples_per_step, epoch=epoch, position=position)
 
 

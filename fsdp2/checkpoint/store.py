@@ -78,7 +78,7 @@ def read_marker(checkpoint: Files) -> dict[str, Any]:
 
 
 def says_finite(marker: Mapping[str, Any]) -> bool:
-    """True if the weights were free of NaN and infinity when they were saved. Before markers said so, they count as."""
+    """True if the weights were free of NaN and infinity when they were saved; also if an older marker doesn't say."""
     return marker.get("finite", True) is True
 
 

@@ -95,7 +95,7 @@ def document(
 
 
 def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder with one, within bounds; `bos` as of `FromFile`. Raises UnusableText."""
+    """`bytes`, a tokenizer.json, or a folder with one, within bounds; for `bos` see `FromFile`. Raises UnusableText."""
     if name == "bytes":
         if bos == "always":
             raise UnusableText("--bos always: bytes have no token that begins a text; drop --bos")

@@ -51,7 +51,7 @@ def compute_in_float8(
         recipe: one of `fsdp2.parallel.precision.FLOAT8`: a scale for each tensor, or for each of its rows, which takes
             more time and rounds less.
         device_type: on `cpu` the same rounding is emulated in the dtype of the activations, which is slow.
-        gather: gather the weights in float8, as of `gathers`; not those that several modules share. Their parameters
+        gather: gather the weights in float8, see `gathers`; not those that several modules share. Their parameters
             become torchao's until `keep_plain_shards`.
 
     A product over a number of tokens that is no multiple of 16, such as those of an epoch's short last batch, is padded

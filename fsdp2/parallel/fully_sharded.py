@@ -73,7 +73,7 @@ def shard(
 
     Args:
         model: on meta or on the mesh's device; changed in place. Its optimizer is made afterwards.
-        groups: modules that are gathered together, as of `shard_groups`; no module in two of them.
+        groups: modules that are gathered together, see `shard_groups`; no module in two of them.
         mesh: 1-D to shard over all of its ranks, or 2-D (replicate, shard) for HSDP.
         reshard_after_forward: an int reshards to so many ranks, which must divide the shard dimension.
 
@@ -107,8 +107,8 @@ def shard(
 def outlive(module: nn.Module, _: object, output: Any) -> Any:
     """A forward hook: what shares its memory with a parameter of the module is copied, for that memory is freed.
 
-    A layer of learned positions returns its table, or a view of it. Whoever reads it after the forward would find what
-    lies there by then, and no error tells.
+    A layer of learned positions returns its table, or a view of it. Whoever reads it after the forward would
+    silently read reused memory.
     """
     # Private, and what fully_shard's own hooks find the tensors of a library's output with; torch has no public one.
     from torch.utils._pytree import tree_map_only

@@ -75,7 +75,7 @@ class Console:
 
     def _resume(self, data: dict[str, Any]) -> None:
         self._start(data)
-        seeded = "" if data["random_state_restored"] else "; with other random generators than before"
+        seeded = "" if data["random_state_restored"] else "; random generators reseeded"
         self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch']}{seeded}")
 
     def _train(self, data: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ class NodeMemory:
         return 0
 
     def begin(self, run: RunDir) -> None:
-        """Before the first step: what was in memory before counts no more, but for what is gone on from."""
+        """Before the first step: invalidate the checkpoints in memory, except the one resumed from."""
         if self.world.rank == 0 and self.every is not None:
             publish(run.files, LINEAGE, json.dumps(self._start).encode())
         elif self.world.rank == 0 and run.files.size(LINEAGE) is not None:

@@ -195,7 +195,7 @@ def require_same_adapters(config: Config, checkpoint: Files) -> None:
 
 @contextmanager
 def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> Iterator[Opened]:
-    """A run with its model loaded, in a process group. `place` is its folder or URL, `named` as of `read_config`.
+    """A run with its model loaded, in a process group. `place` is its folder or URL, for `named` see `read_config`.
 
     The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be
     used.

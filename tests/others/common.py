@@ -108,7 +108,7 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
 
 
 def started(line: list[str]) -> dict[str, Any]:
-    """The whole model as a run of this command line starts with it, as of `contents`. To be run by `Ranks`."""
+    """The whole model as a run of this command line starts with it, see `contents`. To be run by `Ranks`."""
     config = parse(line)
     engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
     return {
