@@ -213,6 +213,7 @@ def test_a_token_that_only_its_class_has_is_that_of_the_model(
         ({"additional_special_tokens": ["<s>", "[CLS]"]}, False),
         ({"added_tokens_decoder": {"2": {"content": "<s>", "special": True}}}, False),
         ({"additional_special_tokens": ["<|turn|>"]}, True),
+        ({"model_specific_special_tokens": {"image_token": "<|turn|>"}}, True),
         ({"extra_special_tokens": {"turn": "<|turn|>"}}, True),
         ({"added_tokens_decoder": {"5": {"content": "<|turn|>", "special": True}}}, True),
     ],

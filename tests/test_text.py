@@ -209,6 +209,16 @@ def test_a_files_own_truncation_and_padding_change_no_data(tmp_path: Path) -> No
     assert found[0] == found[1] == [[0, 1] * 5, [1]]
 
 
+def test_a_tokenizer_that_splits_by_chance_splits_each_time_the_same(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {one: number for number, one in enumerate(["a", "b", "ab", "abab"])}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[("a", "b"), ("ab", "ab")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "chance.json"))
+    opened = FromFile(tmp_path / "chance.json")
+    assert opened.about["off"] == ["dropout of 0.5"]
+    assert {tuple(tokens.tolist()) for tokens in opened.encode(["abab" * 4] * 50)} == {(3, 3, 3, 3)}
+
+
 def test_the_loss_is_the_mean_over_all_targets_however_uneven(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     """Ranks whose samples have unequal numbers of targets: a mean of their means would be another number."""
     for count in (2, 3):

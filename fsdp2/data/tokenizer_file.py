@@ -36,9 +36,11 @@ class FromFile:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             off = _settings(self._tokenizer)
-            # A file's own settings would cut each document, or train on what fills it up.
+            # A file's own settings would cut each document, train on what fills it up, or split it by chance.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            if hasattr(self._tokenizer.model, "dropout"):
+                self._tokenizer.model.dropout = None
             front = _front(self._tokenizer)
         except Exception as error:  # its errors are of no class of their own
             raise UnusableText(f"{file}: is not a tokenizer ({' '.join(str(error).split())[:120]})") from None
@@ -91,9 +93,10 @@ class FromFile:
 
 
 def _settings(tokenizer: Any) -> list[str]:
-    """Name the settings of a tokenizer.json that would cut documents, or fill them up."""
-    cut, fill = tokenizer.truncation, tokenizer.padding
+    """Name the settings of a tokenizer.json that would cut documents, fill them up, or split them by chance."""
+    cut, fill, chance = tokenizer.truncation, tokenizer.padding, getattr(tokenizer.model, "dropout", None)
     found = [] if cut is None else [f"truncation to {cut['max_length']} tokens"]
+    found += [f"dropout of {chance:g}"] if chance else []
     return found if fill is None else [*found, f"padding to {fill['length'] or 'the longest'}"]
 
 
@@ -108,6 +111,9 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
     text.pad(1, pad_id=mark)
     found = tokenizer.post_process(text).ids
     return tuple(found[: found.index(mark)])
+
+
+_TOKENS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 
 
 class _Declared:
@@ -131,7 +137,7 @@ class _Declared:
     def others(self) -> Iterator[tuple[str, Path]]:
         """The texts of tokens without a part of their own, and the file of each."""
         for file, found in self._files:
-            for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+            for name in _TOKENS:
                 given = found.get(name) or ()
                 tokens = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
                 texts = (token.get("content") if isinstance(token, dict) else token for token in tokens)
