@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 
 from fsdp2 import models
 from fsdp2.checkpoint.convert.safetensors_files import INDEX, layout
@@ -186,6 +188,37 @@ def test_code_in_a_pickle_is_not_run(state: State, tmp_path: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert "leads out of the checkpoint" in refused(folder, run=tmp_path / "run")
     assert not mark.exists()
+
+
+def _archive_with(shape: tuple[int, int, int], place: Path) -> None:
+    """A file of torch.save with an empty tensor, of which the pickle says another shape."""
+    torch.save({"e": torch.empty(0, 5, 7)}, place)
+    with zipfile.ZipFile(place) as archive:
+        content = {info.filename: archive.read(info) for info in archive.infolist()}
+    numbers = (pickle.LONG1 + b"\x08" + one.to_bytes(8, "little") for one in shape)
+    said = b"K\x00K\x05K\x07" + pickle.TUPLE3
+    with zipfile.ZipFile(place, "w") as archive:
+        for name, data in content.items():
+            assert (said in data) is name.endswith("/data.pkl")
+            archive.writestr(name, data.replace(said, b"".join(numbers) + pickle.TUPLE3))
+
+
+def _metadata_with(shape: Sequence[int], folder: Path) -> None:
+    folder.mkdir()
+    entry: Any = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size(shape), [])
+    entry.size = tuple(shape)
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp.Metadata({"e": entry}, None, {}), protocol=4))
+
+
+def test_an_empty_tensor_of_strides_without_end(tmp_path: Path) -> None:
+    _archive_with((0, 2**61, 8), tmp_path / "e.pt")
+    said = refused(tmp_path / "e.pt", run=tmp_path / "run")
+    assert "can't be loaded: it has a tensor's shape beyond what any tensor has" in said
+    for shape, part in (((0, 2**61, 8), "beyond what any tensor has"), ([1] * 99, "that isn't valid")):
+        folder = tmp_path / f"of {len(shape)}"
+        _metadata_with(shape, folder)
+        said = refused(folder, run=tmp_path / "run")
+        assert f".metadata can't be used: it has a size {part}, for 'e'" in said
 
 
 def test_weights_of_another_architecture(tmp_path: Path) -> None:

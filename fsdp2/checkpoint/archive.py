@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.metadata import sizes
 from fsdp2.checkpoint.pickles import Make, Unread, new_dict, require_small, unpickle
 from fsdp2.checkpoint.refusal import Refused
 
@@ -186,10 +187,9 @@ class _Archive:
         return self._typed(memory.arguments[0], dtype, offset, size, stride, metadata)
 
     def _typed(self, key: str, dtype: torch.dtype, offset: int, size: Any, stride: Any, metadata: Any) -> Tensor:
-        if len(size) != len(stride) or len(size) > 64:
-            raise ValueError("a tensor's shape isn't valid")
-        if not all(type(one) is int and 0 <= one < 1 << 62 for one in (offset, *size, *stride)):
-            raise ValueError("a tensor's shape isn't valid")
+        size = sizes(size, "tensor's shape")
+        if len(size) != len(stride) or not all(type(one) is int and 0 <= one < 1 << 62 for one in (offset, *stride)):
+            raise ValueError("a tensor's strides aren't valid")
         if metadata:
             raise Refused("holds a tensor that is conjugated or negated by a flag alone; save its resolve_conj()")
         if not (count := math.prod(size)):
@@ -240,16 +240,10 @@ def _attribute(owner: Any, name: Any) -> Unread:
     return Unread(f"{owner.named}.{name}")
 
 
-def _size(numbers: Any) -> torch.Size:
-    if len(numbers) > 64:
-        raise ValueError("a size has too many dimensions")
-    return torch.Size(numbers)
-
-
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _KNOWN: dict[str, Make] = {
     "collections.OrderedDict": new_dict,
-    "torch.Size": _size,
+    "torch.Size": lambda numbers: sizes(numbers, "size"),
     "torch.device": lambda kind, index=None: torch.device(kind) if index is None else torch.device(kind, index),
     "torch._utils._rebuild_parameter": lambda tensor, *rest: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *rest: tensor,

@@ -113,14 +113,21 @@ def sizes(value: Any, what: str) -> torch.Size:
 def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if _is_value(entry):
         return BytesStorageMetadata()
+    try:
+        return _tensor(entry)
+    except Refused as error:
+        raise Refused(f"{error}, for {_short(name)}") from None
+
+
+def _tensor(entry: Any) -> TensorStorageMetadata:
     fields = _fields(entry, "TensorStorageMetadata")
     size = sizes(fields["size"], "size")
     properties = fields["properties"]
     state = properties.state if isinstance(properties, Unread) else None
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
-        raise Refused(f"has no dtype for {_short(name)}")
+        raise Refused("has no dtype")
     if math.prod(size) * state[0].itemsize >= _MAX:
-        raise Refused(f"has a size beyond what any tensor has, of {_short(name)}")
+        raise Refused("has a size beyond what any tensor has")
     chunks = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
@@ -130,10 +137,10 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadat
 
 def _index(index: Any) -> MetadataIndex:
     fields = _fields(index, "MetadataIndex")
-    offset, number = fields.get("offset"), fields.get("index")
+    name, offset, number = _a(str, fields["fqn"], "name"), fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _a(str, fields["fqn"], "name"),
-        None if offset is None else sizes(offset, "chunk's place"),
+        name,
+        None if offset is None else sizes(offset, f"chunk's place for {_short(name)}"),
         None if number is None else _a(int, number, "number"),
     )
 

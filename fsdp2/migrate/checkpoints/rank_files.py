@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp2.checkpoint.convert.dcp_tensors import misses
 from fsdp2.checkpoint.convert.pt_file import open_pt
 from fsdp2.checkpoint.convert.source import dotted
-from fsdp2.checkpoint.metadata import TreePath
+from fsdp2.checkpoint.metadata import TreePath, sizes
 from fsdp2.checkpoint.pickles import Unread
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.tree import Entry, Tree, tree_of
@@ -62,15 +62,18 @@ def joined(folder: Path, files: Sequence[Path]) -> RankFiles:
 def _whole(path: TreePath, trees: Sequence[Tree]) -> Entry:
     """One sharded tensor, of the shards that the ranks have of it."""
     where = trees[0][path].where
-    shards: list[tuple[list[int], Tensor]] = []
+    shards: list[tuple[torch.Size, Tensor]] = []
     try:
-        size = torch.Size(trees[0][path].read().state[1].state["size"])
+        size = sizes(trees[0][path].read().state[1].state["size"], "size")
         for tree in trees:
             local = tree[path].read().state[0] if path in tree else []
             for shard in local:
-                shards.append((list(shard.state["metadata"].state["shard_offsets"]), shard.state["tensor"].detach()))
+                offsets = sizes(shard.state["metadata"].state["shard_offsets"], "shard's place")
+                shards.append((offsets, shard.state["tensor"].detach()))
         problem = misses(size, [(offsets, tuple(tensor.shape)) for offsets, tensor in shards])
         dtypes = {tensor.dtype for _, tensor in shards}
+    except Refused as error:
+        raise Refused(f"{where} {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise Refused(f"{where}: its shards are not as torch saves them ({type(error).__name__}: {error})") from None
     if problem or len(dtypes) != 1:
@@ -81,7 +84,7 @@ def _whole(path: TreePath, trees: Sequence[Tree]) -> Entry:
     return Entry(meta, partial(_assemble, meta, shards), f"{dotted(path)} of all ranks")
 
 
-def _assemble(meta: Tensor, shards: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+def _assemble(meta: Tensor, shards: Sequence[tuple[torch.Size, Tensor]]) -> Tensor:
     whole = torch.empty(meta.shape, dtype=meta.dtype)
     for offsets, tensor in shards:
         part: Any = tuple(slice(start, start + length) for start, length in zip(offsets, tensor.shape, strict=True))

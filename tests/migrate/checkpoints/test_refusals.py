@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp2.checkpoint.pickles import Unread
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.migrate.checkpoints.names import stripped
+from fsdp2.migrate.checkpoints.rank_files import SHARDED, _whole
+from fsdp2.migrate.checkpoints.tree import Entry
 from tests.harness import Payload
 from tests.migrate.checkpoints.conftest import Cli, Saved, everything
 
@@ -298,6 +302,17 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     assert status == 2
     assert part in line
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("size", "part"), [([0, 2**61, 8], "a size beyond what any tensor has"), ([-1, 2**70], "a size that isn't valid")]
+)
+def test_a_sharded_tensor_that_no_tensor_can_be(size: list[int], part: str) -> None:
+    place = Unread("ShardMetadata", (), {"shard_offsets": [0, 0, 0]})
+    shard = Unread("Shard", (), {"metadata": place, "tensor": torch.empty(0, 1, 1)})
+    whole = Unread(SHARDED, (), ([shard], Unread("ShardedTensorMetadata", (), {"size": size})))
+    with pytest.raises(Refused, match=f"^m_rank0.pt: weight has {part}$"):
+        _whole(("weight",), [{("weight",): Entry(None, lambda: whole, "m_rank0.pt: weight")}])
 
 
 @pytest.mark.parametrize("trained_as", ["flat", "orig"])
