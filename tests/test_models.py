@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import models
-from fsdp2.config import Config
+from fsdp2.config import Config, parse
 from fsdp2.models.initial import fill_for, normal, ones, reset_parameters, zeros
 from fsdp2.parallel.meta import check_initialised, poison
 from fsdp2.parallelize import parallelize
-from tests.harness import Ranks, make_engine
+from tests.harness import Ranks, main_in_ranks, make_engine, small
 
 CPU = torch.device("cpu")
 
@@ -193,3 +194,21 @@ def test_a_sharded_model_is_checked_at_run_time(ranks: Ranks) -> None:
     for message in ranks.run(_forgetful, 2):
         assert "8 of 32 tensors were not initialised" in message
         assert "encoder.layers.encoder_layer_0.mlp.0.weight" in message
+
+
+def _described_after_a_run(line: list[str]) -> tuple[Any, ...]:
+    config = parse(line)
+    made = config.spec.described(config.model_size)
+    main_in_ranks(line)
+    assert config.spec.described(config.model_size) is made
+    return tuple(
+        [(name, one.shape, one.requires_grad, one.is_meta) for name, one in model.named_parameters()]
+        for model in (made, config.spec.on_meta(config.model_size))
+    )
+
+
+def test_a_run_changes_nothing_of_what_describes_its_model(ranks: Ranks, tmp_path: Path) -> None:
+    for described, fresh in ranks.run(
+        _described_after_a_run, small(tmp_path / "run", "--freeze=heads*", "--max-steps=1")
+    ):
+        assert described == fresh

@@ -135,6 +135,13 @@ class ModelSpec:
             torch.manual_seed(0)
             return self.make(**self.sizes[size])
 
+    def described(self, size: str) -> nn.Module:
+        """`on_meta`, made once, for whoever reads names and shapes; nobody changes it."""
+        made: dict[str, nn.Module] = self.__dict__.setdefault("_described", {})
+        if size not in made:
+            made[size] = self.on_meta(size)
+        return made[size]
+
     def vocab_size(self, size: str) -> int | None:
         """Tokens in the vocabulary of a language model, else None."""
         return self.sizes[size].get("vocab_size")

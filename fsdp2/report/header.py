@@ -28,7 +28,7 @@ def lines(
     folder: Path,
 ) -> list[str]:
     """Model and parameters, data, ranks and mesh, precision and memory, the plan, sharding, run directory."""
-    model = spec.on_meta(config.model_size)
+    model = spec.described(config.model_size)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
     which = f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else "")
@@ -89,7 +89,7 @@ def segments(device: torch.device) -> str:
 
 def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
     """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
-    plain_type = type(spec.on_meta(config.model_size))
+    plain_type = type(spec.described(config.model_size))
     return inspect.report(
         engine.model,
         plain_type,

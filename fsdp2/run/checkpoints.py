@@ -177,7 +177,7 @@ class Checkpoints:
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:
-                tied = shared_names(config.spec.on_meta(config.model_size))
+                tied = shared_names(config.spec.described(config.model_size))
                 save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied, said)
             else:
                 api = full_state_api(dcp_api=config.dcp_api)

@@ -130,7 +130,7 @@ class NodeMemory:
         fetch(self.store, step, pairs, self.world)
         checkpoint = self.store.checkpoint(step)
         marker = read_marker(checkpoint)
-        check_checkpoint(config, config.spec.on_meta(config.model_size), checkpoint, partial=False)
+        check_checkpoint(config, config.spec.described(config.model_size), checkpoint, partial=False)
         job.restore, job.in_memory, self.restores = str(checkpoint), True, True
         self._start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""

@@ -223,7 +223,7 @@ def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
 
 def large(config: Config, spec: ModelSpec) -> int | None:
     """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
-    needed = bytes_of(spec.on_meta(config.model_size).state_dict())
+    needed = bytes_of(spec.described(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
 
 
@@ -232,7 +232,7 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
     Names and shapes are there so that another model is recognised before anything is loaded.
     """
-    model = spec.on_meta(config.model_size)
+    model = spec.described(config.model_size)
     return {
         "config": to_flags(config),
         "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},

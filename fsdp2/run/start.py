@@ -69,7 +69,7 @@ class InitialValues:
             reset_parameters(model, spec.initial_values, config.seed, brought=brought)
             return
         # A part of a model that a strategy makes has buffers too that the model keeps out of its state dict.
-        saved = spec.on_meta(config.model_size).state_dict()
+        saved = spec.described(config.model_size).state_dict()
         wanted = {name for name in saved if not brought(name)}
         targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
         if targets:
@@ -108,7 +108,7 @@ class StartWeights:
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
         targets = lora.base_weights(spec, plain_names(model))
-        tied = [list(lora.base_weights(spec, group)) for group in shared_names(spec.on_meta(config.model_size))]
+        tied = [list(lora.base_weights(spec, group)) for group in shared_names(spec.described(config.model_size))]
         own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
         by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
         loaded, left_out = len(targets), list[str]()

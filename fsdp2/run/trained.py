@@ -72,7 +72,7 @@ def from_file(config: Config, file: Path) -> Load:
     """Make a function that fills a model from a full model."""
 
     def load(model: nn.Module) -> None:
-        tied = shared_names(config.spec.on_meta(config.model_size))
+        tied = shared_names(config.spec.described(config.model_size))
         try:
             load_weights(str(file), plain_names(model), place_of, tied, partial=False)
         except OtherWeights as error:
