@@ -119,10 +119,10 @@ def test_who_has_lost_it_writes_nothing(files: RemoteFiles, bucket: Bucket, now:
 
 
 def test_who_stood_still_finds_out_before_it_writes(files: RemoteFiles, bucket: Bucket) -> None:
-    lease = Lease(files, seconds=0.4)
+    lease = Lease(files, seconds=2)
     stop_renewing(lease)
     second_files = RemoteFiles(files.url)
-    second = Lease(second_files, seconds=0.4)
+    second = Lease(second_files, seconds=2)
     with pytest.raises(LeaseLost, match="has taken it over"):
         files.write("name", b"of the first")
     second_files.write("name", b"of the second")
