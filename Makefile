@@ -260,8 +260,21 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 dev: $(VENV)/.installed $(VENV)/.tools  ## what single tests and the linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 	$(UV) -e '.[test,lint,tensorboard,ray,plots,migrate,hf,timm,peft,torchao]'
 
-test: $(VENV)/.tools  ## the tests, with the newest torch (22 to 28 min)
+test: $(VENV)/.tools  ## the tests, with the newest torch (an hour)
 	$(BIN)/tox run -e newest -- $(ARGS)
+
+MIGRATION = tests/migrate tests/rewriter tests/upstream
+TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands
+
+.PHONY: test-book test-migration test-tools
+test-book: $(VENV)/.tools  ## the tests of training itself: all but those of the next two
+	$(BIN)/tox run -e newest -- $(addprefix --ignore=,$(MIGRATION) $(TOOLS)) $(ARGS)
+
+test-migration: $(VENV)/.tools  ## the tests of moving from FSDP1: options, code, checkpoints
+	$(BIN)/tox run -e newest -- $(MIGRATION) $(ARGS)
+
+test-tools: $(VENV)/.tools  ## the tests of planner, tuner, comparison, doctor, memory pages and the checkpoint command
+	$(BIN)/tox run -e newest -- $(TOOLS) $(ARGS)
 
 test-slow: $(VENV)/.tools  ## the tests that take minutes each
 	$(BIN)/tox run -e newest -- -m slow $(ARGS)
