@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ from fsdp2 import data
 from fsdp2.data import sampler, source_text, torchvision_sets
 from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.data.splits import Images, Windows
+from fsdp2.data.windows import Documents
+from fsdp2.models import llama
 from tests.harness import Ranks, python_environment
 
 CPU = torch.device("cpu")
@@ -132,6 +135,20 @@ class _ReadBy(Windows):
     def __getitems__(self, indices: Any) -> Any:
         inputs, targets = super().__getitems__(indices)
         return torch.full_like(inputs, os.getpid()), targets
+
+
+def test_a_step_in_which_nothing_is_learned_has_a_loss_and_gradients_of_zero() -> None:
+    """Documents of one token have no target, and a whole batch may be of such."""
+    ones = Documents(numpy.zeros(33, dtype=numpy.uint8), numpy.arange(1, 34), 8, apart=True)
+    batches = Batches(ones, global_batch=2, accumulation=1, seed=1, rank=0, world_size=1, device=CPU)
+    found = [batch for microbatches in batches for batch in microbatches]
+    assert [batch.target_count for batch in found] == [1, 1]
+    logits = torch.randn(2, 8, 5, requires_grad=True)
+    loss = llama.loss(logits, found[0].targets) / found[0].target_count
+    loss.backward()
+    assert loss.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 def test_loader_processes_survive_an_epoch_and_end_with_the_batches() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import infer
+from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2.report.predictions import samples_of
 from fsdp2.run import trained
@@ -176,3 +177,6 @@ def test_a_class_that_the_data_do_not_name_is_shown_by_its_number() -> None:
     dataset: Any = SimpleNamespace(classes=["a", "b"])
     (sample,) = samples_of(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), dataset)
     assert (sample["predicted"], sample["actual"]) == ("<2>", "b")
+    # All of its documents are of one token, and the first of a document is no target.
+    (sample,) = samples_of(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[IGNORED]]), dataset)
+    assert (sample["predicted"], sample["actual"], sample["correct"]) == ("a", "nothing", False)

@@ -20,7 +20,7 @@ from fsdp2.data import __main__ as command
 from fsdp2.data import preparing, reading, text
 from fsdp2.data.alone import alone
 from fsdp2.data.places import find
-from fsdp2.data.prepared import read_meta
+from fsdp2.data.prepared import files_of, read_meta
 from fsdp2.data.preparing import prepare
 from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, UnusableText
@@ -177,9 +177,13 @@ def test_a_run_with_other_settings_is_refused(corpus: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="was made of the field body; add --text-field body"):
         check_data(parse(run[:-1]))
     meta = json.loads((out / "meta.json").read_text())
+    of_chat = dict.fromkeys((name for name in files_of("chat") if name not in meta["files"]), 0)
+    for name in of_chat:
+        (out / name).touch()
+    of_chat |= meta["files"]
     for change, part in (
         ({"tokenizer": "other"}, "was made with another tokenizer; give that with --tokenizer"),
-        ({"kind": "chat"}, f"was prepared as chat; give it as chat:{out}"),
+        ({"kind": "chat", "field": None, "files": of_chat}, f"was prepared as chat; give it as chat:{out}"),
         ({"format": 1}, "is of another version; prepare it again"),
     ):
         (out / "meta.json").write_text(json.dumps({**meta, **change}))

@@ -260,7 +260,7 @@ def test_conversations_that_end_with_a_token_beyond_the_tokenizer_are_refused(tm
     prepare(find(str(file)), tmp_path / "out", chat)
     meta = tmp_path / "out" / "meta.json"
     good = meta.read_text()
-    for turns, part in (({"300": [1, 1]}, "a token that its tokenizer doesn't have"), ({}, None)):
+    for turns, part in (({"300": [1, 1]}, "a token that its tokenizer doesn't have"), ({"-1": [0, 80]}, None)):
         meta.write_text(json.dumps({**json.loads(good), "turns": turns}))
         if part is None:
             assert "no token ends a turn" in seen.lines(text.load(str(tmp_path / "out"), 80, 256, chat, apart=True))[1]

@@ -33,7 +33,7 @@ class Batch:
         valid: False for a placeholder. Every rank must take part in every forward and backward, because they
             communicate; a rank that has no sample left runs one that counts nothing.
         samples: in the whole global batch of this step, over all ranks and microbatches.
-        target_count: targets in that global batch; what the sum of losses is divided by.
+        target_count: targets in that global batch, at least 1; what the sum of losses is divided by.
         last: True for the microbatch that ends the step.
     """
 
@@ -159,13 +159,16 @@ class Batches:
         return (part if len(part) > 0 else batch[:1] for batch, mine in parts for part in mine)
 
     def _targets(self, samples: int) -> int:
-        """Of the next global batch, which is of so many samples."""
+        """Of the next global batch, which is of so many samples; 1 where all of its documents are of one token.
+
+        The losses of such a batch are 0, and so are their mean and the gradients.
+        """
         counted = getattr(self.split, "target_count", None)
         if counted is None:
             return samples * self.split.targets_per_sample
         if self._order is None or self._order[0] != self.epoch:
             self._order = self.epoch, sampler.epoch_order(len(self.split), self.seed, self.epoch)
-        return int(counted(self._order[1][self.position : self.position + samples].numpy()))
+        return max(1, int(counted(self._order[1][self.position : self.position + samples].numpy())))
 
     def _microbatches(self, pairs: Iterator[Any], samples: int) -> Iterator[Batch]:
         targets_of_all = self._targets(samples)

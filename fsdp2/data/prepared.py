@@ -27,6 +27,10 @@ FORMAT = 6
 META = "meta.json"
 SPLITS = ("train", "test")
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
+MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token that ends a turn
+DTYPES = ("uint8", "uint16", "uint32")
+NAMES = {"format", "kind", "tokenizer", "begin", "field", "source", "content", "dtype"}
+NAMES |= {"documents", "tokens", "characters", "empty", "turns", "files"}
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -83,14 +87,22 @@ def is_prepared(place: str | Path) -> bool:
     return os.path.isfile(os.path.join(place, META))  # pathlib's raises for a list longer than any path
 
 
+def files_of(kind: str) -> list[str]:
+    """The names of a folder's columns."""
+    columns = ("", "-ends", "-learn", "-targets") if kind == "chat" else ("", "-ends")
+    return [f"{split}{column}.bin" for split in SPLITS for column in columns]
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """Raises UnusableText if a folder isn't as `prepare` left it."""
     try:
+        if (folder / META).stat().st_size > MOST_BYTES:
+            raise ValueError(f"its {META} is larger than any that prepare writes")
         meta: dict[str, Any] = json.loads((folder / META).read_bytes())
-        other = meta.get("format") != FORMAT
-        wrong = [name for name, size in meta["files"].items() if (folder / name).stat().st_size != size]
-        if not other:
-            _require_counts(meta)
+        if not (other := meta.get("format") != FORMAT):
+            _require_form(meta)
+        files = {} if other else meta["files"]
+        wrong = [name for name, size in files.items() if (folder / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableText(f"{folder}: is not a prepared text ({error!r}); prepare it again") from None
     if other or wrong:
@@ -99,20 +111,32 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _require_counts(meta: dict[str, Any]) -> None:
-    """Raises ValueError, or another error of what has another form, for a meta.json that `prepare` doesn't write."""
-    if missing := {"kind", "tokenizer", "field", "content", "dtype", "source"} - meta.keys():
-        raise ValueError(f"it says no {min(missing)}")
+def _require_form(meta: dict[str, Any]) -> None:
+    """Raises ValueError, or another error of what has another form, for a meta.json that `prepare` doesn't write.
+
+    What the columns say too, `open_splits` compares with them. They don't say `characters` and `empty`.
+    """
+    if odd := sorted(NAMES ^ meta.keys()):
+        raise ValueError(f"it says {'more' if odd[0] in meta else 'no'}: {odd[0][:40]}")
     words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source")]
-    if not all(type(word) is str and len(word) <= MOST for word in (*words, meta["field"] or "")):
+    if meta["kind"] != "chat":
+        words.append(meta["field"])
+    if not all(type(word) is str and len(word) <= MOST for word in words):
         raise ValueError("it says in other words than prepare writes")
+    if meta["kind"] not in ("text", "chat") or meta["dtype"] not in DTYPES:
+        raise ValueError(f"it is {meta['kind'][:40]} of {meta['dtype'][:40]}")
+    if type(meta["begin"]) is not list or (meta["kind"] == "chat" and meta["field"] is not None):
+        raise ValueError("its documents begin, or are found, in no way that prepare knows")
+    for keys, names in ((SPLITS, "documents"), (SPLITS, "tokens"), (files_of(meta["kind"]), "files")):
+        if meta[names].keys() != set(keys):
+            raise ValueError(f"it counts {names} of others than {', '.join(keys)}")
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
-    by_split = [meta[name][split] for name in ("documents", "tokens") for split in SPLITS]
-    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_split, *turns):
+    by_name = [count for names in ("documents", "tokens", "files") for count in meta[names].values()]
+    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_name, *turns):
         if type(count) is not int or not 0 <= count < 2**63:
             raise ValueError(f"it counts {str(count)[:40]}")
-    if sum(yes + no for yes, no in meta["turns"].values()) > sum(meta["tokens"].values()):
-        raise ValueError("it counts more turns than tokens")
+    if [*meta["turns"]] != [str(int(token)) for token in meta["turns"]] or meta["turns"].get("-1", [0])[0]:
+        raise ValueError("its turns end with tokens that are none")
 
 
 def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> None:
@@ -149,9 +173,6 @@ def open_splits(
 def _open_splits(
     folder: Path, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
 ) -> list[Documents | Conversations]:
-    if meta["dtype"] not in ("uint8", "uint16", "uint32"):
-        raise ValueError(f"its tokens are {meta['dtype']}")
-
     def column(split: str, name: str, dtype: str) -> numpy.ndarray:
         file = folder / f"{split}{name}.bin"  # an empty one can't be mapped
         return numpy.memmap(file, mode="r", dtype=dtype) if file.stat().st_size else EMPTY.astype(dtype)
@@ -168,12 +189,6 @@ def _open_splits(
         end = int(ends[high - 1]) if high else 0
         tokens, learn = (column(split, *one)[begin:end] for one in (("", meta["dtype"]), ("-learn", "uint8")))
         ends, targets = ends[low:high] - begin, targets[low:high] - before
-        first = numpy.append(0, ends[:-1])
-        learned = numpy.add.reduceat(learn != 0, first, dtype=numpy.int64) - (learn[first] != 0)
-        if (numpy.cumsum(learned) != targets).any():
-            raise ValueError(f"conversations of its {split} split have other targets than it says")
-        if not learned.all():
-            raise ValueError(f"a conversation of its {split} split has nothing to learn")
         return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"], size=size)
 
     ends = {split: numpy.asarray(column(split, "-ends", "int64")) for split in SPLITS}
@@ -185,12 +200,11 @@ def _open_splits(
             raise ValueError(f"documents of its {split} split end before they begin")
         if len(found) != meta["documents"][split]:
             raise ValueError(f"its {split} split has {len(found)} documents, and not as many as it says")
-    chat = meta["kind"] == "chat"
-    if chat:
-        for split, found in ends.items():
-            lengths = len(column(split, "-learn", "uint8")), len(column(split, "-targets", "int64"))
-            if lengths != (meta["tokens"][split], len(found)):
-                raise ValueError(f"columns of its {split} split have other lengths than its tokens and conversations")
+    chat, answers = meta["kind"] == "chat", 0
+    for split, found in ends.items() if chat else ():
+        answers += _answers(split, found, column(split, "-learn", "uint8"), column(split, "-targets", "int64"))
+    if answers != sum(map(sum, meta["turns"].values())):
+        raise ValueError(f"it has {answers} answers, and not as many as it says")
     if chat:
         _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len)
     part: Callable[[str, int, int, numpy.ndarray], Documents | Conversations] = conversations if chat else documents
@@ -203,6 +217,26 @@ def _open_splits(
         raise UnusableText(f"{folder}: holds one conversation; give at least two, as one is for evaluation")
     cut = count - max(count // 10, int(chat))
     return [part(split, 0, cut, ends[split]), part(split, cut, count, ends[split])]
+
+
+def _answers(split: str, ends: numpy.ndarray, learn: numpy.ndarray, targets: numpy.ndarray) -> int:
+    """How many answers conversations have. Raises ValueError if their columns disagree."""
+    count = int(ends[-1]) if len(ends) else 0
+    if (len(learn), len(targets)) != (count, len(ends)):
+        raise ValueError(f"columns of its {split} split have other lengths than its tokens and conversations")
+    if not count:
+        return 0
+    if learn.max() > 1:
+        raise ValueError(f"tokens of its {split} split are learned {learn.max()} times")
+    first = numpy.append(0, ends[:-1])
+    learned = numpy.add.reduceat(learn, first, dtype=numpy.int64) - learn[first]
+    if (numpy.cumsum(learned) != targets).any():
+        raise ValueError(f"conversations of its {split} split have other targets than it says")
+    if not learned.all():
+        raise ValueError(f"a conversation of its {split} split has nothing to learn")
+    # An answer is a run of learned tokens. One that begins a conversation may follow that which ends another.
+    begun = numpy.count_nonzero(learn[1:] > learn[:-1]) + int(learn[0])
+    return int(begun + numpy.count_nonzero(learn[first[1:]] & learn[first[1:] - 1]))
 
 
 def _require_short(lengths: Sequence[numpy.ndarray], seq_len: int) -> None:

@@ -22,7 +22,7 @@ import numpy
 from fsdp2.data.alone import LOCK, alone
 from fsdp2.data.meter import Meter, Say, silent
 from fsdp2.data.places import File, Unreachable
-from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, is_prepared, read_meta, source_of
+from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, files_of, is_prepared, read_meta, source_of
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
@@ -183,9 +183,8 @@ class _Output:
     def __init__(self, work: Path, progress: Progress, encoder: Encoder) -> None:
         self.work, self.progress, self._dtype = work, progress, dtype_of(encoder)
         self._turns = Turns(encoder.names, encoder.about["added"], encoder.end) if encoder.kind == "chat" else None
-        columns = ("", "-ends", "-learn", "-targets") if encoder.kind == "chat" else ("", "-ends")
         self._files = {}
-        for name in [f"{split}{column}.bin" for split in SPLITS for column in columns]:
+        for name in files_of(encoder.kind):
             self._files[name] = open(work / name, "ab")  # noqa: SIM115 - closed by __exit__
             self._files[name].truncate(progress.files.get(name, 0))
             self._files[name].seek(0, os.SEEK_END)
@@ -252,12 +251,12 @@ def _begun(work: Path, source: str) -> Progress:
     """Read the progress that an earlier process left; begin if there is none, or it is torn. Raises UnusableText."""
     try:
         found = Progress(**json.loads((work / PROGRESS).read_bytes()))
+        found.place = (int(found.place[0]), int(found.place[1]))
         whole = all((work / name).stat().st_size >= size for name, size in found.files.items())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return Progress(source)
     if found.source != source:
         raise UnusableText(
             f"{work}: was begun with other files or settings; go on with those, or remove it to begin with these"
         )
-    found.place = (found.place[0], found.place[1])
     return found if whole else Progress(source)

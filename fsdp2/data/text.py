@@ -79,6 +79,11 @@ def load(
                 f"{place}: its {name} split has {len(split.tokens)} tokens, which fill no sequence of {seq_len}; lower "
                 "--seq-len or give more text"
             )
+        if not split.target_count(range(len(split))):
+            raise UnusableText(
+                f"{place}: its {name} split has nothing to learn: each of its documents is one token, which is no "
+                "target; give longer ones"
+            )
     return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about})
 
 

@@ -31,6 +31,8 @@ def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[s
 
 def _class(number: int, dataset: Dataset) -> str:
     """The name of a class. A model can have more than the data, such as rows of an embedding beyond the tokenizer's."""
+    if number == IGNORED:  # all documents of the sample are of one token
+        return "nothing"
     return dataset.classes[number] if number < len(dataset.classes) else f"<{number}>"
 
 
