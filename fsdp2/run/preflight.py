@@ -47,7 +47,7 @@ from fsdp2.run.room import check_room
 from fsdp2.run.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
 from fsdp2.run.runtime import World
 from fsdp2.run.schedule import Length, before
-from fsdp2.run.start import blocks_of, tokenizer_of
+from fsdp2.run.start import blocks_of, require_mask, require_tokenizer, tokenizer_of
 
 OLDEST_TORCH = (2, 11)
 SCRATCH = "--init-from scratch for none"
@@ -221,9 +221,11 @@ def check_world(config: Config, world: World) -> None:
 def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
         kind, _, place = config.dataset.partition(":")
+        require_tokenizer(config)
         try:
             encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
             words = config.spec.vocab_size(config.model_size) or 0
+            require_mask(config, encoder)
             check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
         except UnusableText as error:
             raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None

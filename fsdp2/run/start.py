@@ -23,6 +23,7 @@ from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batches
+from fsdp2.data.prepared import Encoder
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import ModelSpec, lora
 from fsdp2.models.blocks import named_blocks
@@ -192,11 +193,39 @@ def _say(text: str) -> None:
     print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
 
 
+# Forms of a tokenizer beside tokenizer.json.
+OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")
+
+
 def tokenizer_of(config: Config) -> str:
     """The flag's, else the model's own, else bytes."""
     own = config.spec.weights
     has_own = own is not None and (own / "tokenizer.json").is_file()
     return config.tokenizer or (str(own) if has_own else "bytes")
+
+
+def require_tokenizer(config: Config) -> None:
+    """Raise ConfigError if bytes would take the place of a model's own tokenizer, which is in another form."""
+    own = config.spec.weights
+    if config.tokenizer is None and own is not None and not (own / "tokenizer.json").is_file():
+        found = sorted(file.name for form in OTHER_TOKENIZERS for file in own.glob(form))
+        if found:
+            raise ConfigError(
+                f"--model {config.model}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one "
+                "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or say --tokenizer bytes"
+            )
+
+
+def require_mask(config: Config, encoder: Encoder) -> None:
+    """Raise ConfigError if the token that hides others, which the model names, is an ordinary one of the text's."""
+    token = config.spec.special_token
+    if config.spec.task != "masked" or token is None or token >= encoder.size or token in encoder.about["added"]:
+        return
+    raise ConfigError(
+        f"--tokenizer {tokenizer_of(config)}: --model {config.model} hides tokens behind token {token}, which is "
+        f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
+        "model's folder"
+    )
 
 
 def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:
