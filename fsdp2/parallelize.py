@@ -7,11 +7,11 @@ strategies that FSDP2 is compared with are built elsewhere, in `parallel/baselin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp2.config import Config
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
@@ -22,6 +22,9 @@ from fsdp2.parallel.meta import allocate, check_initialised, nothing
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
 from fsdp2.parallel.prefetch import prefetch_backward, prefetch_forward
+
+if TYPE_CHECKING:
+    from fsdp2.config import Config
 
 
 def parallelize(

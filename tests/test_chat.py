@@ -31,8 +31,6 @@ TEMPLATE = (
 )
 PLAIN, GENERATION = TEMPLATE.replace("ANSWER", ANSWER), TEMPLATE.replace("ANSWER", MARKED)
 
-TEXT = '{"city": "Zürich", "days": 2}'
-
 
 def make_tokenizer(folder: Path, template: str | None, begin: str = "") -> Path:
     """A folder with a byte-level tokenizer, whose offsets leave out spaces as Llama's do, and a template.
@@ -119,94 +117,6 @@ def test_a_mark_is_found_however_its_blanks_are_written(tmp_path: Path, tag: str
     pytest.importorskip("transformers")
     template = TEMPLATE.replace("ANSWER", tag + "{{ message.content }}{% endgeneration %}<|end|>\n")
     assert learned(Chat(str(make_tokenizer(tmp_path / "marked", template))), TALKS[0]) == "hi"
-
-
-CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
-# How templates write a call's arguments, and how they show those of OpenAI's, which are the JSON text of an object.
-CALLS = {
-    "{{ call.function.arguments | tojson }}": '{"city": "Zürich", "days": 2}',
-    "{{ call.function | tojson }}": '{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}',
-    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}": "city=Zürich;days=2;",
-    "{{ call.function.arguments }}": TEXT,
-    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}no{% endif %}": TEXT,
-}
-
-
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("call", CALLS)
-def test_arguments_that_are_json_text_are_not_encoded_twice(tmp_path: Path, call: str, marked: bool) -> None:
-    pytest.importorskip("transformers")
-    template = (GENERATION if marked else PLAIN).replace("{{ message.content }}<", CALL.replace("CALL", call) + "<")
-    chat = Chat(str(make_tokenizer(tmp_path / "tools", template)))
-    function = {"name": "weather", "arguments": TEXT}
-    line = talk("", "")
-    line["messages"][1] |= {"tool_calls": [{"type": "function", "function": function}]}
-    assert learned(chat, line) == CALLS[call] + "<|end|>\n"
-    assert function["arguments"] == TEXT  # what was read stays as it is
-
-
-def test_arguments_that_are_no_object_stay_as_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    template = PLAIN.replace("{{ message.content }}<", CALL.replace("CALL", "{{ call.arguments | tojson }}") + "<")
-    chat = Chat(str(make_tokenizer(tmp_path / "tools", template)))
-    for arguments, shown in (("no json", '"no json"'), ("[1]", '"[1]"'), ({"a": 1}, '{"a": 1}'), ("{}", "{}")):
-        line = talk("", "")
-        line["messages"][1] |= {"tool_calls": [{"arguments": arguments}]}
-        assert learned(chat, line) == f"{shown}<|end|>\n"
-
-
-PARTS = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
-# How templates write a content, and what they show of "a b" and of the parts "a " and "b".
-CONTENTS = {
-    "{{ message.content }}": ("a b", "a \nb"),
-    "{{ message.content | trim | upper }}": ("A B", "A \nB"),
-    "{{ message.content | tojson }}": ('"a b"', '"a \\nb"'),
-    "{% if message.content is string %}{{ message.content }}{% endif %}": ("a b", "a \nb"),
-    "{% if message.content is string %}{{ message.content }}{% else %}PARTS{% endif %}": ("a b", "a b"),
-    # As of models with images, which take nothing else: letters have no type.
-    "PARTS": ("a b", "a b"),
-}
-
-
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("content", CONTENTS)
-def test_contents_have_the_form_that_the_template_takes(tmp_path: Path, content: str, marked: bool) -> None:
-    pytest.importorskip("transformers")
-    template = (GENERATION if marked else PLAIN).replace("{{ message.content }}", content.replace("PARTS", PARTS))
-    chat = Chat(str(make_tokenizer(tmp_path / "parts", template)))
-    parts: list[dict[str, Any]] = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
-    for given in (talk("a b", "a b"), talk("a b", parts), talk(parts, parts), talk(parts, "a b")):
-        shown = [CONTENTS[content][isinstance(one["content"], list)] for one in given["messages"]]
-        ((tokens, _),) = encoded(chat, given)
-        assert chat._text.decode(tokens) == (f"<s><|user|>\n{shown[0]}<|end|>\n<|assistant|>\n{shown[1]}<|end|>\n")
-        assert learned(chat, given) == shown[1] + "<|end|>\n"
-    assert len(parts[0]) == 3  # what was read stays as it is
-
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "é"}}]
-
-
-@pytest.mark.parametrize(
-    "given", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])], json.dumps([json.dumps(TOOLS[0])])]
-)
-def test_tools_and_calls_that_are_json_text_are_objects_to_a_template(tmp_path: Path, given: Any) -> None:
-    pytest.importorskip("transformers")
-    call = CALL.replace("CALL", "{{ call.function.name }}({{ call.function.arguments | tojson }})")
-    template = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + PLAIN
-    chat = Chat(str(make_tokenizer(tmp_path / "tools", template.replace("{{ message.content }}<", call + "<"))))
-    calls = [{"type": "function", "function": {"name": "f", "arguments": TEXT}}]
-    for said in (calls, json.dumps(calls)):
-        line = {**talk("", ""), "tools": given}
-        line["messages"][1] |= {"tool_calls": said}
-        ((tokens, _),) = encoded(chat, line)
-        assert chat._text.decode(tokens).startswith("weather;<s>")
-        assert learned(chat, line) == f"f({TEXT})<|end|>\n"
-    nothing: list[Any] = [None, "", " ", "[]", "null", []]
-    for none in nothing:
-        line = {**talk("", ""), "tools": none}
-        line["messages"][1] |= {"tool_calls": none, "weight": None}  # as a table has each column in each row
-        ((tokens, _),) = encoded(chat, line)
-        assert chat._text.decode(tokens).startswith("<s><|user|>")
 
 
 def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """The rules of the house that a reader relies on: which room imports which, and how large a file may be."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.harness import python_environment
 
 PACKAGE = Path(__file__).parents[1] / "fsdp2"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -82,3 +86,25 @@ def test_the_training_is_one_page() -> None:
     assert len(source.splitlines()) <= 250
     assert main.end_lineno is not None
     assert main.end_lineno - main.lineno < 110
+
+
+def test_nothing_is_imported_that_the_run_does_not_use() -> None:
+    program = (
+        "import sys, fsdp2.train, fsdp2.infer; from fsdp2.config import Config; Config(model='transformer');"
+        "print([m for m in ('sklearn', 'torchvision', 'matplotlib', 'tensorboard', 'ray', 'deepspeed',"
+        " 'transformers', 'accelerate') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=python_environment()
+    )
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("module", "most"), [("fsdp2.parallelize", 20), ("fsdp2.train", 146)])
+def test_a_reader_loads_few_files(module: str, most: int) -> None:
+    """What a module loads is its size to a reader; the aim for `fsdp2.train` is 90."""
+    program = f"import sys, {module}; print(sum(name.split('.')[0] == 'fsdp2' for name in sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=python_environment()
+    )
+    assert 0 < int(result.stdout) <= most, result.stdout + result.stderr

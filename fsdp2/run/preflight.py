@@ -30,7 +30,6 @@ from fsdp2.checkpoint.store import (
 )
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
-from fsdp2.data.text import check, encoder_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import lora
 from fsdp2.models.positions import too_long
@@ -220,6 +219,8 @@ def check_world(config: Config, world: World) -> None:
 
 def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
+        from fsdp2.data.text import check, encoder_of
+
         kind, _, place = config.dataset.partition(":")
         require_tokenizer(config)
         try:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data import Dataset
 from fsdp2.data.loader import Batches
-from fsdp2.data.prepared import Encoder
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.models import ModelSpec, lora
 from fsdp2.models.blocks import named_blocks
@@ -35,6 +34,9 @@ from fsdp2.run.finite import require_finite
 from fsdp2.run.job import Job
 from fsdp2.run.rundir import RunDir, write_config
 from fsdp2.run.runtime import World, first_on_node, gather
+
+if TYPE_CHECKING:
+    from fsdp2.data.prepared import Encoder
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:

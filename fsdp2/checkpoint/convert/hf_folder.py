@@ -48,32 +48,28 @@ def write_hf(
     for name, content in beside.items():
         (folder / name).write_bytes(content)
     model.save_pretrained(folder, state_dict=spool(tensors, read, folder), max_shard_size=max_shard_size)
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            _keep_cache(folder / name, json.loads(beside.get(name, b"{}")))
-    # It says the dtype of the model, which lies on meta in fp32, and not that of the tensors.
+    # They say the dtype of the model, which lies on meta in fp32, and not that of the tensors; and that it is trained
+    # without keys and values, which generating needs.
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    config = json.loads((folder / "config.json").read_bytes())
-    _say(config, str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
+    for file in folder.glob("*config.json"):
+        if file.name in ("config.json", "generation_config.json"):
+            written = json.loads(file.read_bytes())
+            _keep_cache(written, json.loads(beside.get(file.name, b"{}")))
+            _say(written, dtype)
+            file.write_text(json.dumps(written, indent=2) + "\n")
     for file in folder.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
 
 
-def _keep_cache(file: Path, before: dict[str, Any]) -> None:
-    """Let a file say of keys and values, which generating needs, what it said before the model was trained without."""
-
-    def keep(now: dict[str, Any], before: dict[str, Any]) -> None:
-        now.pop("use_cache", None)
-        now |= {"use_cache": before["use_cache"]} if "use_cache" in before else {}
-        for name, part in now.items():
-            if isinstance(part, dict):
-                keep(part, before[name] if isinstance(before.get(name), dict) else {})
-
-    content = json.loads(file.read_bytes())
-    keep(content, before)
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+def _keep_cache(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a configuration and its parts say of keys and values what they said before the model was trained."""
+    now.pop("use_cache", None)
+    now |= {"use_cache": before["use_cache"]} if "use_cache" in before else {}
+    for name, part in now.items():
+        if isinstance(part, dict):
+            _keep_cache(part, before[name] if isinstance(before.get(name), dict) else {})
 
 
 def _say(config: dict[str, Any], dtype: str | None) -> None:
