@@ -122,6 +122,8 @@ class _Archive:
             raise Refused("is TorchScript, which holds code; save the state dict")
         if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in infos):
             raise Refused("has compressed entries, which torch.save never writes; it was not unpacked")
+        if infos and min(info.header_offset for info in infos) > 0:
+            raise Refused("has bytes before it, of another archive perhaps, which torch.save never writes")
         if sum(info.file_size for info in infos) > len(content):
             raise Refused("has entries that overlap, which torch.save never writes; it was not read")
         (pickled,) = (name for name in self.entries if name.count("/") == 1 and name.endswith("/data.pkl"))

@@ -188,3 +188,13 @@ def test_what_checkpoints_hold_comes_out_as_it_went_in() -> None:
     stand_in = unpickle(pickle.dumps(Path("/a"), 4), {}, is_allowed=lambda name: True)
     assert isinstance(stand_in, Unread)
     assert (stand_in.named.split(".")[0], stand_in.arguments) == ("pathlib", ("/", "a"))
+
+
+def test_a_place_that_holds_two_archives_is_none() -> None:
+    """The directory of a zip stands at its end: of two tensors of one shape the second would be read for the first."""
+    first, second = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(3), first)
+    torch.save(torch.ones(3), second)
+    assert torch.equal(parse_archive(memoryview(first.getvalue())), torch.zeros(3))
+    with pytest.raises(Refused, match="has bytes before it, of another archive perhaps"):
+        parse_archive(memoryview(first.getvalue() + second.getvalue()))
