@@ -213,6 +213,29 @@ def test_a_beginning_shows_at_a_glance(words: Path, capsys: pytest.CaptureFixtur
         assert found[4] == first
 
 
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "GPT2Tokenizer makes [209, "),
+        ({"split_special_tokens": True}, "of 'Hello<|end|>', and tokenizer.json [39, "),
+        ({}, None),
+    ],
+)
+def test_a_tokenizer_that_transformers_reads_differently_is_named(
+    settings: dict[str, Any], part: str | None, tmp_path: Path
+) -> None:
+    """The settings beside it change tokens for whoever serves the model, and not for the run."""
+    pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "tokenizer", None)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **settings}))
+    (tmp_path / "a.txt").write_text("words " * 100)
+    for _ in range(2):  # made, and found in the cache
+        made = text.load(str(tmp_path / "a.txt"), 8, 300, Text(open_tokenizer(str(folder))), apart=True)
+        warned = [line for line in seen.lines(made) if line.startswith("warning: transformers reads ")]
+        assert [str(part) in line for line in warned] == [True] * (part is not None)
+
+
 def test_truncation_shows_at_a_glance(words: Path) -> None:
     """It is off, which a line says; were it in force, all documents would be of one length, and of many characters."""
     file = words.parent / "tokenizer.json"

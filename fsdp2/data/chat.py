@@ -77,6 +77,10 @@ class Chat:
         """The text of some tokens, special ones included."""
         return self._text.decode(tokens)
 
+    def unlike(self) -> str:
+        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+        return self._text.unlike()
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
         for row in rows:

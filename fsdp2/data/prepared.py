@@ -23,14 +23,14 @@ from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.windows import Conversations, Documents
 
-FORMAT = 6
+FORMAT = 7
 META = "meta.json"
 SPLITS = ("train", "test")
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
 MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token that ends a turn
 DTYPES = ("uint8", "uint16", "uint32")
 NAMES = {"format", "kind", "tokenizer", "begin", "field", "source", "content", "dtype"}
-NAMES |= {"documents", "tokens", "characters", "empty", "turns", "files"}
+NAMES |= {"documents", "tokens", "characters", "empty", "turns", "unlike", "files"}
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -63,6 +63,10 @@ class Encoder(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
+        ...
+
+    def unlike(self) -> str:
+        """How transformers reads text differently, as of a `Tokenizer`."""
         ...
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
@@ -118,7 +122,7 @@ def _require_form(meta: dict[str, Any]) -> None:
     """
     if odd := sorted(NAMES ^ meta.keys()):
         raise ValueError(f"it says {'more' if odd[0] in meta else 'no'}: {odd[0][:40]}")
-    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source")]
+    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source", "unlike")]
     if meta["kind"] != "chat":
         words.append(meta["field"])
     if not all(type(word) is str and len(word) <= MOST for word in words):

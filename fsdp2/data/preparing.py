@@ -133,6 +133,7 @@ def _make(
         "characters": progress.characters,
         "empty": progress.empty,
         "turns": progress.turns,
+        "unlike": encoder.unlike(),
         "files": progress.files,
     }
     _replace(work / META, json.dumps(meta, indent=1) + "\n")

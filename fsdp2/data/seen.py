@@ -42,11 +42,26 @@ def lines(dataset: Dataset) -> list[str]:
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
     dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
     split = f"{cut:,} go on in the next sequence of {train.seq_len}"
-    return [f"{counts}; {split}; {dropped}", share, _tokenizer(about)]
+    return [f"{counts}; {split}; {dropped}", share, _tokenizer(about), *warnings(about, dataset.classes)]
 
 
 def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Warn of conversations that would train a model that never stops: one line, or none."""
+    """Warn of tokens that another reader wouldn't make, and of a model that would never stop."""
+    return [*_other_reader(about), *_endless(about, names)]
+
+
+def _other_reader(about: dict[str, Any]) -> list[str]:
+    if not about["unlike"]:
+        return []
+    return [
+        f"warning: transformers reads {short(about['tokenizer'])} differently: {printable(about['unlike'])}; the run "
+        "follows tokenizer.json; to make both one, write it with transformers: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    ]
+
+
+def _endless(about: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """One line about conversations that would train a model that never stops, or none."""
     wrong = {int(token): counts[1] for token, counts in about["turns"].items() if counts[1]}
     if not wrong:
         return []

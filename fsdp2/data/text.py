@@ -45,6 +45,10 @@ class Text:
         """The text of some tokens."""
         return self._tokenizer.decode(tokens)
 
+    def unlike(self) -> str:
+        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+        return self._tokenizer.unlike()
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
         found = self._tokenizer.encode([row.content for row in rows])

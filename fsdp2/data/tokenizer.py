@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
         """Text of tokens; U+FFFD for what is no whole character."""
         ...
 
+    def unlike(self) -> str:
+        """How transformers reads text differently with the files beside it, in a clause; "" where it doesn't."""
+        ...
+
     @property
     def names(self) -> Sequence[str]:
         """How each token is shown."""
@@ -65,6 +69,10 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some bytes, with U+FFFD for what is no UTF-8."""
         return bytes(tokens).decode(errors="replace")
+
+    def unlike(self) -> str:
+        """Nothing: transformers has no part in it."""
+        return ""
 
     @property
     def names(self) -> Sequence[str]:

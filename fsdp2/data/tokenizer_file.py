@@ -48,7 +48,8 @@ class FromFile:
         if len(front) > LONGEST_FRONT or max(front, default=0) >= self.size:
             has = f"{len(front)} tokens" if len(front) > LONGEST_FRONT else "a token that it doesn't have"
             raise UnusableText(f"{file}: its post-processor puts {has} before a text; give another tokenizer")
-        declared = _Declared(file.parent)
+        self._folder = file.parent
+        declared = _Declared(self._folder)
         for one, where in declared.others():
             known = self._tokenizer.token_to_id(one) is not None
             if not known or len(self._tokenizer.encode(one, add_special_tokens=False).ids) != 1:
@@ -85,6 +86,12 @@ class FromFile:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, special ones included."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def unlike(self) -> str:
+        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+        from fsdp2.data.auto_tokenizer import unlike
+
+        return unlike(self._folder, self._tokenizer, "" if self.end is None else self.decode([self.end]))
 
     @property
     def names(self) -> Sequence[str]:

@@ -277,6 +277,29 @@ def test_diff_names_and_measures(cli: Cli, tmp_path: Path) -> None:
     ]
 
 
+def test_diff_of_plain_values(cli: Cli, tmp_path: Path) -> None:
+    """A NaN is like itself, also within a list; 1, 1.0 and True are three values; tensors in a list are compared."""
+    nan, same = float("nan"), {"weight": torch.zeros(1)}
+    a = {"nan": nan, "nans": [nan, {"x": nan}], "one": 1, "true": 1, "list": [1], "inside": [torch.ones(2)]}
+    b = {"nan": nan, "nans": [nan, {"x": nan}], "one": 1.0, "true": True, "list": [True], "inside": [torch.zeros(2)]}
+    torch.save({**same, **a}, tmp_path / "a.pt")
+    torch.save({**same, **b}, tmp_path / "b.pt")
+    status, out, _ = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    differing = {line.partition(":")[0] for line in out.splitlines()[:-1]}
+    assert (status, differing) == (1, {"one", "true", "list", "inside.0"})
+    torch.save({**same, **a}, tmp_path / "b.pt")
+    assert cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")[0] == 0
+
+
+def test_diff_leaves_out_where_metrics_end(cli: Cli, tmp_path: Path) -> None:
+    """Its lines hold times, so that it differs between two runs that are equal."""
+    for name, place, step in (("a", 100, 3), ("b", 101, 3), ("c", 100, 4)):
+        progress = {"metrics_position": place, "step": step}
+        torch.save({"app": {"model": {"w": torch.zeros(1)}, "progress": progress}}, tmp_path / f"{name}.pt")
+    assert cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")[0] == 0
+    assert "app.progress.step: 3 and 4\n" in cli("diff", tmp_path / "a.pt", tmp_path / "c.pt")[1]
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64, torch.complex64, torch.bfloat16]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from fsdp2.units import printable
 
 # Compared so many elements at a time, so that a difference takes no memory of a tensor's size.
 _BLOCK = 1 << 20
+# A place in the run's own metrics.jsonl, whose lines hold times: it differs between two runs that are equal.
+_OF_ONE_RUN = {"app.progress.metrics_position"}
 
 
 def diff(a: str, b: str) -> int:
@@ -19,13 +23,14 @@ def diff(a: str, b: str) -> int:
 
     Both are compared with the hashes in their markers first.
 
-    Two of a kind are compared whole; a checkpoint and a file of weights by their weights' plain names.
+    Two of a kind are compared whole, but for where each run's metrics.jsonl ends; a checkpoint and a file of weights by
+    their weights' plain names.
     """
     with opened(a) as first, opened(b) as second:
         answers = {a: verified(first), b: verified(second)}
         if weights_prefix(first) == weights_prefix(second):
             ours, theirs = ({name: name for name in source.tensors} for source in (first, second))
-            what, values = "", sorted({*first.values} | {*second.values})
+            what, values = "", sorted(({*first.values} | {*second.values}) - _OF_ONE_RUN)
         else:
             ours, theirs = weights(first), weights(second)
             what, values = "model weights: ", []
@@ -59,7 +64,20 @@ def _value_line(name: str, *sides: tuple[str, Source]) -> str | None:
         if name not in source.values:
             return f"not in {place}: {name}"
     one, other = (source.read(name) for _, source in sides)
-    return None if one == other else f"{name}: {short_repr(one)} and {short_repr(other)}"
+    return None if _same(one, other) else f"{name}: {short_repr(one)} and {short_repr(other)}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """True if two plain values are of one type and equal, and their parts are; a NaN equals a NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and not difference(a, b)[0]
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b or (a != a and b != b))
 
 
 def difference(a: Tensor, b: Tensor) -> tuple[int, float]:
