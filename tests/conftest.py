@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests import lanes
 from tests.harness import Ranks, main_in_ranks, small
 
 ROOT = Path(__file__).parent.parent
 # Real subsets of MNIST and Fashion-MNIST in torchvision's layout, where a checkout has them.
 DATA_ROOT = ROOT.parent / "shared" / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    lanes.configure(config)
 
 
 def pytest_collection_finish() -> None:

@@ -118,6 +118,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a loader's process takes the signals of its rank")
 def test_a_loader_s_process_takes_no_signal_of_its_rank_s_group_and_dies_with_its_rank() -> None:
     process = subprocess.run(

@@ -32,6 +32,7 @@ def judged(times: dict[int, list[float]]) -> list[Row]:
     return compute.rows(examined(4, {"compute": measure}, lambda asker: compute.ask_compute(asker, 0.1)), HOSTS)
 
 
+@pytest.mark.alone
 def test_a_straggler_is_named_if_it_stays_one() -> None:
     good = [1e12, 1.1e12, 1e12]
     row, other = judged({0: good, 1: good, 2: good, 3: [3e11, 4e11, 3e11]})
@@ -66,6 +67,7 @@ def often_stopped() -> Any:
     return {name: max(one[name] for one in found) for name in ("flops", "memory")}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_again_and_again_is_slow(ranks: Ranks) -> None:
     found = dict(enumerate(ranks.run(often_stopped, ranks=2)))

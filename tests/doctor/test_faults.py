@@ -45,6 +45,7 @@ def on_three_hosts(folder: Path, faults: Faults, before: Sequence[str] = ("true"
         return findings(folder, around=around)
 
 
+@pytest.mark.alone
 def test_a_path_that_delays_or_loses_and_a_small_dev_shm_name_their_hosts(tmp_path: Path) -> None:
     faults = Faults(delay={(0, 2): 0.02}, loss={(1, 2): 0.02})
     found = on_three_hosts(tmp_path, faults, ["true", "mount -t tmpfs -o size=64M none /dev/shm", "true"])
@@ -58,6 +59,7 @@ def test_a_firewall_in_front_of_a_host_names_it(tmp_path: Path) -> None:
     assert found["connection"] == ("bad", "rank 2 (h2)")
 
 
+@pytest.mark.alone
 def test_a_link_that_pairs_share_is_measured_as_one_that_a_pair_has_alone(tmp_path: Path) -> None:
     """Two hosts of two ranks. Two pairs may take turns at the two directions of their link: at most twice its rate."""
     rate = 4e6

@@ -144,6 +144,7 @@ def test_every_pair_that_was_dead_or_slow_is_measured_again() -> None:
     assert network.slow_pairs(found, EIGHT, size) == []
 
 
+@pytest.mark.alone
 def test_a_rank_that_came_too_late_meets_at_the_next_try() -> None:
     """The other one's connection of the first try is closed, and waits to be taken."""
 
@@ -168,6 +169,7 @@ def refusing(here: Here, **arguments: Any) -> Any:
     return network.meet(here, **arguments)
 
 
+@pytest.mark.alone
 def test_real_connections_are_measured_and_a_blocked_port_names_its_rank() -> None:
     def ask(asker: Asker) -> Any:
         hosts = Hosts({rank: tuple(one) for rank, one in asker.ask("hello").items()})

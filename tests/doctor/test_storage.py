@@ -104,6 +104,7 @@ def test_a_resume_needs_room_beside_the_checkpoints_that_are_there(tmp_path: Pat
     assert storage.room(here, str(tmp_path)) == fresh - 1000 * config.keep
 
 
+@pytest.mark.alone
 def test_a_rank_with_a_slow_disk_is_named(tmp_path: Path) -> None:
     def slow(here: Here, **arguments: Any) -> Any:
         found = storage.measure(here, **arguments)

@@ -40,6 +40,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.alone
 def test_who_is_alive_keeps_it(files: RemoteFiles, capsys: pytest.CaptureFixture[str]) -> None:
     lease = Lease(files, seconds=1)
     with pytest.raises(LeaseTaken, match=r"in use by a run that is still going \(process \d+ on .*\); wait for it or"):
@@ -65,6 +66,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.alone
 def test_who_was_killed_loses_it(files: RemoteFiles, capsys: pytest.CaptureFixture[str]) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, files.url], stdout=subprocess.PIPE, text=True)
     try:
