@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import train
+from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import parse
-from fsdp2.memory.ledger import Ledger
 from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
 

@@ -29,13 +29,13 @@ if __name__ == "__main__":
 
 from tables import write_page  # noqa: E402
 
-from fsdp2.compare.report import markdown_table  # noqa: E402
 from fsdp2.config import parse  # noqa: E402
 from fsdp2.options.errors import ConfigError  # noqa: E402
-from fsdp2.plan.calibration import LEAST, Trial, changed, fit  # noqa: E402
-from fsdp2.plan.device import Gpu  # noqa: E402
-from fsdp2.plan.device import gpu as find_gpu  # noqa: E402
-from fsdp2.plan.plans import Plan, plan  # noqa: E402
+from fsdp2_tools.compare.report import markdown_table  # noqa: E402
+from fsdp2_tools.plan.calibration import LEAST, Trial, changed, fit  # noqa: E402
+from fsdp2_tools.plan.device import Gpu  # noqa: E402
+from fsdp2_tools.plan.device import gpu as find_gpu  # noqa: E402
+from fsdp2_tools.plan.plans import Plan, plan  # noqa: E402
 
 NAMES = {"H200": "h200", "H100": "h100", "A100": "a100-80", "B200": "b200", "L40S": "l40s"}
 HEADS = ("", "allocator ÷ plan", "device ÷ plan", "planned ÷ measured time", "fitted on the other rows")

@@ -15,7 +15,7 @@ from checkpoint_sides import has_torch_checkpointing
 from tables import machine, spread
 
 from fsdp2.checkpoint.disk import file_system
-from fsdp2.compare.report import markdown_table
+from fsdp2_tools.compare.report import markdown_table
 
 UNHASHED, UNSYNCED, BACKGROUND = "ours, nothing hashed", "ours, nothing synced", "ours, asynchronous"
 NO_GPU = "not measured: no GPU"

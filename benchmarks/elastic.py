@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tables import machine, write_page
 
-from fsdp2.compare.report import markdown_table
 from fsdp2.options.parser import Parser
+from fsdp2_tools.compare.report import markdown_table
 from launchers import ray_train
 from tests.harness import python_environment
 from tests.launchers.through_ray import workers_of_ray

@@ -19,16 +19,16 @@ import torch
 from step_page import versions
 from tables import machine, write_page
 
-from fsdp2.compare.report import markdown_table
+from fsdp2.allocations.ledger import Ledger, by_kind
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
-from fsdp2.memory.ledger import Ledger, by_kind
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.parallel.engine import Engine
 from fsdp2.run import ending, runtime
 from fsdp2.run.runtime import World
 from fsdp2.train import make_engine, train_step
+from fsdp2_tools.compare.report import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "memory-benchmark.md"
 MB = 1e6

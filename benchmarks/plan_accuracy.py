@@ -33,13 +33,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fsdp2 import data
-from fsdp2.compare.report import markdown_table
+from fsdp2.allocations.timeline import load
 from fsdp2.config import parse
-from fsdp2.memory.timeline import load
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.plan.plans import plan
 from fsdp2.run import ending
+from fsdp2_tools.compare.report import markdown_table
+from fsdp2_tools.plan.plans import plan
 from tests.harness import Ranks, main_in_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -181,7 +181,8 @@ def main() -> None:
 def digest() -> str:
     """Of the code that plans and runs: rows of another are not measured by this one."""
     found = hashlib.sha256("".join(versions()).encode())
-    for file in sorted([*(ROOT / "fsdp2").rglob("*.py"), Path(__file__)]):
+    rooms = (ROOT / "fsdp2", ROOT / "fsdp2_tools" / "plan")
+    for file in sorted([*(path for room in rooms for path in room.rglob("*.py")), Path(__file__)]):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
 

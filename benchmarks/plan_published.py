@@ -27,11 +27,11 @@ from tables import write_page
 
 from fsdp2.config import Config
 from fsdp2.options.parser import Parser
-from fsdp2.plan.device import Gpu
-from fsdp2.plan.execute import STEPS
-from fsdp2.plan.memory import Runs
-from fsdp2.plan.work import COMPUTE, COPY_OUT, KERNEL, REDUCE_IN
 from fsdp2.run import ending
+from fsdp2_tools.plan.device import Gpu
+from fsdp2_tools.plan.execute import STEPS
+from fsdp2_tools.plan.memory import Runs
+from fsdp2_tools.plan.work import COMPUTE, COPY_OUT, KERNEL, REDUCE_IN
 
 PUBLISHED = Path(__file__).with_name("published.toml")
 PAGE = ROOT / "docs" / "notes" / "plan-published.md"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from published_rows import Row
 
-from fsdp2.compare.report import markdown_table
+from fsdp2_tools.compare.report import markdown_table
 
 GIB = 2**30
 COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")

@@ -26,9 +26,9 @@ from fsdp2.options import own_model
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel import activation_checkpointing
 from fsdp2.parallel.optimizer import FUSED
-from fsdp2.plan.device import TABLE, Gpu, gpu_of, terms
-from fsdp2.plan.memory import Runs, memory_of, run
-from fsdp2.plan.steptime import step_time
+from fsdp2_tools.plan.device import TABLE, Gpu, gpu_of, terms
+from fsdp2_tools.plan.memory import Runs, memory_of, run
+from fsdp2_tools.plan.steptime import step_time
 
 ROOT = Path(__file__).parent.parent
 KEYS = {"source", "gpu", "ranks", "shape", "flags", "tokens"}
@@ -322,8 +322,9 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 def _digest(*parts: Any) -> str:
     """Of the code that plans, torch's version, and what is planned: a kept plan is used while all of it is the same."""
     found = hashlib.sha256(f"{torch.__version__} {parts}".encode())
-    rooms = [path for room in ("plan", "memory", "parallel") for path in (ROOT / "fsdp2" / room).rglob("*.py")]
-    for file in sorted([*rooms, Path(llama.__file__), Path(__file__)]):
+    rooms = ("fsdp2_tools/plan", "fsdp2/allocations", "fsdp2/parallel")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    for file in sorted([*files, Path(llama.__file__), Path(__file__)]):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tables import machine, spread
 
-from fsdp2.compare.report import markdown_table
 from fsdp2.options.parser import Parser
+from fsdp2_tools.compare.report import markdown_table
 from launchers.parity import command
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "ray-benchmark.md"

@@ -36,16 +36,16 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.fsdp import fully_shard
 
-from fsdp2.checkpoint.convert.show import list_checkpoints
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.checkpoint.store import HASH, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.doctor import network, rows
 from fsdp2.options.parser import Parser, to_flags
-from fsdp2.plan.fake import fake_group
 from fsdp2.run import agreement
 from fsdp2.units import size as shown_size
+from fsdp2_tools.checkpoint.show import list_checkpoints
+from fsdp2_tools.doctor import network, rows
+from fsdp2_tools.plan.fake import fake_group
 
 PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
 GPUS = 8  # of a node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tables import machine
 
-from fsdp2.compare.report import markdown_table
+from fsdp2_tools.compare.report import markdown_table
 
 MB = 1e6
 

@@ -26,8 +26,8 @@ from step_sides import GPU_SIDES, SIDES, Job, NotHere, Side
 from tables import write_page
 
 from fsdp2 import data
+from fsdp2.allocations.ledger import Ledger
 from fsdp2.data.loader import Batch, Batches
-from fsdp2.memory.ledger import Ledger
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import ending, runtime

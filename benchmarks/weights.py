@@ -24,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.tables import machine
 from fsdp2 import models
-from fsdp2.checkpoint.convert.export import export
 from fsdp2.checkpoint.full_dtensor import load_full_model_state
 from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.weights import load_weights
@@ -32,6 +31,7 @@ from fsdp2.models.initial import place_of
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import allocate, shared_names
+from fsdp2_tools.checkpoint.export import export
 
 SIZE = {"dim": 1536, "layers": 14, "heads": 12, "kv_heads": 4, "hidden": 6144, "vocab_size": 32_000}
 

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from fsdp2.allocations.observing import observed
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
-from fsdp2.doctor.examine import before_training
 from fsdp2.evaluate import evaluate
-from fsdp2.memory.observing import observed
 from fsdp2.models import ModelSpec
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import BASELINES
@@ -34,6 +33,7 @@ from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run import ending, runtime
 from fsdp2.run.anomalies import Anomalies
+from fsdp2.run.beside import examine_first
 from fsdp2.run.checkpoints import Checkpoints, resume
 from fsdp2.run.node_memory import agree
 from fsdp2.run.parts import add_parts
@@ -73,7 +73,7 @@ def main(
     world = runtime.world()
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
-    before_training(config, world, device)  # with --doctor
+    examine_first(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
         memory = agree(config, job, world)  # rank 0 has chosen the run directory, all ranks what to resume

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from fsdp2.doctor import __main__ as doctor
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import ending
+from fsdp2_tools.doctor import __main__ as doctor
 from launchers import ray_train
 from launchers.ray_console import plain_lines
 from launchers.ray_options import RayOptions, read_groups, without_a_run

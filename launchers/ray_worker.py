@@ -10,13 +10,13 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from fsdp2.config import Config
-from fsdp2.doctor import examine
-from fsdp2.doctor.rows import BAD, VERDICTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.rundir import RunDir
 from fsdp2.train import main
-from fsdp2.tune import trial
+from fsdp2_tools.doctor import examine
+from fsdp2_tools.doctor.rows import BAD, VERDICTS
+from fsdp2_tools.tune import trial
 from launchers.ray_console import quiet
 
 
@@ -47,7 +47,7 @@ def trial_worker(job: dict[str, Any]) -> None:
     """Take a part in trials of settings. Called by Ray on each worker, with a process group made.
 
     Args:
-        job: `trials`, a job of `fsdp2.tune.trial`; for `folder` and `environment` see `train_worker`.
+        job: `trials`, a job of `fsdp2_tools.tune.trial`; for `folder` and `environment` see `train_worker`.
     """
     _as_started(job)
     trial.main(job["trials"])

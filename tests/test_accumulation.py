@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2.memory.ledger import Ledger
+from fsdp2.allocations.ledger import Ledger
 from fsdp2.parallel.inspect import local
 from tests.harness import Ranks, batch, losses, make_engine
 from tests.test_equalities import relative

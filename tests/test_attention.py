@@ -349,8 +349,8 @@ def test_the_header_names_what_a_gpu_would_use() -> None:
 
 
 def test_a_plan_counts_scores_and_masks_where_there_are_any() -> None:
-    from fsdp2.plan.device import gpu
-    from fsdp2.plan.plans import plan
+    from fsdp2_tools.plan.device import gpu
+    from fsdp2_tools.plan.plans import plan
 
     h200 = gpu("h200")
     line = [*TEXT, "--seq-len=1024", "--batch-size=2"]

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from fsdp2 import infer
-from fsdp2.checkpoint import __main__ as checkpoint
-from fsdp2.compare.__main__ import _parse as parse_comparison
-from fsdp2.compare.variants import rows
 from fsdp2.config import Config, parse
-from fsdp2.memory.__main__ import main as show_memory
-from fsdp2.migrate.__main__ import main as migrate
 from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
+from fsdp2_tools.checkpoint import __main__ as checkpoint
+from fsdp2_tools.compare.__main__ import _parse as parse_comparison
+from fsdp2_tools.compare.variants import rows
+from fsdp2_tools.memory.__main__ import main as show_memory
 from launchers.ray_options import parse as parse_ray
 from launchers.ray_options import place
 from launchers.ray_search import example_config, parse_search
 from launchers.ray_tune import refuse_another_search
+from migration.__main__ import main as migrate
 from tests.fuzz.common import one_line
 
 DIGITS = "7" * 5000

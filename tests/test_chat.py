@@ -16,7 +16,8 @@ from fsdp2.data import text
 from fsdp2.data.chat import Chat, _by_template
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.tokenizer import UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.data.windows import Conversations
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data

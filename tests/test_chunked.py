@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
 from fsdp2 import train as training
+from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
-from fsdp2.memory.ledger import Ledger
 from fsdp2.models import ModelSpec, llama
 from fsdp2.models.initial import reset_parameters
 from fsdp2.models.spec import no_files

@@ -24,7 +24,7 @@ from tests.docs import commands
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-SPEAKERS = [source for room in ("fsdp2", "launchers", "rewriter") for source in sorted((ROOT / room).rglob("*.py"))]
+SPEAKERS = [source for room in commands.ROOMS for source in sorted((ROOT / room).rglob("*.py"))]
 MOST_PAGES = 28  # of the site, notes apart: who looks for an answer reads a list of them
 MOST_LINES = 120  # of the README
 

@@ -21,6 +21,7 @@ from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.state import Part
 from fsdp2.parallel import groups
 from fsdp2.parallel.mesh import make_mesh
+from tests.docs import commands
 from tests.docstring_rules import Code, collective, has_shape, raised, says, takes_or_gives_tensors, unwrapped
 
 ROOMS = ("parallel", "checkpoint", "models", "data", "parallelize", "train")
@@ -116,7 +117,7 @@ def test_the_rules_see_what_they_are_for() -> None:
 def test_no_docstring_begins_with_a_question() -> None:
     """A docstring names a thing or begins with a verb: "What …" and "Whether …" make a reader wait for the noun."""
     root = Path(fsdp2.__path__[0]).parent
-    files = [file for room in ("fsdp2", "rewriter", "launchers", "benchmarks") for file in (root / room).rglob("*.py")]
+    files = [file for room in (*commands.ROOMS, "benchmarks") for file in (root / room).rglob("*.py")]
     nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
     said = [
         (file, ast.get_docstring(node) or "")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
-from fsdp2.checkpoint.convert.opening import opened
+from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import full_files, losses, same, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

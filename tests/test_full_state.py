@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2 import infer, models
 from fsdp2.checkpoint import full_dcp, full_dtensor, full_model, full_together
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.checkpoint.full_model import save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import Config
 from fsdp2.models.initial import place_of
 from fsdp2.parallelize import parallelize
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, full_files, losses, main_in_ranks, make_engine, of_kind, same, small
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.options.errors import ConfigError
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, main_in_ranks, of_kind, small
 
 PROMPT = "öäü\nö"

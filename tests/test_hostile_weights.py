@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
 from fsdp2 import models
-from fsdp2.checkpoint.convert.safetensors_files import INDEX, layout
+from fsdp2.checkpoint.sources.safetensors_files import INDEX, layout
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fsdp2 import models
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.models import llama
 from fsdp2.models.initial import reset_parameters
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, losses, main_in_ranks
 
 # Of Llama 3.2 1B and Llama 3.1, by their model cards' safetensors.

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import infer, models
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
-from fsdp2.checkpoint.convert.adapters import Adapters, merged
-from fsdp2.checkpoint.convert.opening import opened
-from fsdp2.checkpoint.convert.source import Source
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened
+from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.store import HASH, read_marker, write_marker
 from fsdp2.config import Config
 from fsdp2.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2.options.errors import ConfigError
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
+from fsdp2_tools.checkpoint.adapters import Adapters, merged
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 
 pytest.importorskip("peft", reason="adapters are peft's layers")

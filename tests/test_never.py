@@ -112,7 +112,7 @@ def test_flags_about_checkpoints_are_refused_with_it(flag: str) -> None:
 
 
 def test_what_measures_saves_takes_none_away() -> None:
-    from fsdp2.compare.__main__ import main as compare
+    from fsdp2_tools.compare.__main__ import main as compare
 
     with pytest.raises(ConfigError, match="--checkpoint-every never: a comparison measures saves"):
         compare([NEVER])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fsdp2.allocations.ledger import Allocation
+from fsdp2.allocations.out_of_memory import remedies, report
 from fsdp2.config import Config
-from fsdp2.memory.ledger import Allocation
-from fsdp2.memory.out_of_memory import remedies, report
 from fsdp2.units import byte_count, size
 
 BLOCKS = ["layers.0", "layers.1"]

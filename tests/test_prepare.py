@@ -16,7 +16,6 @@ import numpy
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import __main__ as command
 from fsdp2.data import preparing, reading, text
 from fsdp2.data.alone import alone
 from fsdp2.data.places import find
@@ -26,6 +25,7 @@ from fsdp2.data.text import Text
 from fsdp2.data.tokenizer import Bytes, UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_tools.data import __main__ as command
 
 
 @pytest.fixture

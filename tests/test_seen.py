@@ -10,16 +10,16 @@ import numpy
 import pytest
 
 from fsdp2 import data
-from fsdp2.data import __main__ as command
 from fsdp2.data import preparing, seen, text
 from fsdp2.data.chat import Chat
 from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import UnusableText, open_tokenizer
-from fsdp2.data.tokenizer_file import FromFile
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
 from fsdp2.data.turns import NONE, Turns
+from fsdp2_tools.data import __main__ as command
 from tests.test_bos import make_words
 from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2.config import parse
-from fsdp2.data import __main__ as command
 from fsdp2.data import text
 from fsdp2.data.places import find
 from fsdp2.data.prepared import read_meta
@@ -21,11 +20,12 @@ from fsdp2.data.preparing import prepare
 from fsdp2.data.reading import rows_of
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes, UnusableText, open_tokenizer
-from fsdp2.data.tokenizer_file import FromFile
+from fsdp2.data.tokenizer import Bytes, UnusableText
+from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
 from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_tools.data import __main__ as command
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.test_bos import make_words
 

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import models
 from fsdp2.checkpoint import full_dtensor, full_together, weights
-from fsdp2.checkpoint.convert.export import export
-from fsdp2.checkpoint.convert.opening import opened
-from fsdp2.checkpoint.convert.source import Source
 from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened
+from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.checkpoint.weights import load_weights
@@ -36,6 +35,7 @@ from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
+from fsdp2_tools.checkpoint.export import export
 from tests.harness import Ranks, make_engine, of_kind, same, small
 from tests.test_full_state import Tied
 

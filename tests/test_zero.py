@@ -190,7 +190,7 @@ def test_it_starts_from_a_file_as_fsdp2_does(train: Train, zero: Train, tmp_path
 
 @needs_deepspeed
 def test_memory_of_each_stage_is_less_than_of_the_one_before(zero: Train, tmp_path: Path) -> None:
-    from fsdp2.memory.read import read_timelines
+    from fsdp2_tools.memory.read import read_timelines
 
     held = []
     for stage in STAGES:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.convert.safetensors_files import INDEX, layout, shards_of, write_index
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.checkpoint.sources.safetensors_files import INDEX, layout, shards_of, write_index
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER, fingerprint, write_marker

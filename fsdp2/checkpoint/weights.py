@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.convert.opening import opened
-from fsdp2.checkpoint.convert.source import Source, comparable, weights
 from fsdp2.checkpoint.full_file import differences
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened
+from fsdp2.checkpoint.sources.source import Source, comparable, weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 
 Place = Callable[[Tensor], tuple[slice, ...]]

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fsdp2 import beside
 from fsdp2.data.splits import Dataset, DownloadFailed, NotHere
+
+__path__.append(beside("data"))  # python -m fsdp2.data
 
 KINDS = {
     "digits": "image",

@@ -15,7 +15,8 @@ from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import Dataset, NotHere
-from fsdp2.data.tokenizer import Tokenizer, UnusableText, document, open_tokenizer
+from fsdp2.data.tokenizer import Tokenizer, UnusableText, document
+from fsdp2.data.tokenizer_file import open_tokenizer
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 

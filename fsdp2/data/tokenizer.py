@@ -102,21 +102,6 @@ def document(
     return numpy.concatenate([numpy.array(first, tokens.dtype), tokens, numpy.array(last, tokens.dtype)])
 
 
-def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder with one, within bounds; for `bos` see `FromFile`. Raises UnusableText."""
-    if name == "bytes":
-        if bos == "always":
-            raise UnusableText("--bos always: bytes have no token that begins a text; drop --bos")
-        return Bytes()
-    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    if not file.exists():
-        raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
-    from fsdp2.data.tokenizer_file import FromFile
-    from fsdp2.foreign.bounds import in_bounds
-
-    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
-
-
 def foreign(name: str, files: Sequence[Path]) -> Foreign:
     """The bounds of what works with these files, under a name for messages. Raises UnusableText."""
     from fsdp2.foreign.bounds import Foreign

@@ -10,10 +10,24 @@ from typing import Any
 import numpy
 
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import UnusableText, require_regular
+from fsdp2.data.tokenizer import Bytes, Tokenizer, UnusableText, foreign, require_regular
 from fsdp2.units import install
 
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
+
+
+def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder with one, within bounds; for `bos` see `FromFile`. Raises UnusableText."""
+    if name == "bytes":
+        if bos == "always":
+            raise UnusableText("--bos always: bytes have no token that begins a text; drop --bos")
+        return Bytes()
+    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not file.exists():
+        raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
+    from fsdp2.foreign.bounds import in_bounds
+
+    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
 
 
 class FromFile:

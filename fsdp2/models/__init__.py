@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+from collections.abc import Mapping
 from functools import cache, partial
+from typing import Any
+
+from torch import nn
 
 from fsdp2.models.attention import CHOICES as ATTENTIONS
 from fsdp2.models.chunked import chunked
-from fsdp2.models.lora import Lora, adapted
+from fsdp2.models.lora import FILE, Lora
 from fsdp2.models.spec import ModelSpec
+from fsdp2.units import install
 
 NAMES = ("vit", "cnn", "transformer", "llama")
 LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
@@ -46,7 +52,7 @@ def get(
         whole = get(name, trust_remote_code=trust_remote_code, lora=lora, attention=attention)
         return chunked(whole, chunk_tokens)
     if lora is not None:
-        return adapted(get(name, trust_remote_code=trust_remote_code, attention=attention), lora)
+        return _adapted(get(name, trust_remote_code=trust_remote_code, attention=attention), lora)
     if attention != "auto":
         plain = get(name, trust_remote_code=trust_remote_code)
         chooses = "flex" in plain.attentions
@@ -66,3 +72,23 @@ def get(
     from fsdp2.models import function
 
     return function.spec(name)
+
+
+def _adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
+    """A specification of the same model with adapters. Raises ValueError without peft."""
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ValueError(f"--lora: peft isn't installed; {install('peft')}") from None
+
+    def make(**size: Any) -> nn.Module:
+        model = spec.make(**size)
+        lora.adapt(model, spec.blocks(model))
+        return model
+
+    def files(size: str) -> Mapping[str, bytes]:
+        model = spec.on_meta(size)
+        facts = lora.adapt(model, spec.blocks(model))
+        return {**spec.files(size), FILE: (json.dumps(facts, indent=1) + "\n").encode()}
+
+    return dataclasses.replace(spec, make=make, files=files, lora=lora)

@@ -7,8 +7,6 @@ program that doesn't know this one loads them.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,8 +16,6 @@ import torch
 from torch import nn
 
 from fsdp2.models.initial import Table, draw, fan_in_uniform, fill_for, zeros
-from fsdp2.models.spec import ModelSpec
-from fsdp2.units import install
 
 ADAPTER = "default"  # peft's name of an adapter that has none
 FILE = "adapter_config.json"  # peft's name
@@ -112,10 +108,10 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def base_weights(spec: ModelSpec, weights: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+def base_weights(lora: Lora | None, weights: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Of a model's weights by name those that aren't adapters, under their names in a model without any."""
     named = weights if isinstance(weights, Mapping) else dict.fromkeys(weights)
-    if spec.lora is None:
+    if lora is None:
         return dict(named)
     return {base_name(name): value for name, value in named.items() if not is_adapter(name)}
 
@@ -124,26 +120,6 @@ def draw_adapters(model: nn.Module, seed: int, *, brought: Callable[[str], bool]
     """Set the adapters of a model, sharded or not, but for those that something else brings."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
     draw(((name, tensor, fill_for(INITIAL_VALUES, name)) for name, tensor in named if not brought(name)), seed)
-
-
-def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """A specification of the same model with adapters. Raises ValueError without peft."""
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise ValueError(f"--lora: peft isn't installed; {install('peft')}") from None
-
-    def make(**size: Any) -> nn.Module:
-        model = spec.make(**size)
-        lora.adapt(model, spec.blocks(model))
-        return model
-
-    def files(size: str) -> Mapping[str, bytes]:
-        model = spec.on_meta(size)
-        facts = lora.adapt(model, spec.blocks(model))
-        return {**spec.files(size), FILE: (json.dumps(facts, indent=1) + "\n").encode()}
-
-    return dataclasses.replace(spec, make=make, files=files, lora=lora)
 
 
 def _sharing(model: nn.Module, name: str) -> list[str]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.initial import Table
+from fsdp2.models.lora import Lora
 from fsdp2.models.meta import parameters_on_meta
-
-if TYPE_CHECKING:
-    from fsdp2.models.lora import Lora
 
 
 class Batch(Protocol):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from fsdp2 import data
-from fsdp2.checkpoint.convert.opening import opened, require_undamaged
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.store import (
     MARKER,
     DamagedCheckpoint,
@@ -379,9 +379,9 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
                 vouched = require_undamaged(source)
-        tied = [list(lora.base_weights(spec, group)) for group in shared_names(model)]
+        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
         partial = config.init_partial and not own
-        check_weights(place, lora.base_weights(spec, model.state_dict()), tied, partial=partial)
+        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=partial)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:

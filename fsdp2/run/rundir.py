@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint import full_model, kept
-from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.sources.safetensors_files import INDEX
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models import ModelSpec, lora

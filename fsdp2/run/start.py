@@ -110,8 +110,8 @@ class StartWeights:
     def __call__(self, model: nn.Module) -> None:
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-        targets = lora.base_weights(spec, plain_names(model))
-        tied = [list(lora.base_weights(spec, group)) for group in shared_names(spec.described(config.model_size))]
+        targets = lora.base_weights(spec.lora, plain_names(model))
+        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(spec.described(config.model_size))]
         own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
         by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
         loaded, left_out = len(targets), list[str]()

@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2.checkpoint.sources.opening import opened
+from fsdp2_tools.checkpoint.__main__ import main
 
 Cli = Callable[..., tuple[int, str, str]]
 State = dict[str, Tensor]

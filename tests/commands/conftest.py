@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.store import MARKER
+from fsdp2_tools.checkpoint.__main__ import main
 from tests.commands.common import Cli, State, checkpoint, flip
 from tests.harness import Ranks, main_in_ranks, small
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdp2 import models
-from fsdp2.checkpoint.convert.export import export
-from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint
+from fsdp2_tools.checkpoint.export import export
+from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, flip, read_all, write
 from tests.harness import same
 from tests.peaks import peaks_of
@@ -228,8 +228,8 @@ def test_an_export_that_died_is_named(finished: Path, tmp_path: Path) -> None:
 # --- memory ----------------------------------------------------------------------------------------------
 
 MEMORY = """
-from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.convert.dcp_write import write_dcp
+from fsdp2_tools.checkpoint.__main__ import main
+from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import write_marker
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp2.checkpoint.convert.hf_folder import dtype_of
-from fsdp2.checkpoint.convert.opening import FOREIGN
+from fsdp2.checkpoint.sources.opening import FOREIGN
+from fsdp2_tools.checkpoint.hf_folder import dtype_of
 from tests.commands.common import Cli
 from tests.harness import same
 

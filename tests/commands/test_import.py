@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from fsdp2 import models, train
-from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.convert.import_ import import_
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.full_dtensor import full_model_state, full_optimizer_state
 from fsdp2.checkpoint.refusal import Refused
@@ -29,6 +27,8 @@ from fsdp2.checkpoint.state import AppState as OurState
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker
 from fsdp2.config import parse
+from fsdp2_tools.checkpoint.__main__ import main
+from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, read_all, write
 from tests.harness import Ranks, losses, make_engine, of_kind, one_step, same, small
 

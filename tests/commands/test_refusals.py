@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp2.checkpoint.__main__ import main
+from fsdp2_tools.checkpoint.__main__ import main
 from tests.commands.common import Cli, change_metadata, refusal
 from tests.harness import Payload, python_environment
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.compare import __main__ as compare
-from fsdp2.compare import measure, report
-from fsdp2.compare.advice import advice, efficient
-from fsdp2.compare.measure import Measured, reason
-from fsdp2.compare.picture import page, write_image, write_memory_image
-from fsdp2.compare.variants import VARIANTS, rows
-from fsdp2.memory.series import Series
 from fsdp2.options.errors import ConfigError
+from fsdp2_tools.compare import __main__ as compare
+from fsdp2_tools.compare import measure, report
+from fsdp2_tools.compare.advice import advice, efficient
+from fsdp2_tools.compare.measure import Measured, reason
+from fsdp2_tools.compare.picture import page, write_image, write_memory_image
+from fsdp2_tools.compare.variants import VARIANTS, rows
+from fsdp2_tools.memory.series import Series
 from tests.harness import SMALL, Launches, Ranks, main_in_ranks
 from tests.memory.test_runs import CHROMIUM, in_browser
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("fsdp2", "fsdp2_tools", "fsdp1_interface", "migration", "launchers")
 # Programs that are started by others, or read as a page: they take no flags of a user.
-WITHOUT_FLAGS = {"fsdp2.minimal", "fsdp2.tune.trial", "fsdp2.doctor.planned_step"}
+WITHOUT_FLAGS = {"fsdp2.minimal", "fsdp2_tools.tune.trial", "fsdp2_tools.doctor.planned_step"}
 
 # Others take the flags of these two.
 FIRST, RAY = "python -m fsdp2.train", "python -m launchers.ray_train"
@@ -28,11 +29,11 @@ def names() -> list[str]:
     """What `python -m` can run: modules whose last lines ask for it."""
     found = [
         source.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__main__")
-        for package in ("fsdp2", "launchers")
+        for package in ("fsdp2", "fsdp2_tools", "launchers")
         for source in sorted((ROOT / package).rglob("*.py"))
         if 'if __name__ == "__main__"' in source.read_text()
     ]
-    return [name for name in found if name not in WITHOUT_FLAGS]
+    return [name.replace("fsdp2_tools.", "fsdp2.") for name in found if name not in WITHOUT_FLAGS]
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -41,8 +42,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     def found(parser: argparse.ArgumentParser, *_: object) -> None:
         raise Found(parser)
 
-    package = ROOT / name.replace(".", "/")
-    module = importlib.import_module(f"{name}.__main__" if package.is_dir() else name)
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
     takes_words = next(iter(inspect.signature(module.main).parameters)) in ("arguments", "argv")
     start = module.main if takes_words else module.parse
     with mock.patch.object(argparse.ArgumentParser, "print_help", found):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2.checkpoint import full_dtensor
 from fsdp2.config import Config
-from fsdp2.plan.__main__ import parser as plan_parser
+from fsdp2_tools.plan.__main__ import parser as plan_parser
 from tests.docs.running import ROOT, Shell, commands, missing
 from tests.harness import Ranks, small
 from tests.others.common import save

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp2 import minimal
 from launchers.ray_options import parse
-from tests.docs import reference
+from tests.docs import commands, reference
 from tests.docs.reference import DOCS, PAGES, RECORDS, ROOT, VARIABLES
 from tests.docs.tabs import of_ray, tabs
 
@@ -85,7 +85,7 @@ def test_each_message_among_the_symptoms_is_one_of_the_code() -> None:
 def test_nobody_is_told_to_install_from_an_index_what_is_in_none() -> None:
     root = DOCS.parent
     files = [root / "README.md", *DOCS.rglob("*.md")]
-    files += [file for room in ("fsdp2", "launchers", "rewriter", "examples") for file in (root / room).rglob("*.py")]
+    files += [file for room in (*commands.ROOMS, "examples") for file in (root / room).rglob("*.py")]
     assert len(files) > 300
     assert [file for file in files if re.search(r"install\b[^\n]*fsdp2.reference", file.read_text())] == []
 

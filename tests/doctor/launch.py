@@ -22,7 +22,7 @@ RANK = """
 import os, signal, sys, time
 import torch
 from fsdp2 import config, train
-from fsdp2.doctor import __main__ as doctor, collectives, examine
+from fsdp2_tools.doctor import __main__ as doctor, collectives, examine
 from fsdp2.run import ending, runtime
 fault, at = sys.argv.pop(1), sys.argv.pop(1)
 if fault == "stopped" and at == os.environ["RANK"]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.doctor import compute
-from fsdp2.doctor.asking import Here
-from fsdp2.doctor.rows import OK, WORSE, Hosts, Row
 from fsdp2.run.runtime import World, gather
+from fsdp2_tools.doctor import compute
+from fsdp2_tools.doctor.asking import Here
+from fsdp2_tools.doctor.rows import OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 from tests.harness import Ranks
 

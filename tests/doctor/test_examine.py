@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.doctor import examine, machine, storage
-from fsdp2.doctor.asking import Here, Question
-from fsdp2.doctor.rows import BAD, OK, WORSE, Row
+from fsdp2_tools.doctor import examine, machine, storage
+from fsdp2_tools.doctor.asking import Here, Question
+from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Row
 from tests.doctor.test_network import EIGHT, on_shared_links
 from tests.doctor.threads import examined
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.doctor import clock, machine
-from fsdp2.doctor.asking import Here
-from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
 from fsdp2.run import limits
 from fsdp2.run.runtime import World
+from fsdp2_tools.doctor import clock, machine
+from fsdp2_tools.doctor.asking import Here
+from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 
 HOSTS = Hosts({0: ("a", "10.0.0.1"), 1: ("a", "10.0.0.1"), 2: ("b", "10.0.0.2"), 3: ("b", "10.0.0.2")})

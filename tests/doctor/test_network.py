@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.doctor import collectives, network
-from fsdp2.doctor.asking import Asker, Here
-from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts
 from fsdp2.run.runtime import World
+from fsdp2_tools.doctor import collectives, network
+from fsdp2_tools.doctor.asking import Asker, Here
+from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts
 from tests.doctor.launch import start
 from tests.doctor.threads import examined
 from tests.harness import Ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fsdp2.config import Config
-from fsdp2.doctor import planned_step, step
-from fsdp2.doctor.rows import OK, Hosts
-from fsdp2.plan import links
-from fsdp2.plan.device import gpu
+from fsdp2_tools.doctor import planned_step, step
+from fsdp2_tools.doctor.rows import OK, Hosts
+from fsdp2_tools.plan import links
+from fsdp2_tools.plan.device import gpu
 from tests.doctor.test_network import EIGHT, measured
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fsdp2.config import Config
-from fsdp2.doctor import storage
-from fsdp2.doctor.asking import Asker, Here, Question
-from fsdp2.doctor.rows import BAD, OK, WORSE, Hosts, Row
 from fsdp2.run.runtime import World
+from fsdp2_tools.doctor import storage
+from fsdp2_tools.doctor.asking import Asker, Here, Question
+from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 
 HOSTS = Hosts({rank: ("ab"[rank // 2], f"10.0.0.{rank // 2}") for rank in range(4)})

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.config import Config
-from fsdp2.doctor import examine
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.room import checkpoints_at_once
 from fsdp2.run.sizes import Sizes
+from fsdp2_tools.doctor import examine
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small, small_mnist
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -29,7 +29,7 @@ def test_a_fit_machine_trains_as_without(train: Train, tmp_path: Path) -> None:
 
 def unfit(flags: list[str]) -> tuple[str, bool]:
     """The refusal, on each rank, if rank 1 runs another version; and whether a run was begun."""
-    from fsdp2.doctor import machine
+    from fsdp2_tools.doctor import machine
 
     real = machine.measure
 

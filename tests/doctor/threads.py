@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import Config
-from fsdp2.doctor.asking import Asker, Here, Question
 from fsdp2.run.runtime import World
+from fsdp2_tools.doctor.asking import Asker, Here, Question
 
 
 def examined(

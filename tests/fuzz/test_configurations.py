@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2 import config, infer
-from fsdp2.checkpoint import __main__ as checkpoint
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.compare import __main__ as comparison
 from fsdp2.config import Config
 from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError, flag_of
@@ -26,6 +24,8 @@ from fsdp2.options.values import switch
 from fsdp2.parallel.freeze import freeze
 from fsdp2.run import preflight, rundir
 from fsdp2.run.runtime import World
+from fsdp2_tools.checkpoint import __main__ as checkpoint
+from fsdp2_tools.compare import __main__ as comparison
 from launchers.ray_options import RayOptions, parse_groups, place
 from launchers.ray_search import example_config, parse_search
 from launchers.ray_tune import TuneOptions

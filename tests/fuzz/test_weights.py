@@ -17,8 +17,8 @@ from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from fsdp2 import models
-from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.refusal import Refused, refusal
+from fsdp2.checkpoint.sources.safetensors_files import INDEX
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.config import parse
 from fsdp2.models.initial import place_of

@@ -7,12 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fsdp2.checkpoint.convert.dcp_tensors import DcpTensors
-from fsdp2.checkpoint.convert.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.store import HASH, MARKER, fingerprint, read_marker, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
+from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from tests.harness import small
 
 

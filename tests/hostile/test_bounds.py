@@ -16,17 +16,18 @@ import pytest
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.data.__main__ import cli
 from fsdp2.data.places import find
 from fsdp2.data.reading import rows_of
 from fsdp2.data.text import encoder_of
-from fsdp2.data.tokenizer import UnusableText, open_tokenizer
+from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.foreign import bounds
 from fsdp2.foreign.bounds import Foreign, in_bounds, run_in_bounds
 from fsdp2.models import hf
 from fsdp2.options.errors import ConfigError
-from fsdp2.plan.__main__ import main as plan
 from fsdp2.run.preflight import check_data
+from fsdp2_tools.data.__main__ import cli
+from fsdp2_tools.plan.__main__ import main as plan
 from tests.hostile.common import one_line
 from tests.others.common import save
 from tests.test_chat import PLAIN, encoded, make_tokenizer, talk

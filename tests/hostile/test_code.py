@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.__main__ import main as commands
 from fsdp2.checkpoint.files import LocalFiles, inside
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, read_marker, verify, write_marker
 from fsdp2.config import parse
 from fsdp2.train import main
+from fsdp2_tools.checkpoint.__main__ import main as commands
 from tests.harness import Payload, Ranks
 from tests.hostile.common import checkpoint_of, resume, vouch
 

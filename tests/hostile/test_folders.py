@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
-from fsdp2.memory.__main__ import main as memory
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
+from fsdp2_tools.checkpoint.__main__ import main
+from fsdp2_tools.memory.__main__ import main as memory
 from tests.fuzz.runs import limits
 from tests.hostile.common import checkpoint_of, vouch
 

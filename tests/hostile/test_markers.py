@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fsdp2.checkpoint.convert.safetensors_files import INDEX
 from fsdp2.checkpoint.files import LocalFiles, NotAFile
 from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
+from fsdp2.checkpoint.sources.safetensors_files import INDEX
 from fsdp2.checkpoint.store import HASH, MARKER, Store, _marker_bytes, read_marker
 from fsdp2.config import Config
 from fsdp2.infer import main as infer

@@ -29,7 +29,7 @@ UNDER_A_LIMIT = f"""
 import json, resource, sys
 from pathlib import Path
 from fsdp2 import infer; from fsdp2.run import preflight
-from fsdp2.checkpoint.__main__ import main
+from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2.options.errors import ConfigError
 
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.__main__ import main as checkpoint
-from fsdp2.compare.__main__ import main as compare
+from fsdp2.allocations import out_of_memory
 from fsdp2.config import Config, parse
-from fsdp2.doctor.__main__ import main as doctor
-from fsdp2.memory import out_of_memory
-from fsdp2.memory.__main__ import main as memory
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import code_flags
-from fsdp2.plan.__main__ import main as plan
 from fsdp2.report.console import Console
 from fsdp2.run.rundir import RunDir, read_config
-from fsdp2.tune.__main__ import main as tune
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint
+from fsdp2_tools.compare.__main__ import main as compare
+from fsdp2_tools.doctor.__main__ import main as doctor
+from fsdp2_tools.memory.__main__ import main as memory
+from fsdp2_tools.plan.__main__ import main as plan
+from fsdp2_tools.tune.__main__ import main as tune
 from launchers.ray_options import parse as ray_options
 from tests.hostile.test_foreign_code import _folder, _only_the_model
 from tests.hostile.test_foreign_code import mark as mark

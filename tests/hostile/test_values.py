@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.archive import parse_archive
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.pickles import Unread, unpickle
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import read_marker, says_finite
-from fsdp2.migrate.__main__ import main as migrate
+from fsdp2_tools.checkpoint.__main__ import main
+from migration.__main__ import main as migrate
 from tests.harness import Ranks
 from tests.hostile.common import change_values, checkpoint_of, resume, vouch
 

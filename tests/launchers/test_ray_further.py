@@ -14,8 +14,8 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.rundir import RunDir
-from fsdp2.tune.launch import KILLED
-from fsdp2.tune.rounds import LAST_STEPS
+from fsdp2_tools.tune.launch import KILLED
+from fsdp2_tools.tune.rounds import LAST_STEPS
 from launchers import ray_doctor, ray_fastest, ray_train, ray_tune
 from tests.harness import SMALL, full_files, losses, of_kind, same
 from tests.launchers.test_ray_train import goes_on_after_a_kill

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from fsdp2.allocations.timeline import file_name
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
-from fsdp2.memory.timeline import file_name
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.lock import WriterLock
 from fsdp2.run.runtime import RunStopped

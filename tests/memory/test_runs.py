@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fsdp2.memory import __main__ as memory
-from fsdp2.memory.ledger import Allocation, Phase
-from fsdp2.memory.page import page
-from fsdp2.memory.profile import CPU, timeline_of
-from fsdp2.memory.timeline import Timeline, file_name, load
+from fsdp2.allocations.ledger import Allocation, Phase
+from fsdp2.allocations.profile import CPU, timeline_of
+from fsdp2.allocations.timeline import Timeline, file_name, load
 from fsdp2.options.errors import ConfigError
+from fsdp2_tools.memory import __main__ as memory
+from fsdp2_tools.memory.page import page
 from tests.harness import Ranks, losses, main_in_ranks, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

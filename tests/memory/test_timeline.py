@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.memory import cuda_history
-from fsdp2.memory.ledger import Allocation, Collective, Phase
-from fsdp2.memory.profile import without_kernels
-from fsdp2.memory.series import series
-from fsdp2.memory.timeline import Timeline, dump, load
+from fsdp2.allocations import cuda_history
+from fsdp2.allocations.ledger import Allocation, Collective, Phase
+from fsdp2.allocations.profile import without_kernels
+from fsdp2.allocations.timeline import Timeline, dump, load
+from fsdp2_tools.memory.series import series
 
 LINE = Timeline(
     {"rank": 0},

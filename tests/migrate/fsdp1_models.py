@@ -35,9 +35,9 @@ def real() -> ModuleType:
 
 
 def shim() -> ModuleType:
-    import fsdp2.migrate.shim
+    import fsdp1_interface
 
-    return fsdp2.migrate.shim
+    return fsdp1_interface
 
 
 # With offload_to_cpu or rank0_only, and in summon_full_params, FSDP1 on a CPU crashes in torch 2.11.

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, wrap
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
-from fsdp2.migrate.__main__ import main
-from fsdp2.migrate.options import SECTIONS, TABLE
-from fsdp2.migrate.page import page
-from fsdp2.migrate.row import DECIDE, EXACT, REFUSED, STATUSES
 from fsdp2.options.errors import ConfigError
+from migration.__main__ import main
+from migration.options import SECTIONS, TABLE
+from migration.page import page
+from migration.row import DECIDE, EXACT, REFUSED, STATUSES
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "migration-options.md"
 # What the module of FSDP1 also exports, and what isn't FSDP1's.
@@ -54,7 +54,7 @@ def names_in_torch() -> Iterator[str]:
 
 
 def test_the_shim_has_every_name_of_fsdp1() -> None:
-    from fsdp2.migrate import shim
+    import fsdp1_interface as shim
 
     assert {*fsdp.__all__, *wrap.__all__} - FSDP2 <= set(shim.__all__)
     ours = inspect.signature(shim.FullyShardedDataParallel).parameters

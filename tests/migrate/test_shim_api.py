@@ -32,7 +32,7 @@ from tests.migrate.fsdp1_models import (
 
 
 def logged_code(case: str) -> str:
-    from fsdp2.migrate.shim import explain
+    from fsdp1_interface import explain
 
     texts: list[str] = []
     handler = logging.Handler()
@@ -94,7 +94,7 @@ def test_a_grad_scaler_is_made_before_the_process_group_too() -> None:
 
 
 def logged(count: int) -> int:
-    from fsdp2.migrate.shim import explain
+    from fsdp1_interface import explain
 
     texts: list[str] = []
     handler = logging.Handler()
@@ -347,7 +347,7 @@ def test_sync_module_states_gives_every_rank_the_first_ones_values(ranks: Ranks)
 
 def test_the_function_of_a_custom_policy_can_be_read() -> None:
     """It is private in torch; where it moves, this fails."""
-    from fsdp2.migrate.shim.units import custom_decision
+    from fsdp1_interface.units import custom_decision
 
     def decide(module: nn.Module) -> bool:
         return True

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy, fully_shard
 
-from fsdp2.migrate.shim import explain
+from fsdp1_interface import explain
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import Net, batches, build, policy, real, shim, train
 
@@ -141,7 +141,7 @@ def warned() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.disable(logging.NOTSET)
-    logging.getLogger("fsdp2.migrate").addHandler(handler)
+    logging.getLogger("fsdp1_interface").addHandler(handler)
     explain._said.clear()
     line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     column = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -157,7 +157,7 @@ def warned() -> list[str]:
         trained(shim(), "between", "model", True, **given)
         why = [text for text in texts[before:] if "differ from FSDP1's for that reason" in text]
         texts[before:] = [f"{strategy} {orig} {tuple(mesh.shape)}" for _ in why]
-    logging.getLogger("fsdp2.migrate").removeHandler(handler)
+    logging.getLogger("fsdp1_interface").removeHandler(handler)
     return texts
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp2.migrate.shim import Unsupported
+from fsdp1_interface import Unsupported
 from tests.harness import Ranks, same
 from tests.migrate.fsdp1_models import OLD, Net, build, policy, real, shim, train
 

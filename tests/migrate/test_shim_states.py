@@ -362,7 +362,7 @@ def scaled() -> tuple[list[float], list[float], list[float]]:
         if fsdp is real():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
         else:
-            from fsdp2.migrate.shim import ShardedGradScaler  # type: ignore[assignment]
+            from fsdp1_interface import ShardedGradScaler  # type: ignore[assignment]
         model, _ = trained(fsdp, mixed_precision=MixedPrecision(param_dtype=torch.float16))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = ShardedGradScaler("cpu", init_scale=2.0**18)

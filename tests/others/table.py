@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from fsdp2 import models, train
-from fsdp2.checkpoint.__main__ import main as checkpoint_command
 from fsdp2.data.splits import Dataset, Images
 from fsdp2.parallel.groups import shard_groups
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, losses, main_in_ranks, same
 from tests.others.common import BATCH, SEED, aligned, contents, flags, plain_losses, started
 from tests.others.page import KINDS, page, passed

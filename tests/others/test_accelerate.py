@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp2 import data, models
-from fsdp2.checkpoint.__main__ import main as commands
-from fsdp2.checkpoint.convert.import_ import import_
-from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.data.loader import Batches
+from fsdp2_tools.checkpoint.__main__ import main as commands
+from fsdp2_tools.checkpoint.import_ import import_
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.others.common import BATCH, SEED, WORDS, flags, plain, save
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.plan import memory
+from fsdp2_tools.plan import memory
 
 
 @pytest.fixture(autouse=True, scope="package")

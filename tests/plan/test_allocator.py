@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.plan.allocator import reserved
+from fsdp2_tools.plan.allocator import reserved
 
 MB = 1 << 20
 

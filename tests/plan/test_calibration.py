@@ -15,10 +15,10 @@ import pytest
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.plan.__main__ import main
-from fsdp2.plan.calibration import FITTED, Trial, calibrate, changed
-from fsdp2.plan.device import gpu
-from fsdp2.plan.memory import Runs, run
+from fsdp2_tools.plan.__main__ import main
+from fsdp2_tools.plan.calibration import FITTED, Trial, calibrate, changed
+from fsdp2_tools.plan.device import gpu
+from fsdp2_tools.plan.memory import Runs, run
 
 SMALL = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 SETTINGS = ("", "--shard-granularity=root", "--fused-optimizer", "--replicas=2", "--batch-size=8", "--seq-len=24")

@@ -9,8 +9,8 @@ import pytest
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.plan.__main__ import main, parser
 from fsdp2.units import size
+from fsdp2_tools.plan.__main__ import main, parser
 
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 
@@ -125,7 +125,7 @@ def test_a_search_leaves_a_file_for_config_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {name: [{name: value} for value in values] for name, values in FEW.items()}
-    monkeypatch.setattr("fsdp2.plan.__main__.choices", lambda config, ranks, gpu: few)
+    monkeypatch.setattr("fsdp2_tools.plan.__main__.choices", lambda config, ranks, gpu: few)
     flags = [*LLAMA, "--ranks=2", "--gpu=h100", "--search", f"--out={tmp_path / 'out'}"]
     plans = main(flags)
     printed = capsys.readouterr().out

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fsdp2.config import parse
-from fsdp2.plan.__main__ import main as plan
 from fsdp2.report import planned
 from fsdp2.units import size
+from fsdp2_tools.plan.__main__ import main as plan
 from tests.harness import main_in_ranks, small
 
 # One for all, so that they are planned once.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import Config, parse
-from fsdp2.plan import memory
-from fsdp2.plan.plans import plan
-from fsdp2.plan.saving import CHECKPOINT
+from fsdp2_tools.plan import memory
+from fsdp2_tools.plan.plans import plan
+from fsdp2_tools.plan.saving import CHECKPOINT
 from tests.harness import Ranks
 from tests.plan.taken import planned, run_settled, taken
 

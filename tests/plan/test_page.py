@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.plan.__main__ import main
-from fsdp2.plan.page import batches
 from fsdp2.units import size
+from fsdp2_tools.plan.__main__ import main
+from fsdp2_tools.plan.page import batches
 from tests.memory.test_runs import CHROMIUM, in_browser
 from tests.plan.test_command import LLAMA
 

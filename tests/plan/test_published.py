@@ -13,7 +13,7 @@ import pytest
 
 from fsdp2.models import llama
 from fsdp2.options.errors import ConfigError
-from fsdp2.plan import execute, memory
+from fsdp2_tools.plan import execute, memory
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIB = 2**30

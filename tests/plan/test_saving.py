@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from fsdp2 import train
+from fsdp2.allocations.ledger import Ledger
+from fsdp2.allocations.timeline import Timeline, load
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.saver import save_now
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
-from fsdp2.memory.ledger import Ledger
-from fsdp2.memory.timeline import Timeline, load
-from fsdp2.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 from fsdp2.run import runtime, start
+from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 from tests.harness import Ranks
 from tests.plan.taken import planned, run_settled, taken
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdp2.plan import links
-from fsdp2.plan.schedule import Replay, events, replay
-from fsdp2.plan.speed import Speed
-from fsdp2.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
+from fsdp2_tools.plan import links
+from fsdp2_tools.plan.schedule import Replay, events, replay
+from fsdp2_tools.plan.speed import Speed
+from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
 
 SHARDS, REPLICAS = (8, 1), (4, 8)
 NEAR = 0.01  # the CPU takes less than this to issue a case

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.plan.plans import Plan, plan
-from fsdp2.plan.search import (
+from fsdp2_tools.plan.plans import Plan, plan
+from fsdp2_tools.plan.search import (
     HEAVIER,
     Setting,
     choices,

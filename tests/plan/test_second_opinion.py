@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config, parse
-from fsdp2.memory.ledger import Ledger
-from fsdp2.plan import batches, fake
-from fsdp2.plan.execute import make_engine
 from fsdp2.run.runtime import World
 from fsdp2.train import train_step
+from fsdp2_tools.plan import batches, fake
+from fsdp2_tools.plan.execute import make_engine
 from tests.plan.taken import planned
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --test-batch-size=1"

@@ -10,13 +10,13 @@ import pytest
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.plan import memory
-from fsdp2.plan.__main__ import main
-from fsdp2.plan.device import gpu
-from fsdp2.plan.memory import Runs, run
-from fsdp2.plan.plans import plan
-from fsdp2.plan.schedule import Group
-from fsdp2.plan.steptime import StepTime, step_time
+from fsdp2_tools.plan import memory
+from fsdp2_tools.plan.__main__ import main
+from fsdp2_tools.plan.device import gpu
+from fsdp2_tools.plan.memory import Runs, run
+from fsdp2_tools.plan.plans import plan
+from fsdp2_tools.plan.schedule import Group
+from fsdp2_tools.plan.steptime import StepTime, step_time
 from tests.plan.test_schedule import SPEED
 
 LLAMA = "--model=llama --model-size=debug --batch-size=2 --seq-len=64 --dataset=random-tokens --mixed-precision"

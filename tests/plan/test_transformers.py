@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.plan import fake
+from fsdp2_tools.plan import fake
 from tests.harness import Ranks
 from tests.plan.taken import planned, run_settled, taken
 

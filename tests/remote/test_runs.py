@@ -20,12 +20,12 @@ from fsdp2 import infer
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, verify
 from fsdp2.config import Config, parse
-from fsdp2.memory import __main__ as memory
 from fsdp2.options.errors import ConfigError
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
 from fsdp2.units import install
+from fsdp2_tools.memory import __main__ as memory
 from tests.harness import Ranks, full_files, losses, of_kind, same, small
 from tests.remote.runs import Events, Run, folder_of, good, main_at, refusal, steps_in
 from tests.remote.s3 import EVER, Bucket, Proxy, environment, surroundings

@@ -7,7 +7,7 @@ import difflib
 import re
 from pathlib import Path
 
-from rewriter.symbols import BY_CODE
+from migration.rewriter.symbols import BY_CODE
 
 RULES = Path(__file__).parent / "rules"
 DECIDED = Path(__file__).parent / "decided"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rewriter import account, names
-from rewriter.account import Entry
-from rewriter.check import load
-from rewriter.edits import Undecided
-from rewriter.module import Module
-from rewriter.rewrite import rewrite
-from rewriter.scene import Scene
-from rewriter.symbols import AROUND
-from rewriter.taken import BLOCKS, MARKED, MOVED, WAITS
+from migration.rewriter import account, names
+from migration.rewriter.account import Entry
+from migration.rewriter.check import load
+from migration.rewriter.edits import Undecided
+from migration.rewriter.module import Module
+from migration.rewriter.rewrite import rewrite
+from migration.rewriter.scene import Scene
+from migration.rewriter.symbols import AROUND
+from migration.rewriter.taken import BLOCKS, MARKED, MOVED, WAITS
 
 HERE = Path(__file__).parent
 IMPORT = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import everything
+from migration.rewriter.check import everything
 from tests.rewriter.test_commands import run
 
 ACCELERATE = """\

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import account, load
-from rewriter.rewrite import rewrite
-from rewriter.taken import KEPT
+from migration.rewriter.check import account, load
+from migration.rewriter.rewrite import rewrite
+from migration.rewriter.taken import KEPT
 from tests.harness import Ranks
 from tests.rewriter.test_rules import DECIDED, NOT_BEFORE, both
 

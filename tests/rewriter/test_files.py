@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rewriter.source import LIMIT
+from migration.rewriter.source import LIMIT
 from tests.rewriter.test_commands import PROGRAM, run
 
 

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from rewriter import interface
-from rewriter.check import load
-from rewriter.rewrite import rewrite
-from rewriter.source import INTERFACE
+from migration.rewriter import interface
+from migration.rewriter.check import load
+from migration.rewriter.rewrite import rewrite
+from migration.rewriter.source import INTERFACE
 from tests.harness import Ranks
 from tests.migrate.fsdp1_cases import CASES
 from tests.migrate.fsdp1_models import build, fsdp1_broadcasts_on_a_cpu, real, train

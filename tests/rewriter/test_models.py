@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rewriter.check import everything, load
-from rewriter.rewrite import rewrite
+from migration.rewriter.check import everything, load
+from migration.rewriter.rewrite import rewrite
 
 METHODS = """\
 import torch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rewriter.check import account, load
-from rewriter.rewrite import rewrite
+from migration.rewriter.check import account, load
+from migration.rewriter.rewrite import rewrite
 
 CLASS = "from torch.distributed.fsdp import FullyShardedDataParallel"
 FSDP = f"{CLASS} as FSDP\n"

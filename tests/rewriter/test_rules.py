@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from rewriter import interface
-from rewriter.check import account, load
-from rewriter.rewrite import rewrite
-from rewriter.source import INTERFACE
-from rewriter.symbols import BY_CODE
+from migration.rewriter import interface
+from migration.rewriter.check import account, load
+from migration.rewriter.rewrite import rewrite
+from migration.rewriter.source import INTERFACE
+from migration.rewriter.symbols import BY_CODE
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import OLD, fsdp1_broadcasts_on_a_cpu
 from tests.rewriter.code_page import WITHOUT, page

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from rewriter.check import load
-from rewriter.rewrite import rewrite
+from migration.rewriter.check import load
+from migration.rewriter.rewrite import rewrite
 from tests.harness import Ranks, python_environment
 from tests.migrate.fsdp1_models import OLD, needs_fsdp1_to_gather
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from rewriter import snippets
-from rewriter.helpers import HELPERS
+from migration.rewriter import snippets
+from migration.rewriter.helpers import HELPERS
 from tests.harness import Ranks
 
 

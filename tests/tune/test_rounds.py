@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fsdp2.config import Config
-from fsdp2.tune.report import verdict
-from fsdp2.tune.rounds import Candidate, Measure, Record, halve, interval, is_faster
+from fsdp2_tools.tune.report import verdict
+from fsdp2_tools.tune.rounds import Candidate, Measure, Record, halve, interval, is_faster
 
 CONFIG = Config()
 

@@ -17,10 +17,10 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run import runtime
 from fsdp2.run.settings import process_settings
 from fsdp2.run.start import load_data
-from fsdp2.tune import __main__ as tune
-from fsdp2.tune import launch, trial
-from fsdp2.tune.rounds import Candidate
-from fsdp2.tune.trial import WARM_UP, Trial
+from fsdp2_tools.tune import __main__ as tune
+from fsdp2_tools.tune import launch, trial
+from fsdp2_tools.tune.rounds import Candidate
+from fsdp2_tools.tune.trial import WARM_UP, Trial
 from tests.harness import SMALL, Launches, Ranks
 
 SETTINGS = ("", "--shard-granularity=root", "--reshard-after-forward=false", "--replicas=2", "--fused-optimizer")
@@ -77,7 +77,7 @@ def test_torchrun_says_why_a_launch_has_failed(
     monkeypatch: pytest.MonkeyPatch, status: int, printed: str, why: str | None
 ) -> None:
     def run(command: list[str], **settings: Any) -> Any:
-        assert command[-2:] == ["fsdp2.tune.trial", "job.json"]
+        assert command[-2:] == ["fsdp2_tools.tune.trial", "job.json"]
         return subprocess.CompletedProcess(command, status, "", printed)
 
     monkeypatch.setattr(launch.subprocess, "run", run)

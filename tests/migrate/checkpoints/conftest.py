@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.migrate.__main__ import main
 from fsdp2.options.errors import ConfigError
+from migration.__main__ import main
 from tests.harness import Ranks
 from tests.migrate.checkpoints import fsdp1
 

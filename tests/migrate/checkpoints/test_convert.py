@@ -17,11 +17,11 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp2.checkpoint.__main__ import main as checkpoint_main
-from fsdp2.checkpoint.convert import dcp_write
-from fsdp2.checkpoint.convert.opening import opened
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.store import read_marker, verify
+from fsdp2_tools.checkpoint import dcp_write
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint_main
 from tests.commands.common import change_metadata, read_all
 from tests.harness import Ranks, of_kind, same
 from tests.migrate.checkpoints.conftest import Cli, Saved

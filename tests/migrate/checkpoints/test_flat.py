@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.migrate.checkpoints.flat import Unit, layout, units_of
+from migration.checkpoints.flat import Unit, layout, units_of
 from tests.harness import Ranks, same
 from tests.migrate.checkpoints.conftest import Cli, Saved
 from tests.migrate.checkpoints.fsdp1 import full

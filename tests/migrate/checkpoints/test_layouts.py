@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.checkpoint.convert.opening import opened
-from fsdp2.migrate.checkpoints.detect import look
+from fsdp2.checkpoint.sources.opening import opened
+from migration.checkpoints.detect import look
 from tests.harness import Ranks, same
 from tests.migrate.checkpoints import writers
 from tests.migrate.checkpoints.conftest import Cli

@@ -11,10 +11,10 @@ from tests.peaks import peaks_of
 
 MEMORY = """
 from pathlib import Path
-from fsdp2.checkpoint.convert.dcp_write import write_dcp
+from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.convert.pt_file import write_pt
-from fsdp2.migrate.__main__ import main
+from fsdp2.checkpoint.sources.pt_file import write_pt
+from migration.__main__ import main
 
 def command(*line):
     main(["checkpoint", *line])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.migrate.checkpoints import resume_runs
-from fsdp2.migrate.checkpoints.code import Code, optimizer_class
-from fsdp2.migrate.checkpoints.convert import Converted, convert
-from fsdp2.migrate.checkpoints.origin import Choice
-from fsdp2.migrate.checkpoints.prove import Differs
-from fsdp2.migrate.checkpoints.resume_runs import Task, compare_runs, resume_fsdp1, resume_fsdp2
 from fsdp2.options.errors import ConfigError
+from migration.checkpoints import resume_runs
+from migration.checkpoints.code import Code, optimizer_class
+from migration.checkpoints.convert import Converted, convert
+from migration.checkpoints.origin import Choice
+from migration.checkpoints.prove import Differs
+from migration.checkpoints.resume_runs import Task, compare_runs, resume_fsdp1, resume_fsdp2
 from tests.harness import Ranks
 from tests.migrate.checkpoints.conftest import Cli, Saved
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2.checkpoint.pickles import Unread
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.migrate.checkpoints.names import stripped
-from fsdp2.migrate.checkpoints.rank_files import SHARDED, _whole
-from fsdp2.migrate.checkpoints.tree import Entry
+from migration.checkpoints.names import stripped
+from migration.checkpoints.rank_files import SHARDED, _whole
+from migration.checkpoints.tree import Entry
 from tests.harness import Payload
 from tests.migrate.checkpoints.conftest import Cli, Saved, everything
 

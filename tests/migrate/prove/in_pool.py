@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.migrate.prove.launch import Program
-from fsdp2.migrate.prove.rank import run_script
-from fsdp2.migrate.prove.record import Record
+from migration.prove.launch import Program
+from migration.prove.rank import run_script
+from migration.prove.record import Record
 from tests.harness import Ranks
 
 

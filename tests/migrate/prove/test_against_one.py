@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.migrate.prove.cli import against_one
-from fsdp2.migrate.prove.launch import Failed
+from migration.prove.cli import against_one
+from migration.prove.launch import Failed
 from tests.harness import Ranks
 from tests.migrate.prove.in_pool import InPool
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.migrate.__main__ import main
-from fsdp2.migrate.prove import launch
-from fsdp2.migrate.prove.cli import divided, split
-from fsdp2.migrate.prove.launch import Failed, Program
 from fsdp2.options.errors import ConfigError
+from migration.__main__ import main
+from migration.prove import launch
+from migration.prove.cli import divided, split
+from migration.prove.launch import Failed, Program
 from tests.harness import Ranks, python_environment
 from tests.migrate.prove.in_pool import InPool
 from tests.rewriter.test_scripts import OLD, SCRIPTS, moved

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.migrate.prove.cli import text
-from fsdp2.migrate.prove.compare import DIFFERENT, EQUAL, ROUNDING, apart, compare
-from fsdp2.migrate.prove.parts import Part, described
-from fsdp2.migrate.prove.record import Record
+from migration.prove.cli import text
+from migration.prove.compare import DIFFERENT, EQUAL, ROUNDING, apart, compare
+from migration.prove.parts import Part, described
+from migration.prove.record import Record
 
 WEIGHT = torch.arange(1.0, 9.0)
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.migrate.prove.fingerprint import Print, of, rows
-from fsdp2.migrate.prove.parts import described, parts
-from fsdp2.migrate.prove.record import Record
+from migration.prove.fingerprint import Print, of, rows
+from migration.prove.parts import described, parts
+from migration.prove.record import Record
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import CPU, Net, policy
 

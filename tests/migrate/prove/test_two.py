@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.migrate.prove.cli import text, two
-from fsdp2.migrate.prove.compare import DIFFERENT, EQUAL, FAULT, ROUNDING, Verdict
+from migration.prove.cli import text, two
+from migration.prove.compare import DIFFERENT, EQUAL, FAULT, ROUNDING, Verdict
 from tests.harness import Ranks
 from tests.migrate.prove.in_pool import InPool
 from tests.rewriter.test_scripts import OLD, SCRIPTS, moved

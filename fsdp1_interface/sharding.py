@@ -1,0 +1,61 @@
+"""The constructor's work: units are sharded, watched for what FSDP2 can't follow, and explained as code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp1_interface import optimizers
+from fsdp1_interface.arguments import Arguments, Unsupported
+from fsdp1_interface.explain import constructor_code, original_class, say, warn
+from fsdp1_interface.shard import Unit as Unit
+from fsdp1_interface.shard import shard_units, unit_of
+from fsdp1_interface.units import own_modules
+
+
+def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module], nn.Module]) -> None:
+    """Shard the units of the policy, inner before outer ones, then the model.
+
+    Args:
+        prepare: makes a module one of the shim's, before it is sharded.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+    def sharding(module: nn.Module, **options: Any) -> None:
+        unit = unit_of(module)
+        assert unit is not None  # shard_units has made it one
+        if unit.arguments.replicas_of_one_rank:
+            warn(
+                f"{unit.arguments.sharding_strategy} over shard groups of one rank: FSDP1 makes NO_SHARD within each "
+                "rank of it, and the replicas never meet. Here their gradients are averaged, and losses differ from "
+                "FSDP1's for that reason"
+            )
+        fully_shard(prepare(module), **options)
+        if not unit.arguments.use_orig_params:
+            inner = own_modules(module, unit.ignored)
+            optimizers.was_flat(module, [p for part in inner for p in part.parameters(recurse=False)])
+
+    with optimizers.watching(model, arguments.use_orig_params):
+        plan = shard_units(model, arguments, sharding)
+    unit = unit_of(model)
+    assert unit is not None
+    paths = {module: names[module] for module in plan}
+    cast = [f"{paths[module]}.{name}".lstrip(".") for module in plan
+            for name in getattr(unit_of(module), "buffer_dtypes", ())]  # fmt: skip
+    what = f"FSDP({original_class(model).__name__}, …)"
+    say(what, constructor_code(model, names, plan, arguments, unit.ignored, cast, on_meta))
+
+
+def require_fine_sums(modules: Iterable[nn.Module]) -> None:
+    """Raise Unsupported if microbatches would be added up in a coarser dtype than FSDP1 does it in."""
+    for unit in filter(None, map(unit_of, modules)):
+        precision = unit.arguments.mixed_precision
+        if precision is not None and precision.param_dtype is None and precision.reduce_dtype is not None:
+            raise Unsupported(
+                f"no_sync() with MixedPrecision(reduce_dtype={precision.reduce_dtype}) and without param_dtype: FSDP2 "
+                "adds microbatches up in reduce_dtype, where FSDP1 does it in the parameters'. Drop reduce_dtype"
+            )

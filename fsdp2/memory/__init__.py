@@ -1,1 +1,0 @@
-"""Where memory goes: recorded while a run trains, read and drawn afterwards."""

@@ -1,0 +1,1 @@
+"""Tools beside the book, each with a command: they use `fsdp2`, which loads none of them."""

@@ -1,0 +1,157 @@
+"""`export`: the model of a checkpoint in another format, one tensor at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2.checkpoint.disk import chain, explained
+from fsdp2.checkpoint.files import LocalFiles, is_there
+from fsdp2.checkpoint.kept import require_kept
+from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened, require_undamaged
+from fsdp2.checkpoint.sources.pt_file import write_pt
+from fsdp2.checkpoint.sources.safetensors_files import write_safetensors
+from fsdp2.checkpoint.sources.source import averaged, weights
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
+from fsdp2_tools.checkpoint.adapters import Adapters, merged, vouched, write_peft
+from fsdp2_tools.checkpoint.dcp_write import write_dcp
+from fsdp2_tools.checkpoint.hf_folder import dtype_of, without_copies, write_hf
+from fsdp2_tools.checkpoint.nonfinite import Nonfinite
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
+MAX_SHARD_SIZE = 4_000_000_000
+
+
+def export(
+    place: str,
+    out: str,
+    to: str,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    like: tuple[Any, Mapping[str, bytes]] | None = None,
+    adapters: Adapters | None = None,
+    average: bool = False,
+) -> str:
+    """Write the model's weights with plain names; `out` is there as a whole or not at all.
+
+    Args:
+        place: what `opened` takes. A checkpoint's hashes are verified first.
+        to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
+            that `from_pretrained` loads), or `peft` (a folder of adapters).
+        dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are. Unset = for `hf`, what
+            the model's own config.json says, if `like` has one; else the source's.
+        max_shard_size: bytes of tensors in one safetensors file.
+        like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it. With it
+            `safetensors` too writes what is tied once.
+        average: the average of the weights in their place.
+        adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
+
+    Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
+    """
+    target, nonfinite = new_path(out), Nonfinite()
+    config = like[1].get("config.json") if to == "hf" and like is not None and dtype is None else None
+    implied = NAMES.get(dtype_of(config) or "") if config is not None else None
+    dtype = dtype or implied
+    aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(place))
+        checked = require_undamaged(source)
+        trained = source
+        if like is not None and trained.folder is not None and is_there(trained.folder, MARKER):
+            require_kept(read_marker(trained.folder), like[1], f"{place}: model")
+        if adapters is not None:
+            adapters = vouched(adapters, source)
+        if average:
+            source = averaged(source)
+        if adapters is not None and to != "peft":
+            source = trained = merged(source, stack.enter_context(opened(adapters.base)), adapters)
+        names = weights(source)
+        if like is not None:
+            names = without_copies(trained, names, like[0])
+        tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
+
+        def read(name: str) -> Tensor:
+            tensor = _cast(name, source.read(names[name]), dtype).contiguous()
+            nonfinite.look(name, tensor)
+            return tensor
+
+        folder = LocalFiles(target.parent)
+        folder.mkdir("")
+        with whole_or_absent(aside, sum(tensor.nbytes for tensor in tensors.values())):
+            if to == "pt":
+                write_pt(aside, tensors, read)
+            else:
+                aside.mkdir()
+                if to == "safetensors":
+                    write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
+                elif to == "peft":
+                    assert adapters is not None
+                    write_peft(LocalFiles(aside), adapters, tensors, read)
+                elif to == "hf":
+                    assert like is not None
+                    write_hf(aside, tensors, read, *like, max_shard_size)
+                else:
+                    write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
+            folder.fsync(aside.name)
+            folder.rename(aside.name, target.name)
+            folder.fsync("")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in tensors.values() if one.is_floating_point()})
+    said = f"{target}: {len(tensors)} tensors, {size:,} bytes, {' and '.join(dtypes) or 'no floating point'}"
+    if implied is not None:
+        said += " as in the model's config.json (--dtype chooses another)"
+    return "; ".join([said, f"the source is {checked}", *nonfinite.note()])
+
+
+def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:
+    """The path to write to. Raises Refused for a URL, or with the hint for what exists."""
+    if "://" in out:
+        raise Refused(f"{out}: is a URL; write to a local path and copy it from there")
+    path = Path(out).absolute()
+    if path.exists() or path.is_symlink():
+        raise Refused(f"{out}: exists; {hint}")
+    return path
+
+
+@contextmanager
+def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt.
+
+    Raises OSError in the place of an error that a disk has caused.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
+        # free now is not what was free.
+        cause: OSError | None = explained(error, path.parent, needed)
+        cause = cause or next((one for one in chain(error) if isinstance(one, OSError)), None)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if isinstance(error, (Refused, DamagedCheckpoint)):
+            raise
+        if cause is not None:
+            raise OSError(f"{path} was not written: {cause}") from error
+        raise
+
+
+def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(DTYPES[dtype])
+    narrower = torch.finfo(cast.dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and not tensor.is_meta and int(cast.isinf().sum()) != int(tensor.isinf().sum()):
+        largest = f"{tensor.abs().max().item():g}"
+        raise Refused(f"--dtype {dtype}: {name} has values up to {largest}, too large for it; use --dtype fp32")
+    return cast

@@ -1,0 +1,1 @@
+"""Recorded memory, read and drawn."""

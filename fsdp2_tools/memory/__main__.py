@@ -1,0 +1,85 @@
+"""Show where the memory of a run went:  python -m fsdp2.memory runs/vit-…
+
+Reads what `--memory-snapshot` has recorded; prints each rank's peak by kind, and writes a page for each that opens
+without a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp2.allocations.timeline import Timeline, file_name
+from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.parser import Parser, files_at
+from fsdp2.options.values import checked, location
+from fsdp2.run import ending
+from fsdp2.units import printable, short, size
+from fsdp2_tools.memory.read import exchanges, read_timelines
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    """The pages written. Raises ConfigError if there is nothing to show."""
+    parser = Parser(
+        prog="python -m fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the pages go (default: the run directory; for a URL, this folder)"
+    )
+    parser.add_argument("--no-pages", action="store_true", help="print the summary and write no pages")
+    options = parser.parse_args(arguments)
+    for flag, value in (("RUN", options.run), ("--out", options.out)):
+        if value is not None:
+            checked(flag, value, location)
+    files = files_at(options.run, "RUN")
+    lines = read_timelines(files, options.run)
+    print("\n".join(map(printable, summary(lines).splitlines())))
+    if options.no_pages:
+        return []
+    require("plotly", "plots", "the pages")
+    from fsdp2_tools.memory.page import page
+
+    out = Path(options.out or ("." if "://" in options.run else options.run))
+    written = []
+    for line in lines:
+        path = out / file_name(line.facts["rank"]).replace(".json.gz", ".html")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_text(page(line, "the run's own ledger of tensors"))
+        except OSError as error:
+            raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+        print(f"page: {short(path.absolute())}")
+        written.append(path)
+    return written
+
+
+def summary(lines: Sequence[Timeline]) -> str:
+    """Each rank's peak, by kind; and what the ranks exchange in a step."""
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        at, most = line.peak()
+        sizes = line.by_kind(at)
+        phase = line.phase_at(at)
+        for name, cell in [
+            ("", f"rank {line.facts['rank']}"),
+            ("peak", size(most)),
+            ("in", f"{phase.name}, step {phase.step}"),
+            *((kind, size(sizes.get(kind, 0))) for kind in kinds_of(lines)),
+        ]:
+            rows.setdefault(name, []).append(cell)
+    width = max(len(name) for name in rows) + 2
+    text = [f"{name:{width}}" + "".join(f"{cell:>22}" for cell in cells) for name, cells in rows.items()]
+    text += [f"{name}: {count} a step, {size(amount)}" for name, (count, amount) in exchanges(lines[0]).items()]
+    return "\n".join(text)
+
+
+def kinds_of(lines: Sequence[Timeline]) -> list[str]:
+    """The kinds that any rank has at its peak, in a fixed order."""
+    present = [line.by_kind(line.peak()[0]) for line in lines]
+    return list(dict.fromkeys(kind for sizes in present for kind in sizes))
+
+
+if __name__ == "__main__":
+    with ending.exit_status():
+        main()

@@ -1,0 +1,68 @@
+"""A timeline as curves: bytes of each kind at chosen moments, few enough to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp2.allocations.ledger import KINDS
+from fsdp2.allocations.timeline import Timeline
+
+
+@dataclass
+class Series:
+    """`bytes[kind][i]` are allocated from `times[i]` seconds on. Kinds without any are left out."""
+
+    times: list[float]
+    bytes: dict[str, list[int]]
+
+
+def series(line: Timeline, points: int = 4000, within: tuple[float, float] = (-math.inf, math.inf)) -> Series:
+    """The curves of a timeline, or of a part of it: from one second to another.
+
+    Of each of `points / 2` equal stretches of time the moment with the most bytes and the last one are kept, so that
+    no peak gets lost, whatever is left out between.
+    """
+    changes = [change for change in line.changes() if change[0] <= within[1]]
+    if not changes:
+        return Series([], {})
+    # What was allocated before the part counts from its beginning on.
+    began, ended = max(changes[0][0], within[0]), max(changes[-1][0], changes[0][0] + 1e-9)
+    buckets = max(1, points // 2)
+    width = (ended - began) / buckets
+    now = dict.fromkeys(KINDS, 0)
+    total = 0
+    times: list[float] = []
+    rows: list[list[int]] = []
+
+    def keep(when: float, row: list[int]) -> None:
+        times.append(when)
+        rows.append(row)
+
+    bucket = 0
+    highest: tuple[int, float, list[int]] | None = None
+    last: tuple[float, list[int]] | None = None
+    for when, change, allocation in changes:
+        current = min(buckets - 1, max(0, int((when - began) / width)))
+        if current != bucket and highest is not None and last is not None:
+            keep(*highest[1:])
+            if last[0] > highest[1]:
+                keep(*last)
+            bucket, highest = current, None
+        now[allocation.kind or "temporary"] += change
+        total += change
+        last = (max(when, began), list(now.values()))
+        if highest is None or total >= highest[0] or when < began:
+            highest = (total, *last)
+    assert highest is not None
+    assert last is not None
+    keep(*highest[1:])
+    if last[0] > highest[1]:
+        keep(*last)
+    columns = dict(zip(KINDS, _transposed(rows), strict=True))
+    return Series(times, {kind: column for kind, column in columns.items() if any(column)})
+
+
+def _transposed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(column) for column in zip(*rows, strict=True)]

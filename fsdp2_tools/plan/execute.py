@@ -1,0 +1,212 @@
+"""Two steps and an evaluation of the real program, as one rank of many, on tensors that have no memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import data
+from fsdp2.allocations.phases import Phases
+from fsdp2.allocations.recorder import Recorder
+from fsdp2.allocations.timeline import Timeline
+from fsdp2.config import Config
+from fsdp2.evaluate import scored
+from fsdp2.models import ModelSpec
+from fsdp2.models.attention import kernels
+from fsdp2.options.checks import attention_refusals
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import refuse
+from fsdp2.parallel.baselines import BASELINES
+from fsdp2.parallel.baselines.rules import Start
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.inspect import local
+from fsdp2.parallelize import parallelize
+from fsdp2.run.parts import add_parts
+from fsdp2.run.runtime import World
+from fsdp2.run.start import blocks_of
+from fsdp2.train import train_step
+from fsdp2_tools.plan import batches, fake
+from fsdp2_tools.plan.depth import shorten
+from fsdp2_tools.plan.fake_ledger import FakeLedger
+from fsdp2_tools.plan.saving import Saving, gathers_full_model, starting_from
+from fsdp2_tools.plan.work import Work
+
+STEPS = 2  # the first makes what later ones find: gathered buffers, gradients' memory
+PLANNED = ("fsdp2", "none")
+
+
+@dataclass
+class Execution:
+    """The execution of one rank.
+
+    Attributes:
+        timeline: every allocation of the steps and the evaluation. Its times are of the planning, and only their order
+            says something.
+        blocks: the names of the model's blocks, in forward order.
+        head: the name of the layer that makes the logits, of a model that tells.
+        model_bytes, optimizer_bytes: of this rank's parameters and buffers, and of its optimizer's state.
+        average_bytes: of `--ema`.
+        starting: what loading other weights has allocated, before there was an optimizer; None if none are loaded.
+        work: every operator, in the order in which they were issued.
+    """
+
+    rank: int
+    timeline: Timeline
+    blocks: list[str]
+    head: str | None
+    model_bytes: int
+    optimizer_bytes: int
+    average_bytes: int
+    work: list[Work]
+    starting: Timeline | None
+
+
+def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *, gloo: bool = True) -> Execution:
+    """Run `config` as one rank, with so many of the model's blocks. Raises ConfigError if it can't without values.
+
+    Args:
+        gloo: the ranks are on CPUs, and gloo reduces in a copy.
+    """
+    if config.strategy not in PLANNED:
+        raise ConfigError(
+            f"--strategy {config.strategy}: its engine copies values that a plan doesn't have; plan "
+            f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
+        )
+    if config.float8:
+        raise ConfigError(
+            f"--float8 {config.float8}: a plan executes on a CPU, where it is emulated in other steps and memory; "
+            "plan without it, which is near in memory, and measure its time with python -m fsdp2.train"
+        )
+    # A compiler reads values while it works, and whether losses are finite nobody knows.
+    config = dataclasses.replace(_attending(config, gloo=gloo), compile=False, on_nonfinite="continue")
+    world, device = World(rank, ranks, rank, ranks), torch.device("cpu")
+    ledger = FakeLedger(fake=True, gloo=gloo)
+    batches.samples(config.dataset, config.seq_len)  # while tensors have values
+    if config.optimizer_state == "8bit":
+        from fsdp2.parallel.low_bit import tables  # torchao is an extra
+
+        tables()
+    with fake.fake_group(rank, ranks), kernels(config.attention), ExitStack() as modes:
+        try:
+            return _execute(config, world, device, ledger, modes, blocks)
+        except fake.data_dependent() as error:
+            operator = getattr(error, "func", None) or str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
+                "decide what to compute; measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
+            ) from error
+
+
+def _attending(config: Config, *, gloo: bool) -> Config:
+    """The configuration whose attention on a CPU takes what that of `config` takes where it will run.
+
+    FlexAttention holds what a flash kernel holds, and computes at most what that does of one document in each row. The
+    kernels but `math` differ in nothing that is counted. Raises ConfigError for what can't attend so.
+    """
+    refuse(attention_refusals(config, "cpu" if gloo else "cuda"))
+    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
+    if not gloo and apart and "flex" in config.spec.attentions and config.attention in ("auto", "flex"):
+        config = dataclasses.replace(config, documents="together")
+    return dataclasses.replace(config, attention="math" if config.attention == "math" else "auto")
+
+
+def _execute(
+    config: Config, world: World, device: torch.device, ledger: FakeLedger, modes: ExitStack, blocks: int | None
+) -> Execution:
+    spec = config.spec
+    values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
+    load = starting_from(config, starting, STEPS) if config.weights is not None else None
+    gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
+    engine = make_engine(config, spec, world, device, modes, values, blocks, load)
+    if config.model.startswith("hf:"):
+        modes.enter_context(fake.seen_by_transformers(values))
+    recorder = Recorder(engine, device, {"rank": world.rank}, None, None)
+    recorder.ledger = ledger
+    with (
+        Phases(engine, SimpleNamespace(save=None, write_full_model=None), lambda: ledger.steps_done) as phases,
+        recorder,
+    ):
+        phases.listeners.append(recorder.phase)
+        saving = Saving(config, engine, world, ledger, gathers=gathers)
+        for count in (0, STEPS + 1):
+            saving.restore(count)  # the first is left out: DTensor makes tensors to learn shapes, which it then knows
+        order = batches.order(config)
+        ledger.mark("data", [order])
+        for step in range(STEPS):
+            if step and config.async_checkpoint is not None:
+                saving.save(step)  # its copies are there in all later steps
+            parts = batches.microbatches(config, spec, world, ledger)
+            # As the loop does, which reports a step while the next one runs.
+            reported = train_step(engine, parts, spec, config, world, [False, False])
+            ledger.steps_done += 1
+        del order
+        ledger.phase("evaluation", STEPS)
+        with engine.evaluating():
+            scored(engine.forward, spec, batches.evaluation_batches(config, spec, world, ledger), device)
+        if config.saves:
+            saving.save(STEPS + 1)
+        saving.write_full_model(STEPS + 1)
+        del reported
+    held = engine.held()
+    average = engine.ema.averages.values() if engine.ema is not None else ()
+    named = {module: name for name, module in engine.model.named_modules()}
+    return Execution(
+        world.rank,
+        recorder.timeline(),
+        [named[block] for block in blocks_of(config)(engine.model)],
+        named.get(spec.head(engine.model)) if spec.head is not None else None,
+        model_bytes=_bytes([*held["parameters"], *held["buffers"]]),
+        optimizer_bytes=_bytes(held["optimizer"]),
+        average_bytes=_bytes(average),
+        work=ledger.watching.done,
+        starting=starting[0] if starting else None,
+    )
+
+
+def make_engine(
+    config: Config,
+    spec: ModelSpec,
+    world: World,
+    device: torch.device,
+    modes: ExitStack,
+    values: fake.Values,
+    blocks: int | None,
+    load_weights: Callable[[nn.Module], None] | None = None,
+) -> Engine:
+    """As `fsdp2.train` makes it, but that nobody sets initial values."""
+
+    def build() -> nn.Module:
+        model = spec.on_meta(config.model_size)
+        if blocks is not None:
+            shorten(model, blocks_of(config), blocks)
+        fake.enter_with_memory(model, modes, fake.fake_mode(), values)
+        return model
+
+    arguments: dict[str, Any] = {
+        "build": build,
+        "blocks_of": blocks_of(config),
+        "set_weights": lambda model: None,
+        "load_weights": load_weights,
+        "brought": lambda name: True,
+        "device": device,
+        "world_size": world.world_size,
+    }
+    if config.strategy == "fsdp2":
+        engine: Engine = parallelize(config, methods=spec.methods, **arguments)
+    else:
+        engine = BASELINES[config.strategy].build(config, Start(**arguments))
+    engine.call = spec.call
+    # Of adapters only their base's checksum would be added, which needs values.
+    add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)
+    return engine
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)

@@ -1,0 +1,199 @@
+"""Memory of saving and loading, by the run's own functions for them; no file is written or read.
+
+Each rank is the only one here, so what ranks send each other as objects is what this one sends, as often as there are
+ranks. A tensor that would come from a file is made instead; one that would go into a file is dropped.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.utils._pytree import tree_leaves
+
+from fsdp2.allocations.timeline import Timeline
+from fsdp2.checkpoint import full_dcp, full_dtensor, weights
+from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.checkpoint.full_model import full_state_api
+from fsdp2.checkpoint.sources.source import Source
+from fsdp2.checkpoint.staging import Staging
+from fsdp2.checkpoint.state import AppState, Progress, RandomState
+from fsdp2.config import Config
+from fsdp2.models import lora
+from fsdp2.models.initial import place_of
+from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.inspect import local
+from fsdp2.parallel.meta import shared_names
+from fsdp2.run.finite import is_finite
+from fsdp2.run.rundir import large
+from fsdp2.run.runtime import World
+from fsdp2_tools.plan.fake_ledger import FakeLedger
+
+CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "restoring", "--init-from"
+
+
+def gathers_full_model(config: Config) -> bool:
+    """True if rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
+    return config.writes_full_model is not False and not large(config, config.spec)
+
+
+class Saving:
+    """The saves of one rank, and their restoring.
+
+    Args:
+        gathers: rank 0 gathers and writes a full model, as `gathers_full_model` says of `config`.
+    """
+
+    def __init__(self, config: Config, engine: Engine, world: World, ledger: FakeLedger, *, gathers: bool) -> None:
+        self.config, self.engine, self.world, self.ledger, self.gathers = config, engine, world, ledger, gathers
+        self.gpu = not ledger.gloo  # then what is saved is copied to the CPU
+        state = engine.state
+        parts = {"progress": Progress(), "rng": RandomState(world.rank, torch.device("cpu")), **engine.parts}
+        self.app = AppState(state["model"], state["optimizer"], parts, engine, engine.elsewhere)
+        asynchronous = config.async_checkpoint is not None
+        self._staging = Staging(engine.optimizer, torch.device("cpu")) if asynchronous else None
+
+    def save(self, step: int) -> None:
+        """As `Checkpoints.save`: at once, or into the copies that are kept from one save to the next."""
+        self.ledger.phase(CHECKPOINT, step)
+        is_finite(self.engine.weights())
+        if self._staging is None:
+            self._write(self.app.state_dict())
+            return
+        with self.ledger.named("staged"):
+            self._staging.copy(self.app.state_dict())
+        self._staging.finish()
+
+    def _write(self, state: Any) -> None:
+        """Do as `dcp.save` does on this rank. Rank 0 gathers the plans of all as bytes, as often the largest."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"app": state}, is_coordinator=self.world.rank == 0)
+        sent = len(pickle.dumps(planner.create_local_plan()))
+        count = self.world.world_size
+        gathered = count * (sent + 8) if self.world.rank == 0 and count > 1 else 0
+        with self.ledger.named("objects"):
+            exchanged = torch.empty(sent + 8 + gathered, dtype=torch.uint8)
+        del exchanged
+        if self.gpu:
+            for tensor in _tensors(state):
+                with self.ledger.named("on its way"):
+                    torch.empty_like(tensor)
+
+    def write_full_model(self, step: int) -> None:
+        """As `Checkpoints.write_full_model`."""
+        config = self.config
+        if not self.gathers:
+            return
+        self.ledger.phase(FULL_MODEL, step)
+        # torch's API moves each tensor to the CPU as it is gathered, so a GPU holds what our own has on it.
+        api = full_state_api(dcp_api=config.dcp_api and not self.gpu)
+        with _replaced(full_dtensor, "spool", _dropped), _replaced(full_dcp, "spool", _dropped):
+            api.full_model_state(self.app.model, Path())
+            api.full_optimizer_state(self.app.model, self.app.optimizer, Path())
+
+    def restore(self, step: int) -> None:
+        """As `restore` at the same number of ranks, which comes before the first step."""
+        self.ledger.phase(RESTORING, step)
+        app = self.app.with_parts(self.engine.parts)  # a random generator takes no state without values
+        state = app.state_dict()
+        for tensor in _tensors(state):
+            tensor.copy_(_read(self.ledger, tensor))
+        app.load_state_dict(state)
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """List a rank's part of each tensor of a state."""
+    return (local(leaf).detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _read(ledger: FakeLedger, like: Tensor) -> Tensor:
+    """The bytes of a file, and the tensor in them, which is copied where the file doesn't align it."""
+    with ledger.named("on its way"):
+        content = torch.empty(like.nbytes, dtype=torch.uint8)
+        return content.view(like.dtype).view(like.shape).clone()
+
+
+def _dropped(tensors: Mapping[Any, Tensor], read: Callable[[Any], Tensor], folder: Path) -> dict[Any, Tensor]:
+    """In place of `spool`: a tensor at a time, of which a file has the memory."""
+    for name in tensors:
+        read(name)
+    return {name: torch.empty(0) for name in tensors}
+
+
+def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[[nn.Module], None]:
+    """Make a function that loads `--init-from`'s weights, or a model's own, and leaves its timeline in a list.
+
+    Their names and dtypes are taken to be the model's. A rank reads its rows of one tensor at a time, as from a sharded
+    checkpoint; with `--dcp-api` torch sends each whole tensor of a .pt from rank 0.
+    """
+
+    # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
+    shared = shared_names(config.spec.on_meta(config.model_size))
+    tied = [list(lora.base_weights(config.spec.lora, names)) for names in shared]
+
+    def load(model: nn.Module) -> None:
+        ledger = FakeLedger(fake=True)
+        with ledger:
+            ledger.watch(model, {"parameters": model.parameters(), "buffers": model.buffers()})
+            ledger.phase(STARTING, step)
+            targets = lora.base_weights(config.spec.lora, plain_names(model))
+            like = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()
+            }
+            if config.dcp_api and not config.init_partial and config.init_from and config.init_from.endswith(".pt"):
+                if dist.get_rank():
+                    return  # it holds a whole tensor at a time, and rank 0 the file's too
+                with ledger.named("on its way"):
+                    full = {name: torch.empty(meta.shape, dtype=meta.dtype) for name, meta in like.items()}
+                with _replaced(full_dcp, "read_same", lambda path, targets: full):
+                    full_dcp.load_full_model_state(model, Path())
+            else:
+
+                def part(name: str, place: tuple[slice, ...]) -> Tensor:
+                    with ledger.named("on its way"):
+                        whole = torch.empty([rows.stop - rows.start for rows in place], dtype=like[name].dtype)
+                    whole.copy_(_read(ledger, whole))
+                    return whole
+
+                once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
+                names = {name: (once.get(name, name),) for name in like}
+                source = Source("", like, (), names, lambda name: None, part=part)
+                with _replaced(weights, "opened", lambda place: _opened(source)), _alone():
+                    weights.load_weights("", targets, place_of, tied, partial=config.init_partial)
+        found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
+
+    return load
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[Source]:
+    yield source
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let every other rank have said what this one says."""
+
+    def everywhere(found: list[Any], said: Any, group: Any = None) -> None:
+        found[:] = [said] * len(found)
+
+    with _replaced(dist, "all_gather_object", everywhere):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a module have another function, where a run would meet a file or another rank."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

@@ -1,0 +1,200 @@
+"""Which flags are fastest here?  python -m fsdp2.tune --model transformer --nproc 2
+
+Takes the planner's best settings to the ranks of this machine, a few steps each beside the default, and writes the
+fastest as a file for `--config`. What is trained stays the same: losses are compared. Every other flag is one of
+`fsdp2.train`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError, require, shown
+from fsdp2.options.own_model import code_flags
+from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.values import checked, location, number, whole
+from fsdp2.run import ending, runtime
+from fsdp2.run.preflight import check_data, check_versions, check_world
+from fsdp2.run.rundir import environment
+from fsdp2.run.runtime import World
+from fsdp2.units import byte_count, short
+from fsdp2_tools.compare.measure import memory_of_rank
+from fsdp2_tools.plan.calibration import calibrate, read
+from fsdp2_tools.plan.device import Gpu
+from fsdp2_tools.plan.device import gpu as find_gpu
+from fsdp2_tools.plan.plans import Plan
+from fsdp2_tools.plan.search import Setting
+from fsdp2_tools.tune import report
+from fsdp2_tools.tune.launch import Launch, on_ranks, torchrun
+from fsdp2_tools.tune.planner import Planner
+from fsdp2_tools.tune.rounds import Candidate, halve
+
+# The flags of the search itself, with their defaults, checks and meaning.
+OWN: dict[str, tuple[Any, Any, str]] = {
+    "nproc": (2, whole(1, 256), "ranks on this machine"),
+    "trials": (10, whole(2, 1000), "settings that are tried, the default among them"),
+    "steps": (6, whole(1, 10**4), "timed steps of a setting in a round"),
+    "minutes": (10.0, number(0, 10**4), "how long it may take; a round that has begun is finished"),
+    "plans": (20, whole(2, 10**4), "settings that are planned, of which the best are tried"),
+    "gpu": (None, find_gpu, "what the ranks run on, as fsdp2.plan takes it; ranks the plans by time (CPU ranks: cpu)"),
+    "calibration": (None, location, "the trials.json of an earlier search: begin with rates that it has measured"),
+    "budget": (None, byte_count, "bytes that a rank's tensors may take; unset = its share of the memory"),
+    "out": (None, location, "where the results go; unset = tuned/<time>"),
+}
+ROUNDS = 0.6  # of the minutes: what begins later would leave none for the last round
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
+    """The settings that were tried, the default first, after the results are written to `--out`.
+
+    Raises ConfigError before anything is started.
+    """
+    parser = make_parser(Config, prog="fsdp2.tune", description=(__doc__ or "").partition("  ")[0])
+    add_own(parser)
+    given = vars(parser.parse_args(arguments))
+    options = take_own(given)
+    ranks: int = options["nproc"]
+    words = arguments if arguments is not None else sys.argv[1:]
+    command = f"python -m fsdp2.tune {shlex.join(words)}"
+    return tune(options, Config(**read_values(Config, given)), ranks, torchrun(ranks), command)
+
+
+def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, command: str) -> list[Candidate]:
+    """As main, with options by the names of OWN, on ranks that a launcher starts."""
+    check(config, ranks)
+    device = runtime.pick_device(config.device, World(0, ranks, 0, ranks)).type
+    budget: int = options["budget"] or memory_of_rank(ranks, config.device)
+    out = Path(options["out"] or f"tuned/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
+
+    warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
+    planner = Planner(config, ranks, _rates(options, device, say), budget, device == "cuda", options["plans"], say)
+    count: int = options["trials"]
+    default, *others = planner.first(count if planner.speed is None else max(1 + count // 2, min(3, count)))
+    tried = [_candidate(config, one) for one in (default, *others)]
+
+    def more() -> list[Candidate]:
+        """Settings that are planned to be the fastest, with rates that the first round has taught."""
+        if planner.speed is None or len(tried) == count:
+            return []
+        planner.learn(tried)
+        known = {one.name for one in tried}
+        found = [_candidate(config, one) for one in planner.ranking() if one.name not in known][: count - len(tried)]
+        tried.extend(found)
+        return found
+
+    # Settings of later rounds may be as large as the largest that is planned.
+    together = _fit_together(planner.largest(count), ranks, budget, device)
+    say(f"up to {count} settings on {ranks} ranks, {'in turn' if together else 'one after the other'}")
+    with tempfile.TemporaryDirectory(dir=out) as folder:  # there, since all ranks have to see it
+        best = halve(
+            tried[0],
+            tried[1:],
+            on_ranks(launch, Path(folder), together=together, say=say),
+            steps=options["steps"],
+            together=together,
+            budget=budget,
+            time_left=lambda: time.monotonic() - began < ROUNDS * 60 * options["minutes"],
+            more=more,
+            say=say,
+        )
+    facts = {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(ranks),
+        "device": device,
+        "seconds": round(time.monotonic() - began),
+    }
+    report.write(tried, best, facts, out)
+    print("\n".join([report.table(tried), "", *report.verdict(tried, best)]))
+    words = ["--config", short(out / report.SETTINGS), *code_flags(config)]
+    print(f"train with it: python -m fsdp2.train {shlex.join(words)}")
+    return tried
+
+
+def check(config: Config, ranks: int) -> None:
+    """Raises ConfigError for what can't be tuned on so many ranks."""
+    if config.strategy != "fsdp2":
+        raise ConfigError(
+            f"--strategy {config.strategy}: the settings that are tried are FSDP2's; drop it, or compare strategies "
+            "with python -m fsdp2.compare"
+        )
+    require("matplotlib", "plots", "the picture")
+    check_versions(config)
+    check_world(config, World(0, ranks, 0, ranks))
+    check_data(config)
+
+
+def _rates(options: dict[str, Any], device: str, say: Callable[[str], None]) -> Gpu | None:
+    """The device of the ranks: `--gpu`, else the table's CPU; with `--calibration` as fast as its trials were."""
+    gpu: Gpu | None = options["gpu"] or (find_gpu("cpu") if device == "cpu" else None)
+    place = options["calibration"]
+    if place is None:
+        return gpu
+    if gpu is None or gpu.speed is None:
+        raise ConfigError(f"--calibration {shown(place)}: needs a --gpu with rates to fit")
+    found = calibrate(gpu, read(place, gpu, say))
+    say(found.told)
+    return found.gpu
+
+
+def _candidate(config: Config, one: Setting) -> Candidate:
+    time = one.plan.time
+    return Candidate(
+        one.name,
+        dataclasses.replace(config, **one.changes),
+        dict(one.changes),
+        one.plan.tensors,
+        None if time is None else time.milliseconds,
+    )
+
+
+def _fit_together(planned: Sequence[Plan], ranks: int, budget: int, device: str) -> bool:
+    """Return whether all settings' models and optimizers and the largest of their steps fit into half of the memory."""
+    share = min(budget, memory_of_rank(ranks, device))
+    held = sum(2 * one.memory.model_bytes + one.memory.optimizer_bytes for one in planned)
+    return held + max(one.bytes for one in planned) <= share / 2
+
+
+def add_own(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(OWN)) -> None:
+    """The search's own flags, in a group of their own."""
+    group = parser.add_argument_group("the search")
+    for name in names:
+        default, _, meaning = OWN[name]
+        known = "" if default is None else f" (default: {default:g})"
+        group.add_argument(f"--{name}", metavar=METAVARS.get(name, "N"), help=meaning + known)
+
+
+def take_own(given: dict[str, Any]) -> dict[str, Any]:
+    """The search's own options, out of what a parser returned. Raises ConfigError."""
+    values = {name: default for name, (default, _, _) in OWN.items()}
+    for name, (_, parse, _) in OWN.items():
+        if name in given:
+            value = given.pop(name)
+            values[name] = parse(value) if name == "gpu" else checked(f"--{name}", value, parse)
+    return values
+
+
+METAVARS = {"gpu": "NAME|FILE.toml", "calibration": "FILE", "budget": "BYTES", "out": "DIR"}
+
+
+if __name__ == "__main__":
+    with ending.exit_status():
+        main()

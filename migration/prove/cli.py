@@ -1,0 +1,198 @@
+"""python -m fsdp2.migrate prove: the command line, what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.values import checked, whole
+from fsdp2.units import printable
+from migration.prove.against_one import Fault, Incomparable, faults, larger
+from migration.prove.compare import FAULT, Verdict, compare
+from migration.prove.launch import SPAWNS, Failed, Program
+
+NAME = "prove"
+LINE = "{:>6}" + "  {:>20}" * 4
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        help="run two programs, or one on one rank and on several, and compare what they do",
+        description="Runs BEFORE and AFTER as they are on CPU ranks, and compares what each passes to backward(), its "
+        "gradients, its norms and its parameters after each step. Exit status 0: bit-equal, or equal to rounding by a "
+        "known cause; 1: different; 2: refused. With --against-one it runs one program on one rank and on --nproc, "
+        "at the same global batch, and names what is silently wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="BEFORE and AFTER, or one with --against-one")
+    parser.add_argument(
+        "--against-one", action="store_true", help="compare a run on --nproc ranks with one on a single rank"
+    )
+    parser.add_argument("--nproc", default="2", metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--steps", default="10", metavar="N", help="optimizer steps to record (default: 10)")
+    parser.add_argument("--stand-in", action="store_true", help="run programs that ask for a GPU on the CPU")
+    parser.add_argument("--timeout", default="600", metavar="SECONDS", help="limit of each run (default: 600)")
+    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep records and outputs in this new folder")
+    parser.epilog = "ARGS after -- go to the programs. With --against-one a number in braces, {64}, is divided by the "
+    parser.epilog += "number of ranks."
+    parser.set_defaults(run=run)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and those after -- for the programs."""
+    words = list(words)
+    if words[:1] != [NAME] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def run(given: argparse.Namespace) -> int:
+    """The exit status. Raises ConfigError for what is refused."""
+    programs = [Path(program) for program in given.programs]
+    if len(programs) != (1 if given.against_one else 2):
+        need = "one program with --against-one" if given.against_one else "BEFORE and AFTER, or --against-one and one"
+        raise ConfigError(f"prove {' '.join(given.programs)}: needs {need}; what is for the programs goes after --")
+    for program in programs:
+        if not program.is_file():
+            raise ConfigError(f"prove {program}: there is no such file; give the script that torchrun would start")
+    ranks = checked("--nproc", given.nproc, whole(2 if given.against_one else 1, 64))
+    steps = checked("--steps", given.steps, whole(1, 100_000))
+    timeout = float(checked("--timeout", given.timeout, whole(1, 10**6)))
+    gpus = ranks if given.stand_in else 0
+    kept = Path(given.keep) if given.keep else None
+    if kept is not None and kept.exists():
+        raise ConfigError(f"--keep {kept}: exists; name a new folder")
+    folder = Path(tempfile.mkdtemp(prefix="prove-"))
+    try:
+        if given.against_one:
+            alone, several = (Program(programs[0], divided(given.arguments, n), n, timeout, gpus) for n in (1, ranks))
+            found = against_one(alone, several, steps, folder)
+            print(json.dumps(found.as_json()) if given.json else found.text())
+            return found.status
+        before, after = (Program(program, given.arguments, ranks, timeout, gpus) for program in programs)
+        verdict = two(before, after, steps, folder)
+        print(json.dumps(verdict.as_json()) if given.json else text(verdict))
+        return verdict.status
+    except Failed as error:
+        for line in error.printed:
+            print(f"    {printable(line)}", file=sys.stderr)
+        raise ConfigError(f"prove: {error}") from None
+    finally:
+        if kept is not None:
+            shutil.copytree(folder, kept)
+        shutil.rmtree(folder)
+
+
+def divided(arguments: list[str], ranks: int) -> list[str]:
+    """Numbers in braces, {64}, as one rank's part. Raises ConfigError if there is a remainder."""
+
+    def part(match: re.Match[str]) -> str:
+        number = int(match[1])
+        if number % ranks:
+            raise ConfigError(f"{match[0]}: isn't divisible by {ranks} ranks; take another number")
+        return str(number // ranks)
+
+    return [re.sub(r"\{([0-9]+)\}", part, argument) for argument in arguments]
+
+
+@dataclass
+class AgainstOne:
+    """`enlarged`: by what the batches of loaders were multiplied on one rank, so that the global batch is the same."""
+
+    steps: int
+    ranks: int
+    faults: list[Fault]
+    enlarged: int
+
+    @property
+    def status(self) -> int:
+        return 1 if self.faults else 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": "different" if self.faults else "equal to rounding", "status": self.status}
+
+    def text(self) -> str:
+        lines = [f"{self.steps} steps on 1 rank and on {self.ranks}, without dropout, whose masks depend on the rank"]
+        if self.enlarged > 1:
+            lines.append(f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do")
+        lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
+        return "\n".join([*lines, f"verdict: {'different' if self.faults else 'equal to rounding'}"])
+
+
+def against_one(alone: Program, several: Program, steps: int, folder: Path) -> AgainstOne:
+    """Raises Failed, also where the global batch isn't the same and nothing else is wrong."""
+    many = several.record(folder / "several", steps=steps, without_dropout=True)
+    name = several.script
+    if (folder / "several" / SPAWNS).exists():
+        raise Failed(
+            f"{name}: starts its own ranks, whatever number it is given; --against-one needs torchrun's variables"
+        )
+    if many.facts()["split_otherwise"]:
+        raise Failed(f"{name}: uses tensor parallelism, where ranks share samples; it can't be compared with one")
+    how: dict[str, Any] = {"steps": steps, "without_dropout": True, "cuts": many.cuts()}
+    one, enlarged = alone.record(folder / "alone", **how), 1
+    if (factor := several.ranks) == larger(one, many):
+        one, enlarged = alone.record(folder / "enlarged", **how, batch_times=factor), factor
+    try:
+        return AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
+    except Incomparable as error:
+        right = "what needs no comparison with one rank is right: weights, replicas, norms, buffers, settings"
+        raise Failed(f"{name}: {error}; {right}") from None
+
+
+def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:
+    """Run both and compare them; where a cause can be taken away, once more without it. Raises Failed."""
+    first = before.record(folder / "before", steps=steps)
+    if (folder / "before" / SPAWNS).exists():  # what the rewriter makes of it does so too, or runs under torchrun
+        after = replace(after, bare=True)
+    try:
+        second = after.record(folder / "after", steps=steps)
+    except Failed:
+        if not after.bare:
+            raise
+        after = replace(after, bare=False)
+        second = after.record(folder / "after-torchrun", steps=steps)
+    verdict = compare(first, second)
+    if (cure := verdict.cure) is not None:
+        first = before.record(folder / "before-cured", steps=steps, cure=cure)
+        if cure == "seed":
+            second = after.record(folder / "after-cured", steps=steps, cure=cure)
+        cured = compare(first, second)
+        if cured.status == 0:
+            verdict.verdict = FAULT
+        verdict.cause = (
+            f"{verdict.cause}; without it {cured.first.line() if cured.status and cured.first else cured.verdict}"
+        )
+    return verdict
+
+
+def text(verdict: Verdict) -> str:
+    """The steps around the first difference, the difference, the verdict."""
+    first = verdict.first
+    shown = {1, verdict.steps} | ({first.step - 1, first.step, first.step + 1} if first else set())
+    lines = [LINE.format("step", "loss before", "loss after", "norm before", "norm after")]
+    for row in verdict.table:
+        if row["step"] in shown:
+            values = ["-" if value is None else repr(value) for value in (*row["loss"], *row["norm"])]
+            lines.append(LINE.format(row["step"], *values))
+    if first is not None:
+        lines.append(f"first difference: {first.line()}")
+        from_there = verdict.parameter and verdict.parameter.line()
+        lines.append(f"parameters: {f'different since {from_there}' if from_there else 'bit-equal in every step'}")
+        lines.append(f"cause: {verdict.cause or 'none that is known'}")
+    lines.append(f"losses: at most {verdict.loss_apart:.1e} apart in {verdict.steps} steps")
+    lines.append(f"verdict: {verdict.verdict}")
+    return "\n".join(lines)

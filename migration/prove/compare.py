@@ -1,0 +1,256 @@
+"""Two records of what should be the same training: bit-equal, equal to rounding, or different, and since where.
+
+A pure function of the records, which knows nothing of how they were made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from migration.prove.fingerprint import total
+from migration.prove.record import Record
+
+EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
+FAULT = "different by this cause alone"  # shown by a run without it
+# How far apart the first difference may be, and losses at any later step, in units of the larger value.
+FIRST = {False: 1e-5, True: 3e-2}
+LATER = {False: 1e-3, True: 1e-1}
+LEFT = (
+    "model.zero_grad() between forward and backward doesn't reach parameters that are gathered, under FSDP2 always the "
+    "root's: their gradients add up; call optimizer.zero_grad(), or call it before forward"
+)
+
+
+@dataclass
+class Difference:
+    """The first: `what`, samples, loss, norm, gradient, parameter, buffer, settings or calls, and of which tensor."""
+
+    step: int
+    what: str
+    name: str = ""
+    rank: int | None = None
+    before: Any = None
+    after: Any = None
+    relative: float | None = None  # None where no number would say it
+
+    def line(self) -> str:
+        where = f"step {self.step}: {self.what}" + (f" {self.name}" if self.name else "")
+        where += f" on rank {self.rank}" if self.rank is not None else ""
+        values = f": {self.before} before, {self.after} after" if self.before is not None else ""
+        return where + values + ("" if self.relative is None else f", {self.relative:.1e} apart")
+
+
+@dataclass
+class Verdict:
+    """`cause` is why, if it is known; `cure`, one of `rank.CURES`, is what would show that it is."""
+
+    verdict: str
+    steps: int
+    table: list[dict[str, Any]]
+    first: Difference | None = None
+    parameter: Difference | None = None  # the first that is one of a parameter
+    cause: str | None = None
+    cure: str | None = None
+    loss_apart: float = 0.0  # the most, in units of the larger, of all losses
+
+    @property
+    def status(self) -> int:
+        return 0 if self.verdict in (EQUAL, FAULT) or (self.verdict == ROUNDING and self.cause) else 1
+
+    def as_json(self) -> dict[str, Any]:
+        """NaN and infinities, which JSON has not, are words."""
+        return dict(_worded({**asdict(self), "status": self.status}))
+
+
+def _worded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _worded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_worded(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def apart(one: float | None, other: float | None) -> float:
+    """In units of the larger; 0 for two equal ones, NaN with NaN too."""
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    off = abs(one - other) / max(abs(one), abs(other))
+    return off if math.isfinite(off) else math.inf
+
+
+def compare(before: Record, after: Record) -> Verdict:
+    found = list(_differences(before, after))
+    losses = [
+        apart(one, other)
+        for rank, step in _places(before, after)
+        for one, other in zip(before.losses(rank, step), after.losses(rank, step), strict=False)
+    ]
+    verdict = Verdict(EQUAL, max(before.steps, after.steps), _table(before, after), loss_apart=max(losses, default=0.0))
+    if not found:
+        return verdict
+    first = verdict.first = found[0]
+    verdict.parameter = next((one for one in found if one.what == "parameter"), None)
+    low = before.facts()["low"] or after.facts()["low"]
+    exact = first.what == "norm" and not any(one["low"] for one in before.of(0, "clip", first.step))
+    close = first.relative is not None and first.relative <= FIRST[low and not exact]
+    verdict.verdict = ROUNDING if close and verdict.loss_apart <= LATER[low] else DIFFERENT
+    for rule in CAUSES if verdict.verdict == ROUNDING else FAULTS:
+        if named := rule(before, after, first):
+            verdict.cause, verdict.cure = named
+            break
+    return verdict
+
+
+def _places(before: Record, after: Record) -> Iterator[tuple[int, int]]:
+    for step in range(1, min(before.steps, after.steps) + 1):
+        for rank in range(min(len(before.ranks), len(after.ranks))):
+            yield rank, step
+
+
+def _differences(before: Record, after: Record) -> Iterator[Difference]:
+    """In the order in which one leads to the other."""
+    if len(before.ranks) != len(after.ranks):
+        yield Difference(1, "ranks", before=len(before.ranks), after=len(after.ranks))
+        return
+    yield from _of_tensors(before, after, 1, "before", "initial parameter")
+    for step in range(1, min(before.steps, after.steps) + 1):
+        for rank in range(len(before.ranks)):
+            by = [source for source in before.sources if source in after.sources]
+            if by and all(sorted(before.samples(s, step, rank)) != sorted(after.samples(s, step, rank)) for s in by):
+                yield Difference(step, "samples", rank=rank)
+            one, other = before.losses(rank, step), after.losses(rank, step)
+            if len(one) != len(other):
+                yield Difference(step, "calls of backward", rank=rank, before=len(one), after=len(other))
+            for a, b in zip(one, other, strict=False):
+                if off := apart(a, b):
+                    yield Difference(step, "loss", rank=rank, before=a, after=b, relative=off)
+        yield from _of_tensors(before, after, step, "unclipped", "gradient of")
+        if off := apart(before.norm(step), after.norm(step)):
+            yield Difference(step, "norm", before=before.norm(step), after=after.norm(step), relative=off)
+        yield from _of_tensors(before, after, step, "gradient", "gradient of")
+        for ours, theirs in zip(before.of(0, "settings", step), after.of(0, "settings", step), strict=False):
+            yield from _of_settings(step, ours["groups"], theirs["groups"])
+        yield from _of_tensors(before, after, step, "after", "parameter")
+        yield from _of_buffers(before, after, step)
+    if before.steps != after.steps:
+        yield Difference(min(before.steps, after.steps) + 1, "steps", before=before.steps, after=after.steps)
+
+
+def _of_tensors(before: Record, after: Record, step: int, when: str, what: str) -> Iterator[Difference]:
+    """The one that is farthest apart, if any is, in units of all of them: what should be 0 may differ as it likes."""
+    ours, theirs = before.whole(step, when), after.whole(step, when)
+    size = max(total(ours.values()).norm, total(theirs.values()).norm) or 1.0
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield Difference(
+            step,
+            what,
+            name,
+            before=("there" if name in ours else "none"),
+            after=("there" if name in theirs else "none"),
+        )
+    found = [
+        Difference(step, what, name, relative=ours[name].distance(theirs[name]) / size)
+        for name in ours.keys() & theirs.keys()
+        if ours[name].hash != theirs[name].hash
+    ]
+    if found:
+        yield max(found, key=lambda one: one.relative or 0.0)
+
+
+def _of_buffers(before: Record, after: Record, step: int) -> Iterator[Difference]:
+    """Of each rank's own: batch norm's statistics may differ between ranks."""
+    for rank in range(len(before.ranks)):
+        ours, theirs = (record.parts(rank, step, "after", "buffers") for record in (before, after))
+        for name in ours.keys() & theirs.keys():
+            a, b = total(ours[name].values()), total(theirs[name].values())
+            if a.hash != b.hash:
+                yield Difference(step, "buffer", name, rank, relative=a.distance(b) / (max(a.norm, b.norm) or 1.0))
+
+
+def _of_settings(step: int, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[Difference]:
+    """Of what both have: other optimizers of torch, such as fused ones, have other flags and the same mathematics."""
+    if len(before) != len(after):
+        yield Difference(step, "parameter groups", before=len(before), after=len(after))
+    for number, (ours, theirs) in enumerate(zip(before, after, strict=False)):
+        for key in sorted((ours.keys() & theirs.keys()) - {"foreach", "fused", "capturable"}):
+            if ours[key] != theirs[key]:
+                yield Difference(step, "settings", f"{key} of group {number}", before=ours[key], after=theirs[key])
+
+
+Cause = tuple[str, str | None]  # and the cure
+Rule = Callable[[Record, Record, Difference], Cause | None]
+
+
+def _clipping(before: Record, after: Record, first: Difference) -> Cause | None:
+    if first.what != "norm":  # of gradients that were bit-equal
+        return None
+    return "the norm's squares are summed in another order: FSDP1 by unit and rank, FSDP2 by parameter", None
+
+
+def _shared_input(before: Record, after: Record, first: Difference) -> Cause | None:
+    shared = after.facts()["shared"]
+    if not shared or first.what != "gradient of":
+        return None
+    why = f"several {shared} get one input that needs a gradient: FSDP2 adds that up block by block, FSDP1 use by use"
+    return why, None
+
+
+def _accumulation(before: Record, after: Record, first: Difference) -> Cause | None:
+    several = len(before.losses(0, first.step)) > 1
+    if not (several and after.facts()["low"] and first.what == "gradient of"):
+        return None
+    return "microbatches are added up in FSDP2's reduce_dtype, in FSDP1 in the dtype of the computation", None
+
+
+def _kept_gathered(before: Record, after: Record, first: Difference) -> Cause | None:
+    order = [one["kind"] for one in before.ranks[0] if one["kind"] in ("forward", "zero", "backward")]
+    if not (before.facts()["keeps_gathered"] and ("forward", "zero") in itertools.pairwise(order)):
+        return None
+    why = (
+        "a fault of FSDP1: SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward trains "
+        "with wrong gradients"
+    )
+    return why, "reshard"
+
+
+def _never_together(before: Record, after: Record, first: Difference) -> Cause | None:
+    if not before.facts()["apart"]:
+        return None
+    return "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas", "together"
+
+
+def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
+    if first.what != "initial parameter" or first.relative is None:
+        return None
+    return (
+        "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts",
+        "seed",
+    )
+
+
+def _left(before: Record, after: Record, first: Difference) -> Cause | None:
+    if not any(one["left"] for one in after.of(0, "zero")):
+        return None
+    return f"in AFTER {LEFT}", None
+
+
+CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
+FAULTS: list[Rule] = [_seeds, _kept_gathered, _never_together, _left]
+
+
+def _table(before: Record, after: Record) -> list[dict[str, Any]]:
+    """Rank 0's losses and the norms."""
+    return [
+        {
+            "step": step,
+            "loss": [next(iter(one.losses(0, step)[-1:]), None) for one in (before, after)],
+            "norm": [before.norm(step), after.norm(step)],
+        }
+        for step in range(1, min(before.steps, after.steps) + 1)
+    ]

@@ -1,0 +1,58 @@
+"""rewrite PATH…: all files as one program; the difference printed, or the files replaced."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from fsdp2.units import printable
+from migration.rewriter import source
+from migration.rewriter.check import everything
+from migration.rewriter.rewrite import Result, Rewritten, diff
+from migration.rewriter.taken import KEPT, MOVED
+
+
+def rewrite(paths: Sequence[str], write_files: bool) -> int:
+    """Prints, or writes. Everything is worked out before the first file is changed."""
+    found = everything(paths)
+    result, notes = found.result, list(found.notes)
+    for config in found.configs:
+        text = config.rewritten()
+        for finding in config.undecided():
+            notes.append(f"{finding.place} {finding.code} {finding.message} -> {finding.replacement}")
+        if text != config.source.text:
+            shown = diff(config.source.path, config.source.text, text)
+            result.files.append(Rewritten(config.source, config.source.encoded(text), shown))
+    for note in notes:
+        print(f"fsdp2: {note}", file=sys.stderr)
+    added = dict.fromkeys(f.source.path.parent for f in result.files if f.source.path.parent.name == source.INTERFACE)
+    for file in result.files:
+        if write_files:
+            source.write(file.source.path, file.data)
+        if file.source.path.parent not in added:
+            print(f"rewrote {printable(str(file.source.path))}\n" if write_files else file.diff, end="")
+    for folder in added:
+        done = "is" if write_files else "would be"
+        print(f"fsdp2: FSDP1's interface {done} put into {printable(os.path.relpath(folder))}", file=sys.stderr)
+    _summary(result, write_files)
+    return 1 if any(finding.status not in (MOVED, KEPT) for finding in found.findings) else 0
+
+
+def _summary(result: Result, written: bool) -> None:
+    count = sum(file.source.path.parent.name != source.INTERFACE for file in result.files)
+    left = len(result.undecided)
+    if not count and not left:
+        print("fsdp2: nothing of FSDP1 to move", file=sys.stderr)
+        return
+    done = f"{count} file{'s' if count != 1 else ''} {'rewritten' if written else 'would change'}"
+    decide = f"{left} place{'s' if left != 1 else ''} to decide, marked # fsdp2:" if left else "nothing left to decide"
+    print(f"fsdp2: {done}, {decide}", file=sys.stderr)
+    if any(problem.blocking for problem in result.undecided):
+        print(
+            "fsdp2: a constructor has to be decided first, so nothing but comments is added; change what they say and "
+            "run this again",
+            file=sys.stderr,
+        )
+    if not written and count:
+        print("fsdp2: --write applies it", file=sys.stderr)

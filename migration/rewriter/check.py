@@ -1,0 +1,105 @@
+"""Find FSDP1 in files and folders, and its successors: `check` and `rewrite` say and do the same."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp2.units import printable
+from migration.rewriter.configs import Config, read_config
+from migration.rewriter.edits import Undecided
+from migration.rewriter.finding import Finding, make, of, sort
+from migration.rewriter.program import Program
+from migration.rewriter.rewrite import Result, rewrite
+from migration.rewriter.source import Source, Unreadable, find, read
+from migration.rewriter.symbols import SURE_IMPORTS
+from migration.rewriter.taken import BLOCKS
+
+SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
+
+
+def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
+    """The program that files and folders are, and a line for each file that couldn't be read."""
+    sources: list[Source] = []
+    files, notes = find(paths)
+    for path in files:
+        if path.suffix in (".py", ".ipynb"):
+            try:
+                sources.append(read(path))
+            except Unreadable as error:
+                notes.append(f"{printable(str(path))}: {error}; left out")
+    program = Program(sources)
+    program.relevant()
+    return program, notes
+
+
+def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config], list[str]]:
+    """The configuration files that use FSDP1, and a line for each that couldn't be read."""
+    found = []
+    files, notes = find(paths)
+    for path in files:
+        if path.suffix in (".yaml", ".yml", ".json"):
+            try:
+                if (config := read_config(read(path))) is not None:
+                    found.append(config)
+            except Unreadable as error:
+                notes.append(f"{printable(str(path))}: {error}; left out")
+    return found, notes
+
+
+@dataclass
+class Everything:
+    """The result that both commands share: `rewrite` applies it, `check` prints `findings`, in order.
+
+    `notes`: a line for each file that couldn't be read, or stays as it is.
+    """
+
+    result: Result
+    configs: list[Config]
+    findings: list[Finding]
+    notes: list[str]
+
+
+def account(program: Program) -> list[Finding]:
+    """Each use of FSDP1 in a program, and what becomes of it."""
+    return of(rewrite(program).account)
+
+
+def everything(paths: Sequence[str]) -> Everything:
+    files, notes = find(paths)
+    program, unparsed = load(files)
+    result = rewrite(program)
+    configs, unread = configurations(files)
+    findings = of(result.account) + [finding for config in configs for finding in config.findings()]
+    read = {source.path for source in program.sources.values()}
+    missing = [path for path in files if path.suffix in (".py", ".ipynb") and path not in read and _names_fsdp1(path)]
+    findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read", BLOCKS) for path in missing]
+    for path, why in program.unparsable.items():
+        source = program.sources[path]
+        if SURE_IMPORTS.search(source.text):
+            line = int(why.partition("line ")[2].partition(":")[0] or 1) if "line " in why else 1
+            findings.append(make(str(source.path), (None, line, 1), "FC24", why, BLOCKS))
+        unread.append(f"{printable(str(source.path))}: {why}; left as it is")
+    unread += [_kept(reasons) for reasons in result.kept]
+    return Everything(result, configs, sort(findings), notes + unparsed + unread)
+
+
+def _kept(reasons: list[Undecided]) -> str:
+    """The first of what isn't plain in a program, for who wants to make it plain."""
+    first = reasons[0]
+    source, span = first.module.source, first.module.span(first.node)
+    found = make(str(source.path), source.place(span[0]), first.code, "", BLOCKS, first.why)
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return f"FSDP1's interface is kept, on FSDP2, since not all is plain: {found.place} {first.code} {first.why}{more}"
+
+
+def _names_fsdp1(path: Path) -> bool:
+    """Return whether a file that is too large, or not text, holds FSDP1's name all the same."""
+    if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return SURE.search(data) is not None

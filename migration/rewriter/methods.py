@@ -1,0 +1,204 @@
+"""Calls on a sharded model, but for its state dicts: clipping, no_sync, whole parameters and the like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import libcst as cst
+
+from migration.rewriter import instances
+from migration.rewriter.edits import Undecided, call
+from migration.rewriter.helpers import HELPERS
+from migration.rewriter.module import Module
+from migration.rewriter.scene import Scene
+from migration.rewriter.symbols import BY_CODE, CLASS, PREFIX, ROWS
+from migration.rewriter.translate import FSDP, constant
+from migration.rewriter.values import arguments, string
+
+# What FSDP1's models have of their own, and FSDP2's haven't.
+ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device",
+              "training_state", "_handle", "_handles", "_flat_param", "params", "_is_root", "_lazy_init")  # fmt: skip
+# Those that nothing else of torch's has: whose they are need not be known.
+INNER = ("_streams", "_all_handles", "flat_param", "_reset_lazy_init", "_state_dict_type")
+METHODS = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
+OPTIMIZER = re.compile(r"(Adam\w*|SGD\w*|Adagrad|Adadelta|RMSprop|Lion|LAMB|Lamb|Adafactor|\w*Optimizer)$")
+EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")
+
+
+def move(scene: Scene) -> list[Undecided]:
+    problems: list[Undecided] = []
+
+    def guarded(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Undecided as problem:
+            problem.blocking = False
+            problems.append(problem)
+
+    for module in scene.modules:
+        instances.move(scene, module)
+        for attribute in module.all(cst.Attribute):
+            guarded(partial(_attribute, scene, module, attribute))
+        for node in module.all(cst.Call):
+            guarded(partial(_call, scene, module, node))
+    for node, module in scene.calls:
+        for made in optimizers_before(module, node):
+            problems.append(Undecided("FC14", BY_CODE["FC14"].note, made, module, blocking=False))
+    return problems
+
+
+def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
+    """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
+    name = node.attr.value
+    if name not in ATTRIBUTES + INNER or not scene.shards or isinstance(module.parent(node), cst.AssignTarget):
+        return ""
+    if name in INNER:  # a class may have its own
+        return "" if module.code(node.value) == "self" else "FC31"
+    if not scene.is_model(node.value, module):
+        return ""
+    if name == "params" and any(re.search(r"self\.params\s*[:=]", where.text) for where in scene.modules):
+        return ""  # a model's own
+    return {"process_group": "FC30", "params": "FC34"}.get(name, "FC31")
+
+
+def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
+    name, edits = node.attr.value, scene.edits(module)
+    if code := attribute_of_model(scene, module, node):
+        raise Undecided(code, "FSDP2's models don't have it", node, module)
+    if name in METHODS and (scene.calls or scene.is_model(node.value, module)) and not scene.symbol(node, module):
+        _method(scene, module, node, name)
+    elif name in ("module", PREFIX) and scene.is_model(node.value, module):
+        if scene.ddp or isinstance(module.parent(node), cst.AssignTarget):
+            raise Undecided("FC08", "whether it is a wrapper turns out at run time", node, module)
+        scene.take("FC08", node, module)
+        edits.replace((module.end(node.value), module.span(node)[1]), "")
+
+
+def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> None:
+    """A method that FSDP1's models have, of a model that is known; libraries have methods of these names too."""
+    called = module.parent(node)
+    code = ROWS[f"{CLASS}.{name}()"].code
+    if not scene.is_model(node.value, module):
+        own = scene.rewriting.program.named(cst.FunctionDef, name)
+        if not own and not any(imported for _, imported in module.qualified(node)):
+            raise Undecided(code, f"which model {module.code(node.value)} is turns out at run time", node, module)
+        return
+    if not isinstance(called, cst.Call) or called.func is not node or scene.ddp or name == "register_comm_hook":
+        raise Undecided(code, ROWS[f"{CLASS}.{name}()"].note, node, module)
+    edits, receiver = scene.edits(module), node.value
+    scene.take(code, called, module)
+    if name == "clip_grad_norm_":
+        edits.need("torch")
+        rest = "".join(f", {edits.code(arg).rstrip(', ')}" for arg in called.args)
+        # The norm is a DTensor; who only clips doesn't need it whole.
+        whole = "" if isinstance(module.parent(called), cst.Expr) else ".full_tensor()"
+        text = f"torch.nn.utils.clip_grad_norm_({edits.code(receiver)}.parameters(){rest}){whole}"
+    else:
+        _helper(scene, module, called, name)
+        text = f"{name}({edits.code(receiver)})"
+    edits.replace(module.span(called), text)
+
+
+def _helper(scene: Scene, module: Module, node: cst.Call, name: str) -> None:
+    if name in module.top_level:
+        raise Undecided("FM12", f"{name} is a function of this file already", node, module)
+    edits = scene.edits(module)
+    edits.modules["contextlib"] = "contextlib"
+    edits.helpers[name] = HELPERS[name]
+
+
+def _call(scene: Scene, module: Module, node: cst.Call) -> None:
+    symbol = scene.symbol(node.func, module)
+    if symbol == "ShardedGradScaler":
+        _scaler(scene, module, node)
+    elif symbol == f"{CLASS}.summon_full_params":
+        _summon(scene, module, node)
+    elif scene.calls and (name := by_name(module, node)):
+        code = "FC03" if module.code(node.func) == "hasattr" else ROWS[f"{CLASS}.{name}()"].code
+        raise Undecided(code, f"whether there is a {name} is asked at run time", node, module)
+    elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "zero_grad":
+        if scene.is_model(node.func.value, module):
+            scene.take("FC35", node, module)
+            if _after_forward(module, node, node.func.value):
+                raise Undecided("FC35", "zero_grad() clears nothing of a group that is gathered", node, module)
+    else:
+        forward(scene, module, node)
+
+
+def by_name(module: Module, node: cst.Call) -> str:
+    """Move `getattr(model, "no_sync", …)` and `hasattr(model, "clip_grad_norm_")`, where the name is FSDP1's."""
+    asked = module.code(node.func) in ("getattr", "hasattr") and len(node.args) > 1
+    name = string(node.args[1].value) if asked else None
+    return name if name is not None and name in METHODS else ""
+
+
+def _after_forward(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
+    """True if a group may be gathered: after an evaluation, or between the model's call and a backward below it."""
+    if EVALUATES.search(module.text):
+        return True
+    at, text = module.span(node)[0], re.escape(module.code(model))
+    block = module.block_of(module.statement(node) or node)
+    above = any(re.search(rf"\b{text}\(", module.code(one)) for one in block if module.span(one)[1] <= at)
+    return above and any(".backward(" in module.code(one) for one in block if module.span(one)[0] > at)
+
+
+def forward(scene: Scene, module: Module, node: cst.Call) -> None:
+    """`model.forward(x)` as `model(x)`, since FSDP2's hooks gather in __call__: of a model, or of a part of one.
+
+    FSDP1's wrapper gathers in its own forward, so with it that was the same.
+    """
+    called = node.func
+    if not isinstance(called, cst.Attribute) or called.attr.value != "forward" or not scene.shards:
+        return
+    base = called.value
+    while isinstance(base, (cst.Attribute, cst.Subscript)):
+        base = base.value
+    part = base is not called.value and isinstance(base, cst.Name) and base.value == "self"
+    owner = module.enclosing(called, cst.ClassDef)
+    own = part and owner is not None and any(module.code(b.value).endswith("Module") for b in owner.bases)
+    if scene.symbol(called, module) is None and (own or scene.is_model(called.value, module)):
+        scene.take("FM08", node, module)
+        scene.edits(module).replace((module.end(called.value), module.span(called)[1]), "")
+
+
+def _scaler(scene: Scene, module: Module, node: cst.Call) -> None:
+    """ShardedGradScaler is GradScaler; behind the second place their arguments stand in another order."""
+    edits = scene.edits(module)
+    if any(arg.star or (arg.keyword is None and place > 1) for place, arg in enumerate(node.args)):
+        raise Undecided("FX01", "its arguments stand in another order than GradScaler's", node, module)
+    kept = [arg for arg in node.args if arg.keyword is None or arg.keyword.value != "process_group"]
+    edits.need("torch")
+    edits.replace(module.span(node), call("torch.amp.GradScaler", [edits.code(arg).rstrip(", ") for arg in kept]))
+
+
+def _summon(scene: Scene, module: Module, node: cst.Call) -> None:
+    """Whole parameters to be read, by a helper that unshards."""
+    args, spread = arguments(node)
+    model, block = args.get(0, args.get("module")), module.parent(module.parent(node) or node)
+    plain = set(args) <= {0, "module", "writeback", "recurse"} and constant(args.get("writeback"), True) is False
+    if model is None or spread or not plain or not isinstance(block, cst.With) or scene.lowered:
+        raise Undecided("FM09", ROWS[f"{CLASS}.summon_full_params()"].note, node, module)
+    names = {
+        made.func.attr.value for made in module.within(block.body, cst.Call) if isinstance(made.func, cst.Attribute)
+    }
+    if constant(args.get("recurse"), True) is not True or names & {"state_dict", "save_pretrained"}:
+        raise Undecided("FM09", "a state dict shards again what was gathered", node, module)
+    edits = scene.edits(module)
+    _helper(scene, module, node, "full_params")
+    edits.need(FSDP, "FSDPModule")
+    edits.replace(module.span(node), f"full_params({edits.code(model)})")
+
+
+def optimizers_before(module: Module, node: cst.Call) -> list[cst.Call]:
+    """Optimizers of the model of a construction that stand above it in its function: fully_shard puts other parameters
+    in the place of those that they hold."""
+    model, start = module.code(node.args[0].value) if node.args else "", module.span(node)[0]
+    given = re.compile(rf"(?<![\w.]){re.escape(model)}\.(named_)?parameters\(")
+    return [
+        made
+        for made in module.all(cst.Call)
+        if module.function(made) is module.function(node) and module.span(made)[1] < start
+        if OPTIMIZER.search(module.code(made.func)) and given.search(module.code(made))
+    ]

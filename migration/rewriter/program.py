@@ -1,0 +1,341 @@
+"""All files that were given, as one program: what a name is, through imports from one file to another.
+
+Only files that mention FSDP1 are parsed, and those that something is imported from.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+
+from migration.rewriter.files import DEPTH, Files
+from migration.rewriter.module import Module, last_name
+from migration.rewriter.scopes import Scope, module_name
+from migration.rewriter.source import Source, Unreadable
+from migration.rewriter.symbols import CLASS, PACKAGE, canonical
+
+# Cheap words, one of which is in every file that uses FSDP1 or a model that another file has sharded.
+MENTIONS = re.compile(
+    r"fsdp|FullyShardedDataParallel|FullySharded|ShardingStrategy|_fsdp_wrapped_module|clip_grad_norm_|no_sync"
+    r"|MixedPrecision|apply_activation_checkpointing|summon_full_params|StateDictType|mp\.spawn|ShardedGradScaler",
+    re.IGNORECASE,
+)
+SURE = re.compile(
+    r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
+    r"|_fsdp_wrapped_module"
+)
+
+NOTHING = sys.maxsize
+
+
+class Program(Files):
+    """`memo`: what has been found out, by question and node, until another file is parsed.
+
+    Files of `known` whose text is the same aren't parsed again.
+    """
+
+    def __init__(self, sources: Iterable[Source], known: Program | None = None) -> None:
+        super().__init__(sources)
+        same = known._modules.items() if known is not None else ()
+        self._modules: dict[Path, Module | None] = {
+            path: module for path, module in same if module is not None and module.source is self.sources.get(path)
+        }
+        self.memo: dict[tuple[Any, ...], Any] = {}
+        self._asking: dict[tuple[str, int], int] = {}  # questions that are being answered, the outermost first
+        self._open = NOTHING  # the outermost of those that were asked again meanwhile
+        self._parsed: list[Module] = [module for module in self._modules.values() if module is not None]
+        self._relevant: list[Module] | None = None
+        self.unparsable: dict[Path, str] = {}
+        self._exports: dict[tuple[Path, str], str | None] = {}
+        self._foreign: set[tuple[str, Path]] = set()  # names of no file that was given
+        self._symbols: dict[tuple[Scope, str], str | None] = {}
+
+    def module(self, path: Path) -> Module | None:
+        """The parsed file, or None if it can't be parsed, which is noted."""
+        if path not in self._modules:
+            try:
+                self._modules[path] = made = Module(self.sources[path])
+                self._parsed.append(made)
+                self.memo.clear()
+            except Unreadable as error:
+                self.unparsable[path] = str(error)
+                self._modules[path] = None
+        return self._modules[path]
+
+    def known(self, path: Path) -> Module | None:
+        """The file, if it has been parsed already."""
+        return self._modules.get(path)
+
+    def relevant(self) -> list[Module]:
+        """Files that mention what FSDP1 is used by, parsed. Without one that surely does, there are none."""
+        if self._relevant is None:  # which each step asks
+            self._relevant = self._find_relevant()
+        return self._relevant
+
+    def _find_relevant(self) -> list[Module]:
+        sure = {path for path, source in self.sources.items() if SURE.search(source.text)}
+        words = set().union(*(re.findall(r"\w+", self.sources[path].text) for path in sure)) if sure else set()
+        names = {path.parent.name if path.stem == "__init__" else path.stem for path in sure}
+        near = self._near(sure)
+        paths = [
+            path
+            for path, source in self.sources.items()
+            if path in near
+            or (
+                MENTIONS.search(source.text)
+                # a file that only works with models: imported by one that surely does, or importing it
+                and (path.stem in words or any(re.search(rf"\b{re.escape(name)}\b", source.text) for name in names))
+            )
+        ]
+        return [module for path in paths if (module := self.module(path)) is not None]
+
+    @property
+    def parsed(self) -> list[Module]:
+        return list(self._parsed)  # which may grow while it is gone through
+
+    def answer(self, question: str, node: cst.CSTNode, find: Callable[[], Any], meanwhile: Any = None) -> Any:
+        """Answer a question about a node, once; `meanwhile` to who asks the same in between.
+
+        What was found out with such an answer isn't kept: asked by itself it may be more.
+        """
+        key = (question, id(node))
+        if key in self.memo:
+            return self.memo[key][1]
+        if key in self._asking:
+            self._open = min(self._open, self._asking[key])
+            return meanwhile
+        depth, outer = len(self._asking), self._open
+        self._asking[key], self._open = depth, NOTHING
+        try:
+            found = find()  # which may parse a file
+        finally:
+            del self._asking[key]
+            inner = self._open
+            self._open = min(outer, inner if inner < depth else NOTHING)
+        if inner >= depth:
+            self.memo[key] = node, found  # the node too: another one could have its id later
+        return found
+
+    def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
+        """Module.named, of all files."""
+        key = ("named", kind, name)
+        if key not in self.memo:
+            self.memo[key] = [(node, module) for module in self.parsed for node in module.named(kind, name)]
+        return self.memo[key]
+
+    def called(self, name: str) -> list[tuple[Any, Module]]:
+        """Calls of a function by its name, or by one under which a file imports it."""
+        return [found for one in self.also_called(name) for found in self.named(cst.Call, one)]
+
+    def also_called(self, name: str) -> list[str]:
+        """A name, and those under which files import something of that name."""
+        if ("aliases",) not in self.memo:
+            aliases: dict[str, set[str]] = {}
+            for module in self.parsed:
+                for alias in module.all(cst.ImportAlias):
+                    if alias.asname is not None:
+                        aliases.setdefault(last_name(alias.name), set()).add(alias.evaluated_alias or "")
+            self.memo[("aliases",)] = aliases
+        names, more = {name: None}, [name]
+        while more:
+            others = sorted(self.memo[("aliases",)].get(more.pop(), ()))
+            more += [other for other in others if other not in names]
+            names.update(dict.fromkeys(others))
+        return list(names)
+
+    # --- what a name is ---
+
+    def symbol(self, node: cst.CSTNode, module: Module, depth: int = 0) -> str | None:
+        """FSDP1's own name for a name or attribute, whatever it is called here; None if it isn't FSDP1's."""
+        if isinstance(node, (cst.Call, cst.Subscript)):
+            return self._looked_up(node, module, depth)
+        if not isinstance(node, (cst.Name, cst.Attribute)):
+            return None
+        key = None if depth else module.dotted(node)
+        if key is None:
+            return self._symbol(node, module, depth)
+        if key not in self._symbols:
+            self._symbols[key] = self._symbol(node, module, 0)
+        return self._symbols[key]
+
+    def _symbol(self, node: cst.Name | cst.Attribute, module: Module, depth: int) -> str | None:
+        for name, imported in module.qualified(node):
+            if not imported:
+                continue
+            known = self.symbol_of(name, module, depth)
+            if known is not None:
+                return known
+        if isinstance(node, cst.Attribute):
+            base = self.symbol(node.value, module, depth)
+            if base is not None and not base.startswith(("private:", "library:", "fairscale:")):
+                if base.startswith("module:"):
+                    return canonical(f"{PACKAGE}.{base[7:]}".rstrip(".") + f".{node.attr.value}")
+                return f"{base}.{node.attr.value}"
+        if isinstance(node, cst.Name) and not module.qualified(node):
+            return self._starred(node.value, module, depth)
+        return self._alias(node, module, depth) if isinstance(node, cst.Name) and depth <= DEPTH else None
+
+    def _alias(self, node: cst.Name, module: Module, depth: int) -> str | None:
+        """The class, or a module of FSDP1's, under another name: `Wrapper = FullyShardedDataParallel`."""
+        found = set()
+        for binding in module.assignments(node):
+            value = bound_value(binding.node, module)
+            if not isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
+                return None
+            if not (isinstance(value, cst.Name) and value.value == "None"):
+                found.add(self.symbol(value, module, depth + 1) if value is not node else None)
+        known = found.pop() if len(found) == 1 else None
+        return known if known == CLASS or (known or "").startswith("module:") else None
+
+    def _looked_up(self, node: cst.Call | cst.Subscript, module: Module, depth: int) -> str | None:
+        """`getattr(fsdp, "FullyShardedDataParallel")`, `fsdp.__dict__["…"]`, `importlib.import_module("…")`."""
+        name, holder = "", None
+        if isinstance(node, cst.Call):
+            values = [arg.value for arg in node.args]
+            called = last_name(node)
+            if called == "import_module" and values and isinstance(values[0], cst.SimpleString):
+                return canonical(str(values[0].evaluated_value) + ".")
+            if called == "getattr" and len(values) >= 2 and isinstance(values[1], cst.SimpleString):
+                holder, name = values[0], str(values[1].evaluated_value)
+        elif isinstance(node.value, cst.Attribute) and node.value.attr.value == "__dict__":
+            index = node.slice[0].slice
+            if isinstance(index, cst.Index) and isinstance(index.value, cst.SimpleString):
+                holder, name = node.value.value, str(index.value.evaluated_value)
+        if holder is None:
+            return None
+        base = self.symbol(holder, module, depth + 1)
+        packages = [f"{PACKAGE}.{base[7:]}".rstrip(".")] if base is not None and base.startswith("module:") else [
+            qualified for qualified, imported in module.qualified(holder) if imported
+        ]  # fmt: skip
+        found = [canonical(f"{package}.{name}") for package in packages]
+        return CLASS if CLASS in found else None
+
+    def symbol_of(self, qualified: str, module: Module, depth: int = 0) -> str | None:
+        known = canonical(qualified)
+        if known is not None or depth > DEPTH or (qualified, module.path) in self._foreign:
+            return known
+        place = self.split(qualified, module)
+        if place is None or not place[1]:
+            self._foreign.add((qualified, module.path))
+            return None
+        path, names = place
+        if path == module.path.resolve():
+            return None
+        base = self._exported(path, names[0], depth + 1)
+        if base is None:
+            return None
+        return ".".join([base, *names[1:]])
+
+    def _exported(self, path: Path, name: str, depth: int) -> str | None:
+        """The FSDP1 name behind a name of a module, by import or plain assignment."""
+        key = (path, name)
+        if key not in self._exports:
+            self._exports[key] = None  # for imports in circles
+            module = self.module(path)
+            self._exports[key] = self._export_in(module, name, depth) if module is not None else None
+        return self._exports[key]
+
+    def _export_in(self, module: Module, name: str, depth: int) -> str | None:
+        for statement in module.all(cst.ImportFrom):
+            if module.function(statement) is not None:
+                continue
+            target = module_name(statement)
+            if isinstance(statement.names, cst.ImportStar):
+                known = canonical(f"{target}.{name}")
+                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
+                    known = self._exported(path, name, depth + 1)
+                if known is not None and not known.startswith(("private:", "module:")):
+                    return known
+                continue
+            for alias in statement.names:
+                bound = alias.evaluated_alias or alias.evaluated_name
+                if bound == name:
+                    sep = "" if target.endswith(".") else "."
+                    return self.symbol_of(f"{target}{sep}{alias.evaluated_name}", module, depth + 1)
+        for target in module.named(cst.Name, name):
+            value = bound_value(target, module) if module.function(target) is None else None
+            if value is not None and (known := self.symbol(value, module, depth + 1)) is not None:
+                return known
+        return None
+
+    def _starred(self, name: str, module: Module, depth: int) -> str | None:
+        """A name that nothing in the file binds, if it comes from `from … import *`."""
+        if depth > DEPTH:
+            return None
+        for statement in module.all(cst.ImportFrom):
+            if isinstance(statement.names, cst.ImportStar):
+                target = module_name(statement)
+                known = canonical(f"{target}.{name}")
+                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
+                    known = self._exported(path, name, depth + 1)
+                if known is not None and not known.startswith(("private:", "module:")):
+                    return known
+        return None
+
+    def definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
+        """The file and the name there of something that this file imports from the program."""
+        return self.answer("definition", node, lambda: self._definition(node, module))
+
+    def _definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
+        for name, imported in module.qualified(node):
+            if imported:
+                place = self.split(name, module)
+                if place is not None and len(place[1]) == 1:
+                    found = self._followed(place[0], place[1][0])
+                    if found is not None:
+                        return found
+        if isinstance(node, cst.Name) and not module.qualified(node):
+            for statement in module.all(cst.ImportFrom):
+                if isinstance(statement.names, cst.ImportStar):
+                    path = self.file_of(module_name(statement), module)
+                    if path is not None and (found := self._followed(path, node.value)) is not None:
+                        return found
+        return None
+
+    def _followed(self, path: Path, name: str, depth: int = 0) -> tuple[Module, str] | None:
+        """Where a name is bound by something else than an import, starting from a file that has it."""
+        module = self.module(path)
+        if module is None or depth > DEPTH:
+            return None
+        if name in module.top_level or top_assignments(module, name):
+            return module, name
+        for statement in module.all(cst.ImportFrom):
+            target = module_name(statement)
+            if isinstance(statement.names, cst.ImportStar):
+                wanted = name
+            else:
+                wanted = next(
+                    (a.evaluated_name for a in statement.names if (a.evaluated_alias or a.evaluated_name) == name), ""
+                )
+            if wanted and (below := self.file_of(target, module)) is not None and below != path:
+                found = self._followed(below, wanted, depth + 1)
+                if found is not None:
+                    return found
+        return None
+
+
+def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
+    """The value that a target gets, also one of `a, b = x, y`."""
+    above = module.parent(target)
+    if isinstance(above, cst.AnnAssign):
+        return above.value
+    index = None
+    if isinstance(above, cst.Element) and isinstance(pair := module.parent(above), (cst.Tuple, cst.List)):
+        index, above = [element is above for element in pair.elements].index(True), module.parent(pair)
+    assign = module.parent(above) if isinstance(above, cst.AssignTarget) else None
+    if not isinstance(assign, cst.Assign):
+        return None
+    if index is None:
+        return assign.value
+    held = assign.value.elements if isinstance(assign.value, (cst.Tuple, cst.List)) else ()
+    return held[index].value if index < len(held) else None
+
+
+def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:
+    """The module's assignments to one of its names, outside of functions and classes."""
+    return module.assigned.get(name, [])

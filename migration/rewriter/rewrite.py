@@ -1,0 +1,247 @@
+"""A program moved to FSDP2, as far as it can be with certainty."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import libcst as cst
+
+from fsdp2.units import printable
+from migration.rewriter import (
+    account,
+    beyond,
+    each_parameter,
+    imports,
+    interface,
+    marks,
+    methods,
+    names,
+    statedicts,
+)
+from migration.rewriter.account import Entry
+from migration.rewriter.construct import code_of, constructions, meta_calls, named
+from migration.rewriter.edits import Edits, Undecided
+from migration.rewriter.emit import make
+from migration.rewriter.module import Module
+from migration.rewriter.program import Program
+from migration.rewriter.scene import Scene
+from migration.rewriter.source import Source
+from migration.rewriter.symbols import CLASS
+from migration.rewriter.taken import KEPT
+from migration.rewriter.tracked import Tracked
+from migration.rewriter.translate import Rewriting
+from migration.rewriter.values import Values
+
+LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
+
+
+@dataclass
+class Rewritten:
+    """A rewritten file: its new bytes, and the difference for a reader."""
+
+    source: Source
+    data: bytes
+    diff: str
+
+
+@dataclass
+class Result:
+    files: list[Rewritten] = field(default_factory=list)
+    undecided: list[Undecided] = field(default_factory=list)
+    account: list[Entry] = field(default_factory=list)
+    kept: list[list[Undecided]] = field(default_factory=list)  # of each program that keeps FSDP1's interface: why
+
+
+def rewrite(program: Program) -> Result:
+    """Move what can be moved. Files that import each other go one way together: to plain FSDP2 if all that they do with
+    FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2."""
+    calls = constructions(program)
+    tracked = Tracked(program, Values(program), calls)
+    plain = _plain(program, calls, tracked)
+    group = _together(program)  # which may have more files by now: rules ask for the file that a name comes from
+    ways: list[Way] = []
+    for number in dict.fromkeys(group.values()):
+        modules = [module for module in program.parsed if group.get(id(module)) == number]
+        if interface.kept(program, modules):
+            continue
+        way = plain.of(modules)
+        if library := _by_library(program, modules, any(module is where for _, where in calls for module in modules)):
+            way = replace(way, problems=library)
+        elif way.problems:
+            other = _interface(program, calls, tracked, modules)
+            known = {(id(problem.node), problem.code) for problem in other.problems}
+            reasons = [problem for problem in way.problems if (id(problem.node), problem.code) not in known]
+            if reasons:
+                way = replace(other, reasons=reasons)
+        ways.append(way)
+    result = Result()
+    exported = _exported(program)
+    for way in ways:
+        stays = any(problem.blocking for problem in way.problems)
+        problems = [p for p in way.problems if not (stays and p.leftover)]
+        result.undecided += problems
+        result.kept += [way.reasons] if way.home is not None else []
+        result.account += _account(way, problems, stays)
+        for module in way.modules:
+            edits = Edits(module) if stays else way.scene.edits(module)
+            marks.put(edits, [problem for problem in problems if problem.module is module])
+            if stays and not edits.changed:
+                continue
+            path, plain_here = module.path.resolve(), not stays and way.home is None
+            lost = [n.bound for n in imports.imported(module) if plain_here and _lost(program, module, n)]
+            made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
+            if made is not None:
+                result.files.append(made)
+    for way in ways:
+        if way.home is not None and not any(problem.blocking for problem in way.problems):
+            for source, text in way.home.sources():
+                result.files.append(Rewritten(source, text.encode(), diff(source.path, "", text)))
+    return result
+
+
+@dataclass
+class Way:
+    """The outcome for files that import one another. `home`: where their interface is, if they keep FSDP1's, and
+    `reasons`: what isn't plain in them."""
+
+    scene: Scene
+    modules: list[Module]
+    problems: list[Undecided]
+    home: interface.Home | None = None
+    reasons: list[Undecided] = field(default_factory=list)
+
+    def of(self, modules: list[Module]) -> Way:
+        held = {id(module) for module in modules}
+        return replace(self, modules=modules, problems=[p for p in self.problems if id(p.module) in held])
+
+
+def _account(way: Way, problems: list[Undecided], stays: bool) -> list[Entry]:
+    found = account.entries(way.scene, problems, way.modules)
+    if stays:
+        found = account.held_back(found)
+    return found + account.imported(way.scene, found, way.modules)
+
+
+def _together(program: Program) -> dict[int, int]:
+    """A number for each module; those that import one another, directly or not, have the same."""
+    group = {id(module): number for number, module in enumerate(program.parsed)}
+    for module in program.parsed:
+        for statement in module.all(cst.Import, cst.ImportFrom):
+            for dotted in imports.packages(statement):
+                path = program.file_of(dotted, module)
+                other = program.known(path) if path is not None else None
+                if other is not None:
+                    old, new = group.get(id(other), -1), group[id(module)]
+                    group.update({key: new for key, number in group.items() if number == old})
+    return group
+
+
+def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked) -> Way:
+    """The whole program in FSDP2's own words."""
+    scene = Scene(Rewriting(program), tracked, calls)
+    problems: list[Undecided] = []
+    for step in (methods.move, statedicts.move):
+        problems += step(scene)
+    for node, module in calls:
+        problems += make(scene, node, module)
+    for module in program.parsed if calls else ():
+        for meta in meta_calls(module):
+            scene.take("FC20", meta, module, KEPT)
+    problems += each_parameter.move(scene)
+    scene.rewriting.remove_unread()
+    problems += beyond.undecided(scene, problems)
+    problems += beyond.changed(scene, problems)
+    return Way(scene, program.parsed, _unique(problems))
+
+
+def _interface(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked, modules: list[Module]) -> Way:
+    """Files that keep FSDP1's interface."""
+    travels = any(
+        symbol == CLASS and names.code_of(symbol, node, module, program.symbol) in ("FC04", "FC05")
+        for module in modules
+        for node, symbol in names.uses(module, program.symbol)
+    )
+    scene = Scene(Rewriting(program), tracked, calls, interface=True, travels=travels)
+    home, problems = interface.move(scene, modules)
+    each_parameter.move(scene)
+    problems += beyond.changed(scene, problems)
+    for node, module in calls:
+        for name, arg in named(node):
+            scene.take(code_of(name), arg, module)
+    for module in modules if calls else ():
+        for meta in meta_calls(module):
+            scene.take("FC20", meta, module, KEPT)
+    return Way(scene, program.parsed, _unique(problems), home).of(modules)
+
+
+def _by_library(program: Program, modules: list[Module], calls: bool) -> list[Undecided]:
+    """One for each file with a name of FSDP1, where a library makes the models, by FSDP1 or FSDP2: one that is imported
+    and isn't the program itself. accelerate has other uses too, and is taken to where no call shards a model."""
+    found = {name for module in modules for name in LIBRARY.findall(module.text)}
+    found = {name for name in found if not any(program.file_of(name, module) for module in modules)}
+    if not found - ({"accelerate"} if calls else set()):
+        return []
+    why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
+    known = [(module, names.uses(module, program.symbol)) for module in modules]
+    return [Undecided("FC21", why, uses[0][0], module) for module, uses in known if uses]
+
+
+def _unique(problems: list[Undecided]) -> list[Undecided]:
+    seen: dict[tuple[int, str], Undecided] = {}
+    for problem in problems:
+        seen.setdefault((id(problem.node), problem.code), problem)
+    return list(seen.values())
+
+
+def _exported(program: Program) -> dict[Path, set[str]]:
+    """Names that files of the program import from one another."""
+    found: dict[Path, set[str]] = {}
+    for module in program.parsed:
+        for name in imports.imported(module):
+            if name.package and (path := program.file_of(name.package, module)) is not None:
+                found.setdefault(path, set()).add(name.name)
+    return found
+
+
+def _lost(program: Program, module: Module, name: imports.Name) -> bool:
+    """Return whether another file of the program gives its class of FSDP1 under this name."""
+    if not name.package or imports.fsdp1(name):
+        return False
+    dotted = f"{name.package}{'' if name.package.endswith('.') else '.'}{name.name}"
+    return program.symbol_of(dotted, module) == CLASS
+
+
+def _finished(edits: Edits, source: Source, exported: set[str], lost: list[str], tidy: bool) -> Rewritten | None:
+    text = edits.render((0, len(edits.module.text)))
+    if tidy:
+        text = imports.tidy(edits, text, exported, lost)
+    if text == source.text:
+        return None
+    cells: list[str] = [f" cell {cell.index}" for cell in source.cells] or [""]
+    shown = "".join(
+        diff(source.path, old, new, where)
+        for where, old, new in zip(cells, source.pieces(source.text), source.pieces(text), strict=True)
+        if old != new
+    )
+    return Rewritten(source, source.encoded(text), shown)
+
+
+def diff(path: Path, before: str, after: str, where: str = "") -> str:
+    """A unified diff. Control characters of the file are shown as they are escaped, but for tabs."""
+    name = printable(str(path)) + where
+    lines = difflib.unified_diff(
+        before.replace("\r\n", "\n").splitlines(keepends=True),
+        after.replace("\r\n", "\n").splitlines(keepends=True),
+        f"a/{name}",
+        f"b/{name}",
+    )
+    made = []
+    for line in lines:
+        body = line.rstrip("\n")
+        made.append("".join(c if c.isprintable() or c == "\t" else printable(c) for c in body) + "\n")
+        if not line.endswith("\n"):
+            made.append("\\ No newline at end of file\n")
+    return "".join(made)
