@@ -1,1 +1,1 @@
-"""What is allocated while a run trains: recorded by kind and phase, profiled, and named where memory runs out."""
+"""Allocations of a run while it trains: recorded by kind and phase, profiled, and named where memory runs out."""
