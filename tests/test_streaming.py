@@ -202,6 +202,24 @@ def test_a_folder_and_a_pattern_in_a_store(corpus: Path, tmp_path: Path) -> None
         memory.rm("/streaming", recursive=True)
 
 
+def test_a_folder_has_one_order_however_it_is_named(tmp_path: Path) -> None:
+    """Its place in a store, a pattern, names with what a URL of http would need escapes for."""
+    memory, disk = fsspec.filesystem("memory"), tmp_path / "disk"
+    for name in ("a.txt", "a.b.txt", "a/0.txt", "what?.txt", "q#x.txt", "é.txt", "e.txt", "z.TXT"):
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_text(f"{name} ")
+        memory.pipe_file(f"/one-order/{name}", f"{name} ".encode())
+    try:
+        found = [places.find(place) for place in (str(disk), f"{disk}/**/*.[tT]*", "memory://one-order")]
+    finally:
+        memory.rm("/one-order", recursive=True)
+    names = ["a.b.txt", "a.txt", "a/0.txt", "e.txt", "q#x.txt", "what?.txt", "z.TXT", "é.txt"]
+    assert [
+        [file.name.rpartition(f"{top}/")[2] for file in one]
+        for one, top in zip(found, ("disk", "disk", "one-order"), strict=True)
+    ] == [names] * 3
+
+
 def test_parquet_at_a_url(corpus: Path, server: Server, tmp_path: Path) -> None:
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(pyarrow.table({"text": documents(300)}), corpus / "c.parquet", row_group_size=40)

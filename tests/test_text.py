@@ -99,6 +99,19 @@ def test_other_kinds_of_files_are_read(corpus: Path, tmp_path: Path, suffix: str
         assert len(dataset.test.tokens) == 100  # type: ignore[attr-defined]  # the end of the only document
 
 
+def test_a_column_is_found_by_its_whole_name(tmp_path: Path) -> None:
+    """Arrow takes `a.b` for the field of a struct, too."""
+    parquet, pyarrow = (pytest.importorskip(name) for name in ("pyarrow.parquet", "pyarrow"))
+    table = pyarrow.table({"a": [{"b": "wrong" * 99}] * 20, "a.b": ["right" * 99] * 20})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    made = text.load(str(tmp_path / "t.parquet"), 8, 256, Text(Bytes(), "a.b"), apart=True)
+    assert bytes(made.train.tokens[:10]) == b"rightright"  # type: ignore[attr-defined]
+    twice = table.rename_columns(["text", "text"])
+    parquet.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(UnusableText, match="has several columns text; give one of them another name"):
+        text.load(str(tmp_path / "t.parquet"), 8, 256, Text(Bytes()), apart=True)
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from fsdp2.data.tokenizer import UnusableText
 from fsdp2.units import install
@@ -76,14 +76,20 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def is_http(place: str) -> bool:
+    """Return whether a place is one of http, whose names may be percent-encoded and have a query behind them."""
+    return place.startswith(("http://", "https://"))
+
+
 def listed(place: str) -> list[str]:
     """The paths, patterns, folders or URLs of a place, which commas separate unless a path with them exists."""
     return [place] if os.path.exists(os.path.expanduser(place)) else place.split(",")
 
 
 def suffix_of(name: str) -> str:
-    """`.txt` of a path, or of the path in a URL, in small letters."""
-    return PurePosixPath(urlsplit(name).path if is_url(name) else name).suffix.lower()
+    """`.txt` of a path, or of the path in a URL, in small letters. Only one of http has a query."""
+    path = urlsplit(name).path if is_http(name) else name
+    return PurePosixPath(path).suffix.lower()
 
 
 def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
@@ -108,7 +114,7 @@ def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
     if there == path and os.path.isdir(path):
         below = (file for file in path.rglob("*") if suffix_of(file.name) in suffixes)
         # A pipe would never end; a link to nothing is refused below.
-        found = sorted(file for file in below if file.is_file() or not file.exists())
+        found = sorted((file for file in below if file.is_file() or not file.exists()), key=str)
     else:
         named = [path] if there == path else _matching(there, path.relative_to(there))
         found = [file for file in named if file.is_file()]
@@ -154,7 +160,7 @@ def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
         else:
             below = [name for name in files.find(path) if suffix_of(name) in suffixes]
         # What a listing says of a file can be less than, and unlike, what the file says of itself later.
-        return {name: files.info(name) for name in sorted(below)}
+        return {name: files.info(name) for name in sorted(below, key=unquote if is_http(path) else str)}
 
     found = [
         (name if is_url(name) else files.unstrip_protocol(name), info)

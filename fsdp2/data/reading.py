@@ -19,7 +19,7 @@ from fsdp2.units import install
 
 AT_A_TIME = 1000  # rows of a table
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
-LONGEST_LINE = 256 << 20
+LONGEST_LINE = 64 << 20  # as JSON it may take thirty times as many bytes of memory
 MARK = "\ufeff"  # which editors of some systems write at the beginning of a file in UTF-8; it is none of its text
 
 Place = tuple[int, int]
@@ -103,7 +103,7 @@ def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
             line = stream.readline(LONGEST_LINE + 1)[: file.size - at]
             where, size = f"{file.name}, line {number + 1}", len(line)
             if size > LONGEST_LINE:
-                raise UnusableText(f"{where}: is longer than {LONGEST_LINE >> 20} MiB")
+                raise UnusableText(f"{where}: is longer than {LONGEST_LINE >> 20} MiB; make several documents of it")
             if not line or (not line.endswith(b"\n") and at + size < file.size):
                 raise _Ended(f"ended after {at + size} of {file.size} bytes")
             if at == 0:
@@ -163,13 +163,16 @@ def _rows_in_table(file: File, field: str | None, start: Place) -> Iterator[Row]
         if field not in table.schema_arrow.names:
             has = ", ".join(table.schema_arrow.names[:5])
             raise UnusableText(f"{file.name}: has no column {field}; it has {has}; see --text-field")
+        if table.schema_arrow.names.count(field) > 1:
+            raise UnusableText(f"{file.name}: has several columns {field}; give one of them another name")
         number, count = 0, table.metadata.num_rows
         for group in range(table.num_row_groups):
             if number + table.metadata.row_group(group).num_rows <= start[0]:
                 number += table.metadata.row_group(group).num_rows
                 continue
             for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[field]):
-                for value in batch.column(0).to_pylist():
+                # By name: of a struct `a` with a field `b` and a column `a.b`, Arrow takes that name for both.
+                for value in batch.column(field).to_pylist():
                     number += 1
                     if number > start[0]:
                         where = f"{file.name}, row {number}"

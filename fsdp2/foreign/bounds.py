@@ -86,7 +86,7 @@ def run_in_bounds(function: Callable[[], T], foreign: Foreign) -> T:
 
 class _Child:
     def __init__(self, make: Callable[[], Any], foreign: Foreign) -> None:
-        self._foreign = foreign
+        self._foreign, self._granted = foreign, 0
         self._pipe, theirs = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of this process's threads; the child needs none
@@ -113,12 +113,15 @@ class _Child:
     def _ask(self, name: str, some: tuple[Any, ...] | None = None, named: dict[str, Any] | None = None) -> Any:
         """Return whether an attribute is a method, and its value; with arguments, the method's result."""
         request = pickle.dumps((name, some, named))
-        limits = self._foreign.limits(len(request))
+        seconds, memory, length = self._foreign.limits(len(request))
+        # An allocator keeps for later requests what an earlier, larger one was granted.
+        self._granted = memory = max(memory, self._granted)
+        limits = seconds, memory, length
         try:
             self._pipe.send(limits)
             self._pipe.send_bytes(request)
             while not self._pipe.poll(LOOK):
-                if _written(self._pid) - self._before > limits[1]:
+                if _written(self._pid) - self._before > memory:
                     os.kill(self._pid, signal.SIGKILL)
             how, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
@@ -130,7 +133,6 @@ class _Child:
             return answer
         if how == "refused":
             raise self._foreign.refusal(answer)
-        seconds, memory, length = limits
         whys = {
             "failed": f"the library that reads it gives up ({answer})",
             "time": f"takes more than {seconds:.0f} seconds of a processor",

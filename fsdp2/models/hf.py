@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -110,6 +111,10 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         raise ValueError(
             f"{folder / 'config.json'}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
             "the others to gather them; set it to 0"
+        )
+    if outside := next(_files_named(config.to_dict()), None):
+        raise ValueError(
+            f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"
         )
     _without_cache(config)
     try:
@@ -221,6 +226,16 @@ def _layerdrop(settings: Mapping[str, Any]) -> Iterator[str]:
             yield from _layerdrop(value)
         elif str(name).endswith("layerdrop") and isinstance(value, float | int) and value > 0:
             yield str(name)
+
+
+def _files_named(settings: Any) -> Iterator[str]:
+    """The paths of files of this machine in a configuration: timm and others open such, whatever they hold."""
+    if isinstance(settings, str):
+        if "/" in settings and os.path.isfile(os.path.expanduser(settings)):
+            yield settings
+    elif isinstance(settings, Mapping | list | tuple):
+        for value in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from _files_named(value)
 
 
 def _without_cache(config: Any) -> None:

@@ -85,7 +85,7 @@ def complete(config: Config) -> None:
     try:
         found = config.spec
     except ValueError as error:
-        raise ConfigError(f"--model {shown(config.model)}: {error}") from None
+        raise ConfigError(f"--model {shown(config.model, LONGEST_PATH)}: {error}") from None
     if config.model_size is None:
         object.__setattr__(config, "model_size", next(iter(found.sizes)))
     elif config.model_size not in found.sizes:

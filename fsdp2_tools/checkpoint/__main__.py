@@ -188,6 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has read enough; and nothing is flushed into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:
+        print("fsdp2.checkpoint: stopped by Ctrl-C", file=sys.stderr)
+        return 130
     except (Refused, DamagedCheckpoint, OSError) as error:
         print(f"fsdp2.checkpoint: error: {refusal(str(error))}", file=sys.stderr)
         return 2

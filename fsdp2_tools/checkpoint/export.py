@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -124,12 +127,13 @@ def new_path(out: str, hint: str = "nothing is overwritten; choose another path"
 
 @contextmanager
 def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Remove what is written at a path, `needed` bytes, if that ends with an error, or an interrupt.
+    """Remove what is written at a path, `needed` bytes, if that ends with an error, an interrupt or a SIGTERM.
 
     Raises OSError in the place of an error that a disk has caused.
     """
     try:
-        yield
+        with _sigterm_raises():
+            yield
     except BaseException as error:
         # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
         # free now is not what was free.
@@ -144,6 +148,18 @@ def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
         if cause is not None:
             raise OSError(f"{path} was not written: {cause}") from error
         raise
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from fsdp2 import models
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint
+from fsdp2_tools.checkpoint.__main__ import main as command
 from fsdp2_tools.checkpoint.export import export
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, flip, read_all, write
@@ -123,6 +126,28 @@ def test_every_type_survives_every_format(tmp_path: Path) -> None:
         assert bits(read_all(place)) == bits(state), form
     import_(str(place), str(tmp_path / "checkpoint"))
     assert bits(read_all(tmp_path / "checkpoint", "app.model.")) == bits(state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_unfinished_output(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": torch.zeros(4)}, tmp_path / "m.pt")
+
+    def write(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    for words, target in (
+        (["export", "--format=dcp"], "fsdp2_tools.checkpoint.export.write_dcp"),
+        (["import"], "fsdp2_tools.checkpoint.import_.write_dcp"),
+    ):
+        with mock.patch(target, write):
+            try:
+                status: Any = command([words[0], str(tmp_path / "m.pt"), str(tmp_path / "out"), *words[1:]])
+            except SystemExit as ended:
+                status = ended.code
+        assert (status, os.listdir(tmp_path)) == (128 + number, ["m.pt"])
+    err = capsys.readouterr().err
+    assert err == ("fsdp2.checkpoint: stopped by Ctrl-C\n" * 2 if number == signal.SIGINT else "")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_dtype_casts_floating_point_alone_and_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fsdp2.checkpoint.sources.opening import FOREIGN
 from fsdp2_tools.checkpoint.hf_folder import dtype_of
@@ -44,6 +45,19 @@ def weights(folder: Path, tmp_path: Path) -> Path:
 def _config(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "config.json").read_bytes())
     return found
+
+
+def test_of_two_sets_of_weights_it_is_that_which_transformers_loads(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    both = tmp_path / "both"
+    shutil.copytree(folder, both)
+    other = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(other, both / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = transformers.Qwen2ForCausalLM.from_pretrained(both, dtype=torch.bfloat16).state_dict()
+    cli("export", both, tmp_path / "ours.pt", "--format=pt")
+    ours = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert same(ours, {name: theirs[name] for name in ours})
 
 
 def test_the_dtype_is_the_source_folders_unless_another_is_asked_for(

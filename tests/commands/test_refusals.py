@@ -127,7 +127,8 @@ def _index_of_another_file(place: Path, trace: Path) -> Path:
     torch.save({"a": torch.zeros(1)}, place.parent / "m.pt")
     place.rmdir()
     assert main(["export", str(place.parent / "m.pt"), str(place), "--format=safetensors"]) == 0
-    index = {"metadata": {}, "weight_map": {"b": "model.safetensors"}}
+    (place / "model.safetensors").rename(place / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"b": "model-1.safetensors"}}
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
     return place
 

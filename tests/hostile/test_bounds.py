@@ -90,6 +90,23 @@ def test_memory_that_is_left_alone_is_not_counted() -> None:
     assert run_in_bounds(lambda: numpy.empty(size, numpy.uint8).nbytes, FOREIGN) == size
 
 
+class Keeping:
+    """Keeps memory of each request, as an allocator does."""
+
+    def take(self, given: bytes) -> int:
+        self.kept = b"x" * (SMALL + len(given))
+        return len(self.kept)
+
+    def rest(self) -> None:
+        time.sleep(10 * bounds.LOOK)  # the parent looks meanwhile
+
+
+def test_what_a_large_request_was_granted_is_granted_to_those_after_it() -> None:
+    keeping = in_bounds(Keeping, FOREIGN)
+    assert keeping.take(b"x" * (2 << 20)) > SMALL
+    keeping.rest()
+
+
 def test_what_is_in_bounds_is_used_like_the_object_itself() -> None:
     counter = in_bounds(Counter, FOREIGN)
     assert (counter.step, list(counter.up(times=2)), list(counter.up()), counter.count) == (2, [2, 4], [6], 6)
@@ -237,6 +254,20 @@ def test_a_file_of_a_model_that_is_a_pipe_is_refused(name: str, tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         parse([f"--model=hf:{tmp_path / 'model'}"])
     one_line(caught.value, f"{tmp_path / 'model' / name}: is no regular file; put a copy of its content there")
+
+
+def test_a_configuration_that_names_a_file_of_this_machine_is_refused(tmp_path: Path) -> None:
+    """timm reads the weights that it names, whatever they are."""
+    pytest.importorskip("transformers")
+    save("llama", tmp_path / "model")
+    (tmp_path / "weights.pt").write_bytes(b"x")
+    file = tmp_path / "model" / "config.json"
+    for outside in (str(tmp_path / "weights.pt"), f"{tmp_path}/model/../weights.pt"):
+        named = {"model_args": {"checkpoints": [outside]}}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **named}))
+        with pytest.raises(ConfigError) as caught:
+            parse([f"--model=hf:{tmp_path / 'model'}"])
+        one_line(caught.value, f"{file}: names a file, {outside}, of which a model would be made; drop it there")
 
 
 # --- templates -------------------------------------------------------------------------------------------

@@ -83,11 +83,11 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
             newest = store.checkpoint(steps[-1])
             return _open_dcp(str(newest), newest, stack)
     if kind in ("auto", "safetensors"):
-        if folder.size(INDEX) is not None:
-            return replace(open_safetensors(place, folder, read_index(place, folder), stack), folder=folder)
         names = [name for name in folder.list("") if name.endswith(".safetensors")]
-        if "model.safetensors" in names:
+        if "model.safetensors" in names:  # in a folder with an index too, as for transformers
             names = ["model.safetensors"]
+        elif folder.size(INDEX) is not None:
+            return replace(open_safetensors(place, folder, read_index(place, folder), stack), folder=folder)
         if len(names) > 1 or any(PART.search(name) for name in names):
             raise Refused(
                 f"{place}: has {len(names)} of several safetensors files and no {INDEX}, which names them all"
