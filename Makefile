@@ -54,9 +54,11 @@ $(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
 	$(UV) -e '.[docs]'
 	@touch $@
 
-$(VENV)/.tools: $(BIN)/uv constraints.txt
-	$(UV) tox tox-uv
+# For tests and linters: one environment for all of it, which tox uses as it is.
+$(VENV)/.dev: $(VENV)/.installed
+	$(UV) -e '.[test,lint,tensorboard,ray,tutorial,plots,migrate,hf,timm,peft,torchao]' tox tox-uv tox-current-env
 	@touch $@
+TOX = $(BIN)/tox run --current-env -e
 
 ##@ Train, go on, predict
 
@@ -257,43 +259,42 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 ##@ Develop
 
 .PHONY: dev
-dev: $(VENV)/.installed $(VENV)/.tools  ## what single tests and the linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
-	$(UV) -e '.[test,lint,tensorboard,ray,plots,migrate,hf,timm,peft,torchao]'
+dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 
-test: $(VENV)/.tools  ## the tests, with the newest torch (an hour)
-	$(BIN)/tox run -e newest -- $(ARGS)
+test: $(VENV)/.dev  ## the tests, with the newest torch (an hour)
+	$(TOX) newest -- $(ARGS)
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands
 
 .PHONY: test-book test-migration test-tools
-test-book: $(VENV)/.tools  ## the tests of training itself: all but those of the next two
-	$(BIN)/tox run -e newest -- $(addprefix --ignore=,$(MIGRATION) $(TOOLS)) $(ARGS)
+test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the next two
+	$(TOX) newest -- $(addprefix --ignore=,$(MIGRATION) $(TOOLS)) $(ARGS)
 
-test-migration: $(VENV)/.tools  ## the tests of moving from FSDP1: options, code, checkpoints
-	$(BIN)/tox run -e newest -- $(MIGRATION) $(ARGS)
+test-migration: $(VENV)/.dev  ## the tests of moving from FSDP1: options, code, checkpoints
+	$(TOX) newest -- $(MIGRATION) $(ARGS)
 
-test-tools: $(VENV)/.tools  ## the tests of planner, tuner, comparison, doctor, memory pages and the checkpoint command
-	$(BIN)/tox run -e newest -- $(TOOLS) $(ARGS)
+test-tools: $(VENV)/.dev  ## the tests of planner, tuner, comparison, doctor, memory pages and the checkpoint command
+	$(TOX) newest -- $(TOOLS) $(ARGS)
 
-test-slow: $(VENV)/.tools  ## the tests that take minutes each
-	$(BIN)/tox run -e newest -- -m slow $(ARGS)
+test-slow: $(VENV)/.dev  ## the tests that take minutes each
+	$(TOX) newest -- -m slow $(ARGS)
 
-test-ray: $(VENV)/.tools  ## the tests on a Ray cluster (minutes)
-	$(BIN)/tox run -e ray -- $(ARGS)
+test-ray: $(VENV)/.dev  ## the tests on a Ray cluster (minutes)
+	$(TOX) ray -- $(ARGS)
 
-test-zero: $(VENV)/.tools  ## the tests of DeepSpeed's strategies (minutes; builds DeepSpeed)
+test-zero: $(VENV)/.dev  ## the tests of DeepSpeed's strategies (minutes; builds DeepSpeed)
 	$(BIN)/tox run -e zero -- $(ARGS)
 
 .PHONY: test-slurm
-test-slurm: $(VENV)/.tools  ## jobs under a real SLURM of two nodes on this machine (4 min; sh tests/slurm/install.sh)
-	$(BIN)/tox run -e slurm -- $(ARGS)
+test-slurm: $(VENV)/.dev  ## jobs under a real SLURM of two nodes on this machine (4 min; sh tests/slurm/install.sh)
+	$(TOX) slurm -- $(ARGS)
 
-test-oldest: $(VENV)/.tools  ## the same tests with the oldest torch supported (20 min)
+test-oldest: $(VENV)/.dev  ## the same tests with the oldest torch supported (20 min)
 	$(BIN)/tox run -e oldest -- $(ARGS)
 
-test-gpu: $(VENV)/.tools  ## the tests that need a GPU, some of them two (FSDP2_TEST_DEVICE=cpu: the same on the CPU)
-	$(BIN)/tox run -e gpu -- $(ARGS)
+test-gpu: $(VENV)/.dev  ## the tests that need a GPU, some of them two (FSDP2_TEST_DEVICE=cpu: the same on the CPU)
+	$(TOX) gpu -- $(ARGS)
 
 .PHONY: gpu-first
 gpu-first:  ## the three commands for the first half hour on a GPU, and what they need
@@ -317,30 +318,30 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 	du -sh build/wheels
 
 .PHONY: models
-models: $(VENV)/.tools  ## every architecture that transformers knows, sharded beside a plain loop (95 min; writes docs/models.md)
-	$(BIN)/tox run -e models -- $(ARGS)
+models: $(VENV)/.dev  ## every architecture that transformers knows, sharded beside a plain loop (95 min; writes docs/models.md)
+	$(TOX) models -- $(ARGS)
 
-chaos: $(VENV)/.tools  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
-	$(BIN)/tox run -e chaos -- $(ARGS)
+chaos: $(VENV)/.dev  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
+	$(TOX) chaos -- $(ARGS)
 
 .PHONY: chaos-replicas
-chaos-replicas: $(VENV)/.tools  ## lose a node of runs with two replicas at 100 moments, go on from the other's memory (15 min)
-	$(BIN)/tox run -e chaos-replicas -- $(ARGS)
+chaos-replicas: $(VENV)/.dev  ## lose a node of runs with two replicas at 100 moments, go on from the other's memory (15 min)
+	$(TOX) chaos-replicas -- $(ARGS)
 
 FUZZ_MINUTES ?= 60
-fuzz: $(VENV)/.tools  ## bad input of every kind, each time another, for an hour (FUZZ_MINUTES=5)
-	$(BIN)/tox run -e fuzz -- --minutes $(FUZZ_MINUTES) $(ARGS)
+fuzz: $(VENV)/.dev  ## bad input of every kind, each time another, for an hour (FUZZ_MINUTES=5)
+	$(TOX) fuzz -- --minutes $(FUZZ_MINUTES) $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.docs  ## the documentation as a site in build/docs; fails at a link that leads nowhere
 	PYTHONPATH=. $(BIN)/zensical build --strict --clean
 	@echo "read it: python3 -m http.server --directory build/docs"
 
-lint: $(VENV)/.tools  ## ruff and the type checker
-	$(BIN)/tox run -e lint
+lint: $(VENV)/.dev  ## ruff and the type checker
+	$(TOX) lint
 
-format: $(VENV)/.tools  ## let ruff rewrite the layout
-	$(BIN)/tox run -e format
+format: $(VENV)/.dev  ## let ruff rewrite the layout
+	$(TOX) format
 
 clean:  ## remove environments and caches, but not runs
 	rm -rf .venv .tox build .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -191,7 +191,7 @@ def test_a_rank_that_fails_ends_the_job_and_the_next_resumes(ranks: Ranks, tmp_p
 def make(*words: str, cwd: Path = ROOT, timeout: float = 200) -> tuple[int, str, str]:
     """make with this environment instead of one that it would create."""
     venv = Path(sys.executable).parent.parent
-    stamps = [f"-o{venv}/{name}" for name in (".installed", ".tools")]
+    stamps = [f"-o{venv}/{name}" for name in (".installed", ".dev")]
     return finish(start(["make", "-f", ROOT / "Makefile", *stamps, f"VENV={venv}", *words], cwd), timeout)
 
 
@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_is_not_taken_for_the_newest(tmp_path: Path) -> 
 def test_make_test_runs_tox_and_help_lists_every_target() -> None:
     status, out, _ = make("-n", "test", "ARGS=-k nothing")
     assert status == 0
-    assert "tox run -e newest -- -k nothing" in out
+    assert "tox run --current-env -e newest -- -k nothing" in out
     status, out, _ = make("help")
     assert status == 0
     text = (ROOT / "Makefile").read_text()
