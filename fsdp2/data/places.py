@@ -52,7 +52,7 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """As of `suffix_of`."""
+        """See `suffix_of`."""
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:

@@ -44,7 +44,7 @@ class Encoder(Protocol):
         begin, end: the tokens that it puts before a document, and the one that ends a text.
         field: of a line or row, the one that holds the text; None = all of it.
         suffixes: of the files that it reads.
-        about: as of a `Tokenizer`; of `chat` also the file of its `template`.
+        about: see `Tokenizer`; of `chat` also the file of its `template`.
         names: how each token is shown.
     """
 
@@ -66,7 +66,7 @@ class Encoder(Protocol):
         ...
 
     def unlike(self) -> str:
-        """How transformers reads text differently, as of a `Tokenizer`."""
+        """How transformers reads text differently, in a clause; "" where it doesn't."""
         ...
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:

@@ -8,7 +8,7 @@ Source: https://arxiv.org/abs/1710.03740
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +62,4 @@ def with_inputs_in(batch: Any, dtype: torch.dtype) -> Any:
 
     inputs = batch.inputs
     other = {name: cast(one) for name, one in inputs.items()} if isinstance(inputs, dict) else cast(inputs)
-    batch = copy.copy(batch)
-    object.__setattr__(batch, "inputs", other)  # a frozen dataclass, whose type this room doesn't know
-    return batch
+    return dataclasses.replace(batch, inputs=other)
