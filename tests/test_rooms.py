@@ -150,6 +150,12 @@ def programs_started(sources: Sources) -> set[str]:
     }
 
 
+def tools_by_the_books_name(sources: Sources) -> set[tuple[str, str]]:
+    """Modules that name a part of a tool as the commands do: it would be loaded as a second module."""
+    hidden = tuple(f"{BOOK}.{tool}." for tool in TOOLS if not (ROOT / BOOK / tool).exists())
+    return {(module, name) for module, text in sources.items() for name in names(text) if name.startswith(hidden)}
+
+
 def users(sources: Sources, package: str) -> set[str]:
     return {
         module for module, text in sources.items() if any(f"{name}.".startswith(f"{package}.") for name in names(text))
@@ -158,6 +164,7 @@ def users(sources: Sources, package: str) -> set[str]:
 
 def test_a_package_names_only_those_below_it() -> None:
     assert wrong_packages(sources()) == set()
+    assert tools_by_the_books_name(sources()) == set()
 
 
 def test_no_circle_between_files_and_none_between_rooms() -> None:
@@ -196,6 +203,7 @@ def test_only_the_command_knows_of_the_rewriter() -> None:
         ("fsdp2.report.header", "NAME = 'fsdp2_tools.doctor.examine'\n", wrong_packages),
         ("fsdp2.report.header", "def f(x):\n    return f'fsdp2_tools.{x}'\n", wrong_packages),
         ("fsdp1_interface.shard", "import fsdp2.units\n", wrong_packages),
+        ("fsdp2_tools.plan.page", "from fsdp2.plan.memory import peak\n", tools_by_the_books_name),
         ("fsdp2.options.values", "if TYPE_CHECKING:\n    from fsdp2.config import Config\n", circles),
         ("fsdp2.options.values", "def f():\n    return importlib.import_module('fsdp2.config')\n", circles),
         ("fsdp2.options.values", "from fsdp2.run import job\n", room_circles),
