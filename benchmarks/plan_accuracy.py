@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from fsdp2 import data
 from fsdp2.allocations.timeline import load
 from fsdp2.config import parse
+from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run import ending
@@ -282,7 +283,7 @@ def allocated_by(flags: list[str]) -> int:
     """The most bytes that torch's CPU allocator gives this rank at once beyond the data, as torch's profiler tells."""
     load_data = data.load
 
-    def marked(*arguments: Any, **settings: Any) -> data.Dataset:
+    def marked(*arguments: Any, **settings: Any) -> Dataset:
         loaded = load_data(*arguments, **settings)
         with record_function(DATA_IS_THERE):
             return loaded

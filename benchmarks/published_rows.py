@@ -21,11 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fsdp2 import parallelize
 from fsdp2.config import Config, parse
-from fsdp2.models import ModelSpec, llama
+from fsdp2.models import llama
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options import own_model
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel import activation_checkpointing
-from fsdp2.parallel.optimizer import FUSED
+from fsdp2.parallel.names import FUSED
 from fsdp2_tools.plan.device import TABLE, Gpu, gpu_of, terms
 from fsdp2_tools.plan.memory import Runs, memory_of, run
 from fsdp2_tools.plan.steptime import step_time

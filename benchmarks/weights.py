@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.tables import machine
 from fsdp2 import models
 from fsdp2.checkpoint.full_dtensor import load_full_model_state
-from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.models.initial import place_of
 from fsdp2.parallel.groups import shard_groups

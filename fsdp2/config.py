@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2 import data, models
-from fsdp2.options import deepspeed_settings, own_model
+from fsdp2.options import own_model
 from fsdp2.options.checks import KEEP, check_together
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
@@ -37,11 +37,11 @@ from fsdp2.options.values import (
     text,
     whole,
 )
-from fsdp2.parallel.baselines import fsdp1
-from fsdp2.parallel.fully_sharded import ACCUMULATION_SYNC
-from fsdp2.parallel.optimizer import OPTIMIZERS, STATES
-from fsdp2.parallel.precision import DTYPES, FLOAT8
+from fsdp2.parallel.names import ACCUMULATION_SYNC, DTYPES, FLOAT8, FSDP1_PREFETCH, FSDP1_SHARDING, OPTIMIZERS, STATES
 from fsdp2.units import byte_count
+
+if TYPE_CHECKING:
+    from fsdp2.models.spec import ModelSpec
 
 TRAIN = "Train a sharded model with PyTorch FSDP2. On several ranks: torchrun --nproc_per_node N -m fsdp2.train."
 SCHEDULES = ("step", "cosine", "linear", "constant")
@@ -141,9 +141,7 @@ class Config:
         (), "name pattern of parameters that are not trained; repeatable", patterns, many=True, section="fine-tuning"
     )
     lora: int | None = option(
-        None,
-        "train adapters of this rank instead of the model's weights (extra peft)",
-        or_off(whole(1, 65536)),
+        None, "train adapters of this rank instead of the model's weights (extra peft)", or_off(whole(1, 65536))
     )
     lora_alpha: float | None = option(
         None, "LoRA: adapters are scaled by alpha / rank; unset = 2 x rank", number(0, 1e6, open_minimum=True)
@@ -187,12 +185,12 @@ class Config:
         number(0, 2**20, open_minimum=True),
         section="baselines: DDP, FSDP1, DeepSpeed ZeRO",
     )
-    fsdp1_sharding: str = option("full-shard", "FSDP1's sharding strategy", one_of(*fsdp1.SHARDING))
+    fsdp1_sharding: str = option("full-shard", "FSDP1's sharding strategy", one_of(*FSDP1_SHARDING))
     min_wrap_params: int | None = option(
         None, "FSDP1: wrap modules with at least this many parameters; unset = each block", whole(1, 10**15)
     )
     fsdp1_backward_prefetch: str = option(
-        "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of(*fsdp1.PREFETCH)
+        "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of(*FSDP1_PREFETCH)
     )
 
     overlap_comm: bool = option(False, "ZeRO: exchange gradients during backward", switch)
@@ -348,7 +346,7 @@ class Config:
         check_together(self)
 
     @property
-    def spec(self) -> models.ModelSpec:
+    def spec(self) -> ModelSpec:
         """The model that `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`."""
         return own_model.spec(self)
 
@@ -377,6 +375,8 @@ class Config:
 
     def deepspeed_settings(self, device_type: str) -> dict[str, Any]:
         """DeepSpeed's configuration. Raises ConfigError if `--deepspeed-config` can't be read or contradicts a flag."""
+        from fsdp2.options import deepspeed_settings
+
         return deepspeed_settings.settings(self, device_type)
 
     @property

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.data.loader import Batch
-from fsdp2.models import ModelSpec
+from fsdp2.models.spec import ModelSpec
 
 
 @torch.no_grad()

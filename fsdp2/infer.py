@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fsdp2 import data
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
-from fsdp2.data.tokenizer import UnusableText, document
+from fsdp2.data.tokenizer import document
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate

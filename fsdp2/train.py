@@ -21,9 +21,9 @@ from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
-from fsdp2.models import ModelSpec
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.strategies import check_device
-from fsdp2.parallel.baselines import BASELINES
+from fsdp2.parallel.baselines import baseline
 from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
@@ -35,7 +35,7 @@ from fsdp2.run import ending, runtime
 from fsdp2.run.anomalies import Anomalies
 from fsdp2.run.beside import examine_first
 from fsdp2.run.checkpoints import Checkpoints, resume
-from fsdp2.run.node_memory import agree
+from fsdp2.run.in_memory import agree
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import preflight
 from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
@@ -50,9 +50,9 @@ from fsdp2.run.start import (
     load_data,
     state_of_run,
     training_batches,
+    try_out,
     write_start,
 )
-from fsdp2.run.trial import try_out
 from fsdp2.run.watch import Watch
 
 
@@ -225,7 +225,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     if config.strategy == "fsdp2":
         engine: Engine = parallelize(config, methods=spec.methods, **arguments)
     else:
-        engine = BASELINES[config.strategy].build(config, Start(**arguments))
+        engine = baseline(config.strategy).build(config, Start(**arguments))
     engine.call, engine.started = spec.call, weights.facts
     add_parts(config, engine)
     return engine

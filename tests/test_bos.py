@@ -15,9 +15,9 @@ import pytest
 
 from fsdp2 import infer
 from fsdp2.config import parse
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.reading import Row
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags

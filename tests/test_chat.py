@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from fsdp2.config import parse
 from fsdp2.data import text
 from fsdp2.data.chat import Chat, _by_template
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.data.windows import Conversations
 from fsdp2.options.errors import ConfigError

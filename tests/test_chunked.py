@@ -16,9 +16,9 @@ from fsdp2 import train as training
 from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
-from fsdp2.models import ModelSpec, llama
+from fsdp2.models import llama
 from fsdp2.models.initial import reset_parameters
-from fsdp2.models.spec import no_files
+from fsdp2.models.spec import ModelSpec, no_files
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import trial
 from tests.harness import Ranks, losses, main_in_ranks, of_kind

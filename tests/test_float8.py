@@ -16,7 +16,7 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.float8 import compute_in_float8, converted, layers
-from fsdp2.parallel.precision import FLOAT8
+from fsdp2.parallel.names import FLOAT8
 from fsdp2.train import main
 from tests.harness import (
     AllGathers,

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.models import ModelSpec, initial
+from fsdp2.models import initial
 from fsdp2.models.initial import (
     BLOCK,
     PART,
@@ -33,6 +33,7 @@ from fsdp2.models.initial import (
     rows_of,
     xavier_uniform,
 )
+from fsdp2.models.spec import ModelSpec
 from fsdp2.train import main
 from tests.harness import Ranks, losses, same, small
 

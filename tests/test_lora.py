@@ -101,12 +101,12 @@ def test_a_base_in_bf16_changes_no_loss(
 def _in_fp32(flags: list[str]) -> Events:
     from fsdp2.options import own_model
 
-    before = own_model.DTYPES
-    own_model.DTYPES = {**before, "bf16": torch.float32}
+    before = own_model.base_dtype
+    own_model.base_dtype = lambda config: torch.float32
     try:
         return main_in_ranks(flags)
     finally:
-        own_model.DTYPES = before
+        own_model.base_dtype = before
 
 
 def test_a_checkpoint_holds_adapters_alone_and_says_of_what(adapters: Path, base: Path) -> None:

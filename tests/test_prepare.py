@@ -18,11 +18,12 @@ import pytest
 from fsdp2.config import parse
 from fsdp2.data import preparing, reading, text
 from fsdp2.data.alone import alone
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.prepared import files_of, read_meta
 from fsdp2.data.preparing import prepare
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes, UnusableText
+from fsdp2.data.tokenizer import Bytes
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
 from fsdp2_tools.data import __main__ as command

@@ -12,11 +12,11 @@ import pytest
 from fsdp2 import data
 from fsdp2.data import preparing, seen, text
 from fsdp2.data.chat import Chat
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
 from fsdp2.data.turns import NONE, Turns
 from fsdp2_tools.data import __main__ as command

@@ -16,8 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.strategies import PARTICULAR, STRATEGIES
+from fsdp2.options.strategies import PARTICULAR, STRATEGIES, rules_of
+from fsdp2.parallel import names
 from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
+from fsdp2.parallel.optimizer import OPTIMIZERS
+from fsdp2.parallel.precision import DTYPES
 from fsdp2.run.preflight import check_world
 from fsdp2.run.runtime import World
 from fsdp2.train import main
@@ -81,6 +84,7 @@ def test_ddps_gradients_are_in_its_buckets_and_not_in_memory_twice(ranks: Ranks)
 
 
 def test_every_sharding_strategy_and_prefetch_of_fsdp1_has_a_name() -> None:
+    assert (tuple(SHARDING), tuple(PREFETCH)) == (names.FSDP1_SHARDING, names.FSDP1_PREFETCH)
     assert set(SHARDING.values()) == set(ShardingStrategy)
     assert set(PREFETCH.values()) == {*BackwardPrefetch, None}
 
@@ -109,10 +113,14 @@ def test_fsdp1_wraps_as_it_is_told(ranks: Ranks) -> None:
     assert len(names("--min-wrap-params=100")) > len(blocks)
 
 
+def test_every_name_that_a_flag_takes_has_its_entry_in_a_table_of_torchs() -> None:
+    assert (tuple(OPTIMIZERS), tuple(DTYPES)) == (names.OPTIMIZERS, names.DTYPES)
+
+
 def test_each_option_of_a_strategy_is_one_that_the_others_refuse() -> None:
-    honoured = {option for rules in STRATEGIES.values() for option in rules.honours}
+    honoured = {option for name in STRATEGIES for option in rules_of(name).honours}
     assert honoured == set(PARTICULAR)
-    assert {option for rules in STRATEGIES.values() for option in rules.instead} <= set(PARTICULAR)
+    assert {option for name in STRATEGIES for option in rules_of(name).instead} <= set(PARTICULAR)
 
 
 def test_fsdp1_never_holds_more_than_its_shards_and_one_whole_unit(ranks: Ranks) -> None:

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 
 from fsdp2.config import parse
 from fsdp2.data import text
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.prepared import read_meta
 from fsdp2.data.preparing import prepare
 from fsdp2.data.reading import rows_of
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes, UnusableText
+from fsdp2.data.tokenizer import Bytes
 from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
 from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import models
 from fsdp2.checkpoint import full_dtensor, full_together, weights
-from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source
-from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.state import AppState, plain_names
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.config import parse

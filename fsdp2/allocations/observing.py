@@ -6,14 +6,10 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2.allocations import out_of_memory
-from fsdp2.allocations.ledger import Allocation, Ledger
-from fsdp2.allocations.phases import Phases
-from fsdp2.allocations.profile import Profile
-from fsdp2.allocations.recorder import Recorder
 from fsdp2.checkpoint.state import Progress
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
@@ -23,6 +19,9 @@ from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import World
 from fsdp2.run.start import blocks_of
+
+if TYPE_CHECKING:
+    from fsdp2.allocations.recorder import Recorder
 
 
 @contextmanager
@@ -54,12 +53,18 @@ def observed(
     record = functools.partial(checkpoints.job.write, run)
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
+            from fsdp2.allocations.phases import Phases
+
             phases = observers.enter_context(Phases(engine, checkpoints, lambda: progress.step))
         if config.memory_snapshot or config.memory_limit:
+            from fsdp2.allocations.recorder import Recorder
+
             write = record if config.memory_snapshot else None
             recorder = observers.enter_context(Recorder(engine, device, facts, write, config.memory_limit))
             phases.listeners.append(recorder.phase)
         if config.profile:
+            from fsdp2.allocations.profile import Profile
+
             profile = observers.enter_context(Profile(world.rank, device, record))
             phases.listeners.append(profile.phase)
 
@@ -71,7 +76,9 @@ def observed(
         try:
             yield tensors
         except torch.OutOfMemoryError as error:
-            alive = recorder.ledger.alive() if recorder else known_state(engine, device)
+            from fsdp2.allocations import out_of_memory
+
+            alive = recorder.ledger.alive() if recorder else out_of_memory.known_state(engine, device)
             error.add_note(out_of_memory.report(alive, config, device.type, world.world_size, blocks))
             if planned_advice := planned.advice(run.place, world.world_size):
                 error.add_note(planned_advice)
@@ -82,14 +89,6 @@ def observed(
         name = f"rank{world.rank}_memory_profile.html"
         source = "torch.profiler, which sees nothing of what was allocated before its first step"
         record(name, page(profile.timeline(facts), source).encode())
-
-
-def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
-    """List the tensors of model and optimizer; on a GPU, all else allocated at the peak counts as activations."""
-    ledger = Ledger()
-    ledger.watch(engine.model, engine.held())
-    rest = torch.cuda.max_memory_allocated(device) - ledger.live_bytes if device.type == "cuda" else 0
-    return [*ledger.allocations, Allocation(max(rest, 0), 0.0, 0, "", "", kind="activations")]
 
 
 def _names_of_blocks(engine: Engine, config: Config) -> list[str]:

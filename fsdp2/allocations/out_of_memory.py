@@ -7,12 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.allocations.ledger import Allocation, by_kind
+from fsdp2.allocations.ledger import Allocation, Ledger, by_kind
 from fsdp2.config import Config
 from fsdp2.options.own_model import code_flags
+from fsdp2.parallel.engine import Engine
 from fsdp2.units import size
 
 STATE = ("parameters", "gradients", "optimizer")
+
+
+def known_state(engine: Engine, device: torch.device) -> list[Allocation]:
+    """List the tensors of model and optimizer; on a GPU, all else allocated at the peak counts as activations."""
+    ledger = Ledger()
+    ledger.watch(engine.model, engine.held())
+    rest = torch.cuda.max_memory_allocated(device) - ledger.live_bytes if device.type == "cuda" else 0
+    return [*ledger.allocations, Allocation(max(rest, 0), 0.0, 0, "", "", kind="activations")]
 
 
 def report(alive: Sequence[Allocation], config: Config, device: str, world_size: int, blocks: Sequence[str]) -> str:

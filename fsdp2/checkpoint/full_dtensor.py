@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2.checkpoint.full_file import plain_names, read_same
 from fsdp2.checkpoint.spool import spool
+from fsdp2.checkpoint.state import plain_names
 
 K = TypeVar("K")
 
@@ -75,6 +75,8 @@ def load_full_model_state(model: nn.Module, path: Path) -> None:
     receive into. Raises ValueError on every rank if the file can't be read, or if names, shapes or kinds of numbers
     differ; another floating dtype is cast.
     """
+    from fsdp2.checkpoint.full_file import read_same
+
     targets = plain_names(model)
     scatter(read_same(path, targets), targets)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch import Tensor
 
 from fsdp2.checkpoint.archive import load_archive
 from fsdp2.checkpoint.files import Files, is_there
@@ -29,13 +28,6 @@ def read_full(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"it {error}") from None
     if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
         raise ValueError("it holds no state dict")
-    return state
-
-
-def plain_names(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """`model.state_dict()` without DDP's prefix; sharded tensors stay sharded, and nothing is sent."""
-    state = model.state_dict(keep_vars=keep_vars)
-    consume_prefix_in_state_dict_if_present(state, "module.")
     return state
 
 

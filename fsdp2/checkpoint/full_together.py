@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.full_file import plain_names
-from fsdp2.checkpoint.sources.safetensors_files import INDEX, layout, shards_of, write_index
+from fsdp2.checkpoint.sources.safetensors_files import layout, shards_of, write_index
 from fsdp2.checkpoint.spool import raw_bytes
-from fsdp2.checkpoint.state import AppState
-from fsdp2.checkpoint.store import MARKER, fingerprint, write_marker
+from fsdp2.checkpoint.state import AppState, plain_names
+from fsdp2.checkpoint.store import INDEX, MARKER, fingerprint, write_marker
 
 SHARD_BYTES = 4_000_000_000  # of tensors in one file
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fsdp2.checkpoint.dcp_files import ShardWriter
 from fsdp2.checkpoint.files import NotTheWriter
-from fsdp2.checkpoint.staging import Staging
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
+
+if TYPE_CHECKING:
+    from fsdp2.checkpoint.staging import Staging
 
 
 class SaveFailed(RuntimeError):
@@ -78,6 +80,8 @@ class Saver:
         use_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save", initializer=use_gpu)
         if background:
+            from fsdp2.checkpoint.staging import Staging
+
             if group is None:
                 own = dist.new_group(backend="gloo")
                 assert isinstance(own, dist.ProcessGroup)  # and not the constant for ranks that aren't in it

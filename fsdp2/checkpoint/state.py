@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 
 class Part(Protocol):
@@ -235,3 +236,10 @@ class RandomState:
         )
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"], self.device)
+
+
+def plain_names(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
+    """`model.state_dict()` without DDP's prefix; sharded tensors stay sharded, and nothing is sent."""
+    state = model.state_dict(keep_vars=keep_vars)
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    return state

@@ -23,6 +23,7 @@ from blake3 import blake3
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, file_name, is_there, publish
 from fsdp2.checkpoint.refusal import Refused
 
+INDEX = "model.safetensors.index.json"  # names the files of weights in several
 MARKER = "COMMIT.json"
 METADATA = ".metadata"  # DCP's, of what is in the other files
 # As strong as SHA-256, and ten times as fast where the processor has no instructions for that (docs/notes/log.md).

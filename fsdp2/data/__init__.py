@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp2 import beside
-from fsdp2.data.splits import Dataset, DownloadFailed, NotHere
+from fsdp2.data.errors import DownloadFailed, NotHere
+
+if TYPE_CHECKING:
+    from fsdp2.data.splits import Dataset
 
 __path__.append(beside("data"))  # python -m fsdp2.data
 
@@ -36,7 +40,6 @@ __all__ = [
     "NAMES",
     "ON_DISK",
     "OWN",
-    "Dataset",
     "DownloadFailed",
     "NotHere",
     "kind_of",

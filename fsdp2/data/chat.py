@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.messages import Contents, conversation, encoded_twice, with_objects
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import UnusableText, foreign
+from fsdp2.data.tokenizer import foreign
 from fsdp2.data.tokenizer_file import FromFile
 from fsdp2.foreign.code import installed_code_only
 from fsdp2.units import install

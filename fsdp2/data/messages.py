@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.reading import Row
-from fsdp2.data.tokenizer import UnusableText
 
 # As Python and JSON show a part of a content.
 SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
-from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.errors import UnusableText
 from fsdp2.units import install
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import File
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.windows import Conversations, Documents
 
 FORMAT = 7

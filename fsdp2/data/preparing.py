@@ -20,12 +20,12 @@ from typing import Any
 import numpy
 
 from fsdp2.data.alone import LOCK, alone
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.meter import Meter, Say, silent
 from fsdp2.data.places import File, Unreachable
 from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, files_of, is_prepared, read_meta, source_of
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.turns import Turns
 
 PROGRESS = "progress.json"

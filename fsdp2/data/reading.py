@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import BLOCK, File, is_url, pause
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.units import install
 
 AT_A_TIME = 1000  # rows of a table

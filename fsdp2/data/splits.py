@@ -53,14 +53,6 @@ class Split(Protocol):
         """A batch: inputs, which are a tensor or tensors by the names of a model's arguments, and targets."""
 
 
-class DownloadFailed(OSError):
-    """Data that can't be downloaded. The message is one line that says why, and what to do instead."""
-
-
-class NotHere(Exception):
-    """Data that has to be downloaded or tokenised before it can be read."""
-
-
 class Images(TorchDataset[Pair]):
     """Grey images and their labels.
 

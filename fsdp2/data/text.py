@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy
 
 from fsdp2.data.chat import open_chat
+from fsdp2.data.errors import NotHere, UnusableText
 from fsdp2.data.places import SUFFIXES, find, is_url
 from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
-from fsdp2.data.splits import Dataset, NotHere
-from fsdp2.data.tokenizer import Tokenizer, UnusableText, document
+from fsdp2.data.splits import Dataset
+from fsdp2.data.tokenizer import Tokenizer, document
 from fsdp2.data.tokenizer_file import open_tokenizer
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two

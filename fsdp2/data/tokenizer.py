@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy
 
+from fsdp2.data.errors import UnusableText
+
 if TYPE_CHECKING:
     from fsdp2.foreign.bounds import Foreign
-
-
-class UnusableText(ValueError):
-    """Text, or a tokenizer, that can't be used. The message is one line."""
 
 
 class Tokenizer(Protocol):

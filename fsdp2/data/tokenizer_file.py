@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import Bytes, Tokenizer, UnusableText, foreign, require_regular
+from fsdp2.data.tokenizer import Bytes, Tokenizer, foreign, require_regular
 from fsdp2.units import install
 
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few

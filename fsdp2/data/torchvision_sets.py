@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.data.splits import Dataset, DownloadFailed, Images, NotHere
+from fsdp2.data.errors import DownloadFailed, NotHere
+from fsdp2.data.splits import Dataset, Images
 
 # Mean and standard deviation as the tutorials normalise them: 0.5 for Fashion-MNIST, the measured
 # values for MNIST.

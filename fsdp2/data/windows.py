@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, Rows
-from fsdp2.data.tokenizer import UnusableText
 
 Item = tuple[Any, Tensor]
 

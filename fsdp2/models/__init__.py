@@ -10,20 +10,18 @@ import importlib
 import json
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from fsdp2.models.attention import CHOICES as ATTENTIONS
-from fsdp2.models.chunked import chunked
-from fsdp2.models.lora import FILE, Lora
-from fsdp2.models.spec import ModelSpec
+from fsdp2.models.names import ATTENTIONS, LIBRARIES, NAMES
 from fsdp2.units import install
 
-NAMES = ("vit", "cnn", "transformer", "llama")
-LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
+if TYPE_CHECKING:
+    from torch import nn
 
-__all__ = ["ATTENTIONS", "LIBRARIES", "NAMES", "Lora", "ModelSpec", "get", "is_function"]
+    from fsdp2.models.lora import Lora
+    from fsdp2.models.spec import ModelSpec
+
+__all__ = ["ATTENTIONS", "LIBRARIES", "NAMES", "get", "is_function"]
 
 
 def is_function(name: str) -> bool:
@@ -49,6 +47,8 @@ def get(
     Raises ValueError, in one line, if there is no such model or it can't be used.
     """
     if chunk_tokens is not None:
+        from fsdp2.models.chunked import chunked
+
         whole = get(name, trust_remote_code=trust_remote_code, lora=lora, attention=attention)
         return chunked(whole, chunk_tokens)
     if lora is not None:
@@ -80,6 +80,7 @@ def _adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
         import peft  # noqa: F401
     except ImportError:
         raise ValueError(f"--lora: peft isn't installed; {install('peft')}") from None
+    from fsdp2.models.lora import FILE
 
     def make(**size: Any) -> nn.Module:
         model = spec.make(**size)

@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp2.models.names import KERNELS
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Mask: TypeAlias = "Tensor | BlockMask | None"
-
-KERNELS = ("cudnn", "flash", "efficient", "math")  # of F.scaled_dot_product_attention
-CHOICES = ("auto", *KERNELS, "flex")
 
 BLOCK = 128  # queries and keys, as FlexAttention takes them by default
 
@@ -36,7 +35,7 @@ def way(choice: str, device_type: str, *, apart: bool) -> str:
     On a CPU FlexAttention has no backward, and without a compiler it would hold the scores of all pairs.
 
     Args:
-        choice: one of `CHOICES`.
+        choice: one of `names.ATTENTIONS`.
         apart: rows have several documents, which don't see each other.
     """
     flex = device_type == "cuda" and (choice == "flex" or (choice == "auto" and apart and missing() is None))

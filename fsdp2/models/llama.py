@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.models.attention import CHOICES, Mask, attend, mask_of
+from fsdp2.models.attention import Mask, attend, mask_of
 from fsdp2.models.initial import Table, normal, ones
+from fsdp2.models.names import ATTENTIONS
 from fsdp2.models.spec import ModelSpec
 
 _LLAMA_3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 500_000.0}
@@ -167,7 +168,7 @@ class Llama(nn.Module):
     """(N, T) tokens -> (N, T, vocab_size) logits.
 
     Args:
-        attention: one of `attention.CHOICES`.
+        attention: one of `names.ATTENTIONS`.
         position_ids: (N, T), from 0 in each document; None = from 0 in each row.
         document_ids: (N, T), the same number within a document; None = a row is one.
     """
@@ -242,5 +243,5 @@ def files(size: str) -> Mapping[str, bytes]:
 
 
 SPEC = ModelSpec(
-    "llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head, attentions=CHOICES
+    "llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head, attentions=ATTENTIONS
 )

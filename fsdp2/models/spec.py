@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2.models.attention import KERNELS
 from fsdp2.models.initial import Table
-from fsdp2.models.lora import Lora
 from fsdp2.models.meta import parameters_on_meta
+from fsdp2.models.names import KERNELS
+
+if TYPE_CHECKING:
+    from fsdp2.models.lora import Lora
 
 
 class Batch(Protocol):
@@ -81,7 +83,7 @@ class ModelSpec:
         head: the layer whose output are the logits; None for a model that doesn't tell.
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
-        attentions: which of `attention.CHOICES` it can follow. With `flex` among them, `make` takes the choice as
+        attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
             `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
     """
 

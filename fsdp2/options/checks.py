@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp2 import data
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.optimizer import FUSED, IN_FEW_BITS, LARGEST_BETA2
+from fsdp2.parallel.names import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
 KEEP = 3  # `--keep` where nobody gives it
 

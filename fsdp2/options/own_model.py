@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.values import LONGEST_PATH
-from fsdp2.parallel.precision import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp2.models.spec import ModelSpec
 
 Config = Any  # fsdp2.config's, which is made of this room
 
 
-def spec(config: Config) -> models.ModelSpec:
+def spec(config: Config) -> ModelSpec:
     """The model that `--model` names, with the adapters that `--lora` asks for and the loss of `--chunked-loss`.
 
     Raises ValueError, in one line, if there is no such model or it can't be used.
@@ -25,16 +29,27 @@ def spec(config: Config) -> models.ModelSpec:
         asked["attention"] = config.attention
     if config.lora is None:
         return models.get(config.model, **asked)
-    # What FSDP2 casts for each all-gather anyway is kept like that: the results are the same, bit for bit.
-    casts = config.strategy == "fsdp2" and config.mixed_precision is not None
-    lora = models.Lora(
+    from fsdp2.models.lora import Lora
+
+    lora = Lora(
         rank=config.lora,
         alpha=2.0 * config.lora if config.lora_alpha is None else config.lora_alpha,
         targets=config.lora_targets,
-        base_dtype=DTYPES[config.mixed_precision] if casts and config.mixed_precision else DTYPES["fp32"],
+        base_dtype=base_dtype(config),
         weights=config.weights,
     )
     return models.get(config.model, lora=lora, **asked)
+
+
+def base_dtype(config: Config) -> torch.dtype:
+    """The dtype in which weights beside adapters are kept.
+
+    FSDP2 casts them for each all-gather anyway: kept in that dtype, they give the same results, bit for bit.
+    """
+    from fsdp2.parallel.precision import DTYPES
+
+    casts = config.strategy == "fsdp2" and config.mixed_precision is not None
+    return DTYPES[config.mixed_precision if casts else "fp32"]
 
 
 def code_flags(config: Config) -> list[str]:

@@ -17,7 +17,6 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused, empty_word, without_links
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.own_model import require_named
-from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
 # What the short words of the help mean.
@@ -98,6 +97,8 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
     The latter's run directory and resume point belong to that run and are left out. It is data, which may come from a
     stranger: what would run code that it names has to be among the flags that are `given` by name.
     """
+    from fsdp2.options.settings_file import read_table
+
     where = f"{called} {shown(place, LONGEST_PATH)}".lstrip()
     try:
         values = read_table(place)

@@ -9,14 +9,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from fsdp2.models.attention import missing
 from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError, flag_of
-from fsdp2.parallel.baselines import BASELINES
+from fsdp2.parallel.baselines import NAMES, baseline
 from fsdp2.parallel.baselines.rules import Options, Rules
-from fsdp2.parallel.precision import FLOAT8_CAPABILITY
+from fsdp2.parallel.names import FLOAT8_CAPABILITY
 
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
@@ -60,7 +57,13 @@ FSDP2 = Rules(
     refusals=_fsdp2_refusals,
     reads_as_fsdp2=True,
 )
-STRATEGIES: dict[str, Rules] = {"fsdp2": FSDP2, **BASELINES}
+STRATEGIES = ("fsdp2", *NAMES)
+
+
+def rules_of(strategy: str) -> Rules:
+    """The rules of a strategy, whose file is imported with them."""
+    return FSDP2 if strategy == "fsdp2" else baseline(strategy)
+
 
 # Options that only some strategies honour, and what the others do instead. A refusal recommends the first that does.
 PARTICULAR = {
@@ -86,12 +89,12 @@ PARTICULAR = {
 
 def check_strategy(config: Any) -> None:
     """Raises ConfigError for an option that the strategy of a Config can't honour, or honours only in another way."""
-    strategy, rules = config.strategy, STRATEGIES[config.strategy]
+    strategy, rules = config.strategy, rules_of(config.strategy)
     for option, lack in PARTICULAR.items():
         if option in rules.honours or not asked_for(config, option):
             continue
         flag = flag_of(option)
-        fitting = next(name for name, others in STRATEGIES.items() if option in others.honours)
+        fitting = next(name for name in STRATEGIES if option in rules_of(name).honours)
         raise ConfigError(
             f"{flag} with --strategy {strategy}: {strategy} {rules.instead.get(option, lack)}; "
             f"use --strategy {fitting} or drop {flag}"
@@ -101,12 +104,16 @@ def check_strategy(config: Any) -> None:
 
 def check_world(config: Any, world_size: int) -> None:
     """Raises ConfigError for what the strategy can't do with so many ranks."""
-    refuse(STRATEGIES[config.strategy].in_world(config, world_size))
+    refuse(rules_of(config.strategy).in_world(config, world_size))
 
 
 def check_device(config: Any, device_type: str) -> None:
     """Raises ConfigError for what the strategy can't do on a device, or attention, or with what is installed."""
-    refuse(STRATEGIES[config.strategy].on_device(config, device_type))
+    import torch
+
+    from fsdp2.models.attention import missing
+
+    refuse(rules_of(config.strategy).on_device(config, device_type))
     refuse(attention_refusals(config, device_type))
     if config.attention == "flex" and (lacks := missing()) is not None:
         raise ConfigError(f"--attention flex: it has to be compiled, and {lacks} is missing; install it, or use auto")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.inspect import local
+
+if TYPE_CHECKING:
+    from fsdp2.parallel.ema import Ema
 
 
 class Microbatch(Protocol):

@@ -17,18 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2.parallel.groups import is_experts
 from fsdp2.parallel.inspect import local
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is a list of modules alike, with parameters: only its owner knows when it calls which.
-
-    An nn.Sequential calls all of its members.
-    """
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    kinds = [(type(one), [parameter.shape for parameter in one.parameters()]) for one in module.children()]
-    return len(kinds) > 1 and bool(kinds[0][1]) and all(kind == kinds[0] for kind in kinds)
 
 
 def experts_in(module: nn.Module, apart: Collection[nn.Module] = ()) -> Iterator[nn.Module]:

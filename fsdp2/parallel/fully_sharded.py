@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine, Microbatch
-from fsdp2.parallel.experts import Unchosen, exchange_zeros
-from fsdp2.parallel.groups import of_other_dtypes, shared_parameters
+from fsdp2.parallel.groups import has_experts, of_other_dtypes, shared_parameters
 from fsdp2.parallel.inspect import summary
 from fsdp2.parallel.precision import with_statistics
+
+if TYPE_CHECKING:
+    from fsdp2.parallel.experts import Unchosen
 
 
 def offload_policy(cpu_offload: bool, device_type: str) -> OffloadPolicy:
@@ -100,7 +102,10 @@ def shard(
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
-    exchange_zeros(model)
+    if has_experts(model):
+        from fsdp2.parallel.experts import exchange_zeros
+
+        exchange_zeros(model)
     return heads
 
 
@@ -184,18 +189,13 @@ def clip(parameters: Iterable[nn.Parameter], norm: float) -> Tensor:
     return total
 
 
-# When the microbatches of a step exchange their gradients: `every` reduce-scatters each, `last` exchanges the sum of
-# all once, `replica` reduce-scatters each inside the shard group and all-reduces over replicas once.
-ACCUMULATION_SYNC = ("every", "last", "replica")
-
-
 class FSDP2Engine(Engine):
     """FSDP2.
 
     Args:
         early_unshard: all-gather the root before the data of a step is there, as explicit prefetching does.
-        accumulation_sync: one of `ACCUMULATION_SYNC`. Between microbatches a rank holds gradients of a shard's size;
-            with `last` it holds those of the whole model, in the reduce dtype. `replica` needs a 2-D mesh.
+        accumulation_sync: one of `names.ACCUMULATION_SYNC`. Between microbatches a rank holds gradients of a shard's
+            size; with `last` it holds those of the whole model, in the reduce dtype. `replica` needs a 2-D mesh.
     """
 
     strategy = "fsdp2"
@@ -213,7 +213,11 @@ class FSDP2Engine(Engine):
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
         self.accumulation_sync = accumulation_sync
-        self.unchosen = Unchosen(model)
+        self.unchosen: Unchosen | None = None
+        if has_experts(model):
+            from fsdp2.parallel.experts import Unchosen
+
+            self.unchosen = Unchosen(model)
 
     @property
     def sharding(self) -> str:
@@ -248,7 +252,8 @@ class FSDP2Engine(Engine):
             self.root.set_requires_all_reduce(now)
 
     def _clip(self, norm: float | None) -> Tensor:
-        self.unchosen.drop()
+        if self.unchosen is not None:
+            self.unchosen.drop()
         return super()._clip(norm)
 
     def _total_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -11,7 +11,21 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from fsdp2.parallel.experts import is_experts
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is a list of modules alike, with parameters: only its owner knows when it calls which.
+
+    An nn.Sequential calls all of its members.
+    """
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    kinds = [(type(one), [parameter.shape for parameter in one.parameters()]) for one in module.children()]
+    return len(kinds) > 1 and bool(kinds[0][1]) and all(kind == kinds[0] for kind in kinds)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether any module of a model is a list of experts."""
+    return any(map(is_experts, model.modules()))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

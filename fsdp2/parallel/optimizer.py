@@ -8,26 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.parallel.names import FUSED
+
 OPTIMIZERS: dict[str, Any] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adadelta": torch.optim.Adadelta,
     "sgd": torch.optim.SGD,
 }
-
-
-# Adadelta has no fused form; SGD's can't take DTensors: torch has no sharding rule for aten._fused_sgd_.
-FUSED = ("adam", "adamw")
-
-
-# What `--optimizer-state` has beside the parameters' dtype, and of which optimizers. See `low_bit.py`.
-STATES = ("bf16", "8bit")
-IN_FEW_BITS = ("adam", "adamw")
-
-# bf16 rounds away a change of less than 1/512 of a number, and an average of squares loses at most 1 - beta2 of itself
-# in a step: with 0.999 it would rise and never fall again.
-LARGEST_BETA2 = 0.99
-
 
 Options = Any
 """An object with the flags as attributes, such as `fsdp2.config.Config`, which this room doesn't import."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOAT8 = ("tensorwise", "rowwise")  # recipes of `--float8`; see `float8.py`
-FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs that multiply in it: Ada, Hopper and later
 
 
 def fsdp2_policy(compute: str | None, reduce: str) -> MixedPrecisionPolicy:

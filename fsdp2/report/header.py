@@ -8,9 +8,8 @@ import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
-from fsdp2.data import Dataset
-from fsdp2.models import ModelSpec
-from fsdp2.models.attention import way
+from fsdp2.data.splits import Dataset
+from fsdp2.models.spec import ModelSpec
 from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
@@ -75,7 +74,11 @@ def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str
     if len(spec.attentions) == 1:
         return []
     apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
-    chosen = way(config.attention, device.type, apart=apart) if "flex" in spec.attentions else config.attention
+    chosen = config.attention
+    if "flex" in spec.attentions:
+        from fsdp2.models.attention import way
+
+        chosen = way(config.attention, device.type, apart=apart)
     return [f"attention: {'as torch chooses' if chosen == 'auto' else chosen}"]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
-from fsdp2.options.settings_file import parse_json
 from fsdp2.units import size
 
 FILE = "plan.json"
@@ -63,6 +62,8 @@ class Planned:
 
 def advice(place: str, world_size: int) -> str | None:
     """Bytes of a rank that flags save by the plan in a run's directory; None where it says nothing."""
+    from fsdp2.options.settings_file import parse_json
+
     try:
         content: Any = parse_json(open_files(place).read(FILE))
         found = content["advice"]
@@ -87,6 +88,8 @@ def read(config: Config, world_size: int) -> Planned | str | None:
     files = open_files(config.run_dir)
     if files.size(FILE) is None:
         return None
+    from fsdp2.options.settings_file import parse_json
+
     try:
         content: Any = parse_json(files.read(FILE))
         plans = {one["ranks"]: one for one in content["plans"]}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp2.config import Config
-from fsdp2.models import ModelSpec
+from fsdp2.models.spec import ModelSpec
 
 # Dense peaks in TFLOP/s by a pattern in torch's name of the GPU: of bf16 and fp16, of TF32, of fp32. Twice as much is
 # in the data sheets, where those count with sparsity. Sources, all of NVIDIA: the data sheets of A100 (June 2021), H100

@@ -13,7 +13,6 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, Reports
 from fsdp2.run.jumps import REMEMBERED, Jumps
-from fsdp2.run.replicas import compare
 
 
 class Anomalies:
@@ -75,6 +74,8 @@ class Anomalies:
             self._compare(step)
 
     def _compare(self, step: int) -> None:
+        from fsdp2.run.replicas import compare
+
         self._compared = step
         held = self._engine.held()
         wrong, what = compare(held["parameters"] + held["optimizer"], self._device)

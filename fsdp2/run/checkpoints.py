@@ -12,9 +12,7 @@ from torch import Tensor
 from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
-from fsdp2.checkpoint.full_together import save_together
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.restore import read_fitting_weights, restore
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
@@ -24,8 +22,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run import runtime
 from fsdp2.run.finite import is_finite
+from fsdp2.run.in_memory import InMemory
 from fsdp2.run.job import Job
-from fsdp2.run.node_memory import NodeMemory
 from fsdp2.run.preflight import damaged
 from fsdp2.run.rundir import RunDir, large
 from fsdp2.run.runtime import RunStopped
@@ -63,7 +61,7 @@ class Checkpoints:
         progress: Progress,
         device: torch.device,
         weights: Callable[[], Iterable[Tensor]],
-        memory: NodeMemory,
+        memory: InMemory,
     ) -> None:
         """`weights`: this rank's part of the model."""
         self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
@@ -177,6 +175,8 @@ class Checkpoints:
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:
+                from fsdp2.checkpoint.full_together import save_together
+
                 tied = shared_names(config.spec.described(config.model_size))
                 save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied, said)
             else:
@@ -319,6 +319,8 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
     """
     if job.restore is None:
         return {"random_state_restored": True}
+    from fsdp2.checkpoint.restore import read_fitting_weights, restore
+
     checkpoint = open_files(job.restore)
     began = time.perf_counter()
     try:

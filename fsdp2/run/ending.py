@@ -18,7 +18,7 @@ from fsdp2.checkpoint.disk import explained
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
-from fsdp2.data.tokenizer import UnusableText
+from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.runtime import SECONDS_FOR_RANK_0, RunStopped, tell_others, world
 from fsdp2.run.variables import speaks

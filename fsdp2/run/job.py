@@ -8,17 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fsdp2.checkpoint.disk import disk_errors, explained
-from fsdp2.checkpoint.lease import Lease, LeaseTaken
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import Store
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
 from fsdp2.run.rundir import RunDir
 from fsdp2.run.runtime import RunStopped, broadcast, end_together, gather, world
 from fsdp2.run.schedule import Length
+
+if TYPE_CHECKING:
+    from fsdp2.checkpoint.lease import Lease
+    from fsdp2.checkpoint.remote import RemoteFiles
 
 
 class Job:
@@ -53,9 +55,11 @@ class Job:
         self._run, self._lock = run, WriterLock(run.path)
         self._token = self._lock.token
         run.require_plain()
-        if isinstance(run.files, RemoteFiles):
+        if run.is_remote:
+            from fsdp2.checkpoint.lease import Lease, LeaseTaken
+
             try:
-                self._lease = Lease(run.files)
+                self._lease = Lease(cast("RemoteFiles", run.files))
             except (LeaseTaken, ValueError) as error:
                 raise ConfigError(f"--run-dir {run.place}: {error}") from None
             except OSError as error:
@@ -64,8 +68,8 @@ class Job:
 
     def guard(self, run: RunDir) -> None:
         """Refuse to write to a run at a URL from when another run may have taken it over."""
-        if self._lease is not None and isinstance(run.files, RemoteFiles):
-            self._lease.guard(run.files)
+        if self._lease is not None:
+            self._lease.guard(cast("RemoteFiles", run.files))
 
     def has_folder(self) -> None:
         """Raise LostRunDir if the folder was removed, moved or taken; rank 0 knows which, and what is left of it."""

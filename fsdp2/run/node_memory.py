@@ -39,46 +39,33 @@ from fsdp2.run.lock import WriterLock
 from fsdp2.run.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
 from fsdp2.run.room import SHARED_MEMORY, folder_of
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.rundir import LINEAGE, RunDir
 from fsdp2.run.runtime import World, broadcast, end_together, gather
 from fsdp2.run.schedule import before
 from fsdp2.units import size
 
 FLAG = "--memory-checkpoint"
 ROOT = SHARED_MEMORY
-LINEAGE = "memory.json"
-
-
-def agree(config: Config, job: Job, world: World) -> NodeMemory:
-    """Take over what rank 0 has found out, and then what is in the nodes' memories. A collective call.
-
-    Raises ConfigError on every rank, as `Job.agree` and `NodeMemory` do.
-    """
-    job.agree()
-    return NodeMemory(config, job, world)
 
 
 class NodeMemory:
-    """The checkpoints in memory of a run. Where `--memory-checkpoint` isn't given, nothing happens.
+    """The checkpoints in memory of a run with `--memory-checkpoint`; `in_memory.py` has the interface.
 
     Attributes:
         restores: whether the run goes on from one.
         failure: why this node's last save failed.
     """
 
-    def __init__(self, config: Config, job: Job, world: World) -> None:
+    def __init__(self, config: Config, every: int, job: Job, world: World) -> None:
         """Find what is in the nodes' memories, and let `job` go on from it if it is newer. A collective call.
 
         Raises ConfigError on every rank.
         """
-        self.every, self.world, self.restores = config.memory_checkpoint, world, False
+        self.every, self.world, self.restores = every, world, False
         self.failure: str | None = None
-        self._start: dict[str, Any] = {"start": uuid.uuid4().hex, "from": None}
         self._saver: Saver | None = None
         self._rng = _GivenState()
-        if self.every is None:
-            return
-        self._start = broadcast(self._start)
+        self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._shards = world.world_size // config.replicas
         self.sharers = world.local_rank, world.local_world_size
         self._node = world.rank // world.local_world_size
@@ -151,21 +138,17 @@ class NodeMemory:
 
     def begin(self, run: RunDir) -> None:
         """Before the first step: invalidate the checkpoints in memory, except the one resumed from."""
-        if self.world.rank == 0 and self.every is not None:
+        if self.world.rank == 0:
             publish(run.files, LINEAGE, json.dumps(self._start).encode())
-        elif self.world.rank == 0 and run.files.size(LINEAGE) is not None:
-            run.files.unlink(LINEAGE)
-        if self.every is not None and self.world.local_rank == 0:
+        if self.world.local_rank == 0:
             self.store.clear(keep=self._start["from"][1] if self.restores else None)
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is kept."""
-        return self.every is not None and step % self.every == 0
+        return step % self.every == 0
 
     def open(self, config: Config, app: AppState, device: torch.device) -> None:
         """Make ready to save. A collective call. Raises ConfigError on every rank if a node has too little memory."""
-        if self.every is None:
-            return
         tree = app.state_dict()
         needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
         del tree
@@ -221,12 +204,11 @@ class NodeMemory:
             self._saver.wait()
             self._saver.close()
             self._saver = None
-        if self.every is not None:
-            dist.barrier()
-            if self.world.local_rank == 0:
-                self.store.clear()
-                (self.folder / ".lock").unlink()
-                self.folder.rmdir()
+        dist.barrier()
+        if self.world.local_rank == 0:
+            self.store.clear()
+            (self.folder / ".lock").unlink()
+            self.folder.rmdir()
 
 
 class _GivenState:

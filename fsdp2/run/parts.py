@@ -10,16 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.full_file import plain_names
+from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
-from fsdp2.models import lora
-from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.engine import Engine
 
 
 def elsewhere(config: Config) -> Callable[[str], bool]:
     """Which weights are in no checkpoint of a run: those that its adapters go beside."""
-    return lambda name: config.lora is not None and not lora.is_adapter(name)
+    if config.lora is None:
+        return lambda name: False
+    from fsdp2.models.lora import is_adapter
+
+    return lambda name: not is_adapter(name)
 
 
 def add_parts(config: Config, engine: Engine) -> None:
@@ -28,6 +30,8 @@ def add_parts(config: Config, engine: Engine) -> None:
     With `--lora` a checkpoint holds the adapters alone, and says which weights they go beside.
     """
     if config.ema is not None:
+        from fsdp2.parallel.ema import Ema
+
         engine.ema = Ema(plain_names(engine.model, keep_vars=True), config.ema)
         engine.parts = {**engine.parts, "ema": engine.ema}
     if config.lora is not None:

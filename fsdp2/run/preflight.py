@@ -15,24 +15,11 @@ from torch import nn
 from fsdp2 import data
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
-from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.sources.opening import opened, require_undamaged
-from fsdp2.checkpoint.store import (
-    MARKER,
-    DamagedCheckpoint,
-    Store,
-    read_marker,
-    require_metadata,
-    says_finite,
-    verify,
-)
-from fsdp2.checkpoint.weights import OtherWeights, check_weights
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
-from fsdp2.data.tokenizer import UnusableText
-from fsdp2.models import lora
-from fsdp2.models.positions import too_long
+from fsdp2.data.errors import UnusableText
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
@@ -40,7 +27,6 @@ from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.parallel.meta import shared_names
-from fsdp2.run.compilers import check_compiler
 from fsdp2.run.job import Job
 from fsdp2.run.room import check_room
 from fsdp2.run.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
@@ -139,10 +125,13 @@ def check_model(config: Config) -> nn.Module:
     except ValueError as error:
         at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
         raise ConfigError(f"{at}: {error}") from None
-    if config.spec.kind == "language" and (why := too_long(config.spec, model, blocks, config.seq_len)):
-        raise ConfigError(
-            f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
-        )
+    if config.spec.kind == "language":
+        from fsdp2.models.positions import too_long
+
+        if why := too_long(config.spec, model, blocks, config.seq_len):
+            raise ConfigError(
+                f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
+            )
     for name in config.spec.methods:
         if not callable(getattr(model, name, None)):
             lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
@@ -191,6 +180,8 @@ def check_versions(config: Config) -> None:
     if config.profile:
         require("plotly", "plots", "--profile")
     if config.compile:
+        from fsdp2.run.compilers import check_compiler
+
         check_compiler("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -369,6 +360,11 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
 
     Raises ConfigError if they are damaged or of another model.
     """
+    from fsdp2.checkpoint.full_file import verdict, vouched_step
+    from fsdp2.checkpoint.sources.opening import opened, require_undamaged
+    from fsdp2.checkpoint.weights import OtherWeights, check_weights
+    from fsdp2.models import lora
+
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
     fix = f"give weights of this model, or {SCRATCH}"

@@ -25,14 +25,15 @@ from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.sources.safetensors_files import INDEX
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.models import ModelSpec, lora
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
 from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.lock import WriterLock
+
+LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
 
 
 class RunDir:
@@ -245,6 +246,10 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
 
 def kept_files(spec: ModelSpec, size: str) -> dict[str, bytes]:
     """The files that a run keeps with its model and a marker has hashes of. Of adapters it has what they mean."""
+    if spec.lora is None:
+        return dict(spec.files(size))
+    from fsdp2.models import lora
+
     return {name: content for name, content in spec.files(size).items() if name != lora.FILE}
 
 
@@ -273,7 +278,11 @@ def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
 
 def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
     """The meaning of adapters: their scale isn't in their tensors."""
-    return {} if spec.lora is None else {"adapters": json.loads(spec.files(size)[lora.FILE])}
+    if spec.lora is None:
+        return {}
+    from fsdp2.models import lora
+
+    return {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 
 def read_config(

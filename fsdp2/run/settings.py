@@ -6,12 +6,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from fsdp2.config import Config
-from fsdp2.models.attention import kernels
 
 # What cuBLAS needs for repeatable sums: 8 buffers of 4 MiB.
 # https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
@@ -67,8 +66,13 @@ def process_settings(config: Config) -> Iterator[GarbageCollection]:
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True)
     garbage = GarbageCollection(config.gc_every)
+    attending: AbstractContextManager[object] = nullcontext()
+    if config.attention != "auto":
+        from fsdp2.models.attention import kernels
+
+        attending = kernels(config.attention)
     try:
-        with kernels(config.attention):
+        with attending:
             yield garbage
     finally:
         garbage.end()

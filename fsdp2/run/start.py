@@ -15,23 +15,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2 import data
-from fsdp2.checkpoint import full_dcp
 from fsdp2.checkpoint.full_dtensor import scatter
-from fsdp2.checkpoint.full_file import plain_names
-from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
-from fsdp2.checkpoint.weights import OtherWeights, load_weights
+from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState, plain_names
 from fsdp2.config import Config
-from fsdp2.data import Dataset
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import Batches
-from fsdp2.data.tokenizer import UnusableText
-from fsdp2.models import ModelSpec, lora
-from fsdp2.models.blocks import named_blocks
+from fsdp2.data.splits import Dataset
 from fsdp2.models.initial import place_of, reset_parameters
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.finite import require_finite
 from fsdp2.run.job import Job
+from fsdp2.run.parts import elsewhere
 from fsdp2.run.rundir import RunDir, write_config
 from fsdp2.run.runtime import World, first_on_node, gather
 
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
     """The function that finds the blocks of the model: the flag's, or the model's specification."""
     if config.shard_modules:
+        from fsdp2.models.blocks import named_blocks
+
         return partial(named_blocks, patterns=config.shard_modules)
     return config.spec.blocks
 
@@ -63,6 +62,8 @@ class InitialValues:
     def __call__(self, model: nn.Module) -> None:
         config, spec, brought = self._config, self._config.spec, self._brought
         if spec.lora is not None:
+            from fsdp2.models import lora
+
             lora.draw_adapters(model, config.seed, brought=brought)
 
             def brought(name: str) -> bool:
@@ -105,9 +106,14 @@ class StartWeights:
         config = self._config
         if self._restoring:
             return not config.resume_partial
-        return self.wanted and not config.init_partial and not (config.lora and lora.is_adapter(name))
+        if not self.wanted or config.init_partial:
+            return False
+        return config.lora is None or elsewhere(config)(name)  # of a model with adapters all but these
 
     def __call__(self, model: nn.Module) -> None:
+        from fsdp2.checkpoint.weights import OtherWeights, load_weights
+        from fsdp2.models import lora
+
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
         targets = lora.base_weights(spec.lora, plain_names(model))
@@ -117,6 +123,8 @@ class StartWeights:
         loaded, left_out = len(targets), list[str]()
         try:
             if by_torch and not place.endswith(".safetensors"):
+                from fsdp2.checkpoint import full_dcp
+
                 full_dcp.load_full_model_state(model, Path(place))
             else:
                 fitting = load_weights(place, targets, place_of, tied, partial=config.init_partial and not own)
@@ -228,6 +236,17 @@ def require_mask(config: Config, encoder: Encoder) -> None:
         f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
         "model's folder"
     )
+
+
+def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
+    """Raise ConfigError on every rank if a language model doesn't do what was asked, which only a forward tells.
+
+    A collective call.
+    """
+    if config.spec.kind == "language":
+        from fsdp2.run import trial
+
+        trial.try_out(config, engine, dataset, device)
 
 
 def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:

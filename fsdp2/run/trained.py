@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there
-from fsdp2.checkpoint.full_file import plain_names, verdict, vouched_step
+from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.kept import require_kept
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.restore import read_weights
+from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
@@ -25,7 +26,7 @@ from fsdp2.data.loader import Batch
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import files_at, to_flags
-from fsdp2.options.strategies import STRATEGIES
+from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.baselines.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
@@ -43,8 +44,6 @@ OF_THE_MODEL = (
     *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets", "init_from"),
     "mixed_precision",
 )
-# Strategies whose checkpoints are read into a sharded model.
-SHARDED = [name for name, rules in STRATEGIES.items() if rules.reads_as_fsdp2]
 
 
 @dataclass
@@ -166,7 +165,7 @@ def vouched(config: Config, run: RunDir) -> str:
 
 def other_ways(config: Config) -> str:
     """Say what to do about a full model that can't be used."""
-    sharded = ", or use --sharded for its newest checkpoint" if config.strategy in SHARDED else ""
+    sharded = ", or use --sharded for its newest checkpoint" if rules_of(config.strategy).reads_as_fsdp2 else ""
     return f"give the training's command again, which writes it at its end{sharded}"
 
 
@@ -218,7 +217,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
         )
-    if sharded and config.strategy not in SHARDED:
+    if sharded and not rules_of(config.strategy).reads_as_fsdp2:
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
     if sharded:
         checkpoint = open_files(checkpoint_at(run.place))
@@ -250,7 +249,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
             assert run.full_weights is not None
             load = from_file(config, run.full_weights)
             # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
-            casts = config.mixed_precision is not None and not STRATEGIES[config.strategy].autocasts
+            casts = config.mixed_precision is not None and not rules_of(config.strategy).autocasts
             forward = load_sharded(config, load, world, device) if casts else load_plain(config, load, device)
         if world.rank == 0:
             print(f"weights: {weights}")

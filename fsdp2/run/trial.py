@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fsdp2 import models
 from fsdp2.config import Config
-from fsdp2.data import Dataset
 from fsdp2.data.loader import Batch, evaluation_batches
-from fsdp2.models import ModelSpec
-from fsdp2.models.causal import same, sees_documents, sees_later, two_documents
+from fsdp2.data.splits import Dataset
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.compiling import uncompiled
 from fsdp2.parallel.engine import Engine
@@ -97,6 +96,8 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     """
     if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
         return
+    from fsdp2.models.causal import same, sees_later
+
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
     rows = {name: tensor[:1, :TOKENS].repeat(3, 1).to(device) for name, tensor in named.items()}
@@ -125,6 +126,8 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
+    from fsdp2.models.causal import same, sees_documents, two_documents
+
     tokens = torch.arange(16, device=device).repeat(3, 1) % 8
     tokens[2, :8] = tokens[0, :8].flip(0)
     named = two_documents(tokens, 8)

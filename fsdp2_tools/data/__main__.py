@@ -18,11 +18,11 @@ from typing import Any
 from fsdp2 import config as training
 from fsdp2.config import Config
 from fsdp2.data import BOS, OWN, seen
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.meter import Say
 from fsdp2.data.places import find
 from fsdp2.data.preparing import SAY_SECONDS, prepare
 from fsdp2.data.text import encoder_of
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser, read_values
 from fsdp2.options.values import checked, location, one_of, text, whole

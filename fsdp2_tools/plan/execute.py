@@ -18,12 +18,12 @@ from fsdp2.allocations.recorder import Recorder
 from fsdp2.allocations.timeline import Timeline
 from fsdp2.config import Config
 from fsdp2.evaluate import scored
-from fsdp2.models import ModelSpec
 from fsdp2.models.attention import kernels
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import refuse
-from fsdp2.parallel.baselines import BASELINES
+from fsdp2.parallel.baselines import baseline
 from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
@@ -201,7 +201,7 @@ def make_engine(
     if config.strategy == "fsdp2":
         engine: Engine = parallelize(config, methods=spec.methods, **arguments)
     else:
-        engine = BASELINES[config.strategy].build(config, Start(**arguments))
+        engine = baseline(config.strategy).build(config, Start(**arguments))
     engine.call = spec.call
     # Of adapters only their base's checksum would be added, which needs values.
     add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_world
-from fsdp2.parallel.optimizer import FUSED
+from fsdp2.parallel.names import FUSED
 from fsdp2.run.preflight import check_model
 from fsdp2_tools.plan.device import Gpu, Term, beside_on_cpu, terms
 from fsdp2_tools.plan.memory import Memory, Runs, memory_of, run

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2.allocations.timeline import Timeline
 from fsdp2.checkpoint import full_dcp, full_dtensor, weights
-from fsdp2.checkpoint.full_file import plain_names
 from fsdp2.checkpoint.full_model import full_state_api
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.staging import Staging
-from fsdp2.checkpoint.state import AppState, Progress, RandomState
+from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
 from fsdp2.config import Config
 from fsdp2.models import lora
 from fsdp2.models.initial import place_of

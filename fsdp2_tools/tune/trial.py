@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config, parse
-from fsdp2.data import Dataset
 from fsdp2.data.loader import evaluation_batches
+from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import ending, runtime
 from fsdp2.run.runtime import World

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import models
-from fsdp2.models import ModelSpec
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError
 
 

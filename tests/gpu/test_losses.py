@@ -11,7 +11,7 @@ import torch
 from fsdp2 import minimal
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.parallel.precision import FLOAT8, FLOAT8_CAPABILITY
+from fsdp2.parallel.names import FLOAT8, FLOAT8_CAPABILITY
 from fsdp2.train import train_step
 from tests.gpu import harness
 from tests.gpu.harness import (

@@ -16,10 +16,10 @@ import pytest
 
 from fsdp2 import models
 from fsdp2.config import parse
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.reading import rows_of
 from fsdp2.data.text import encoder_of
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.foreign import bounds
 from fsdp2.foreign.bounds import Foreign, in_bounds, run_in_bounds

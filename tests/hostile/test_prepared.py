@@ -16,10 +16,10 @@ import numpy
 import pytest
 
 from fsdp2.data import text
+from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.reading import rows_of
 from fsdp2.data.text import encoder_of
-from fsdp2.data.tokenizer import UnusableText
 from fsdp2_tools.data.__main__ import cli
 from tests.harness import python_environment
 from tests.hostile.common import one_line

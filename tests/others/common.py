@@ -18,7 +18,7 @@ from fsdp2 import data, train
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.config import parse
 from fsdp2.data.loader import Batches
-from fsdp2.models import ModelSpec
+from fsdp2.models.spec import ModelSpec
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.precision import with_statistics

@@ -17,6 +17,7 @@ from fsdp2 import data, models
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.data.loader import Batches
+from fsdp2.models.spec import ModelSpec
 from fsdp2_tools.checkpoint.__main__ import main as commands
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
@@ -70,7 +71,7 @@ def _trained_by_accelerate(model: str, folder: str) -> list[float]:
 
 
 def _steps(
-    net: nn.Module, optimizer: torch.optim.Optimizer, spec: models.ModelSpec, batches: Batches, count: int
+    net: nn.Module, optimizer: torch.optim.Optimizer, spec: ModelSpec, batches: Batches, count: int
 ) -> list[float]:
     found: list[float] = []
     for (batch,) in batches:

@@ -17,9 +17,9 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.sources.pt_file import open_pt
-from fsdp2.checkpoint.sources.safetensors_files import INDEX, open_safetensors, read_index
+from fsdp2.checkpoint.sources.safetensors_files import open_safetensors, read_index
 from fsdp2.checkpoint.sources.source import Source, local_copy
-from fsdp2.checkpoint.store import MARKER, METADATA, STEP, Store, read_marker, verify
+from fsdp2.checkpoint.store import INDEX, MARKER, METADATA, STEP, Store, read_marker, verify
 
 BIN = "pytorch_model.bin"  # Hugging Face's older files
 PART = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")

@@ -26,9 +26,9 @@ from fsdp2.checkpoint.refusal import Refused, one_line
 from fsdp2.checkpoint.safe_reader import read_slice
 from fsdp2.checkpoint.sources.source import Source, local_copy
 from fsdp2.checkpoint.spool import raw_bytes
+from fsdp2.checkpoint.store import INDEX
 from fsdp2.units import install
 
-INDEX = "model.safetensors.index.json"
 WRITERS = 4  # shards that are written at a time; each has one tensor in memory
 
 DTYPE_NAMES = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-from fsdp2.parallel import meta
-from fsdp2.parallel.engine import Engine
+    from fsdp2.parallel.engine import Engine
 
 Options = Any
 """An object with the flags as attributes, such as `fsdp2.config.Config`, which this room doesn't import."""
@@ -44,7 +44,7 @@ class Rules:
     reads_as_fsdp2: bool = False
 
 
-SetWeights = Callable[[nn.Module], None]
+SetWeights: TypeAlias = "Callable[[nn.Module], None]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Start:
     blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
     set_weights: SetWeights
     load_weights: SetWeights | None = None
-    brought: Callable[[str], bool] = meta.nothing
+    brought: Callable[[str], bool]
     device: torch.device
     world_size: int
 
