@@ -11,6 +11,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fsdp2.config import Config, parse
+from fsdp2.run import early
+
+if __name__ == "__main__":
+    early.answer(parse)
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +24,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from fsdp2.allocations.observing import observed
 from fsdp2.checkpoint.state import Part, Progress
-from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.models.spec import ModelSpec

@@ -16,8 +16,9 @@ from typing import Any
 
 from fsdp2.config import parser as train_parser
 from fsdp2.options.errors import ConfigError
-from fsdp2_tools.tune.__main__ import OWN, add_own, check, take_own, tune
+from fsdp2_tools.tune.__main__ import check, tune
 from fsdp2_tools.tune.launch import KILLED, Launch
+from fsdp2_tools.tune.options import OWN, add_own, take_own
 from fsdp2_tools.tune.rounds import Candidate
 from launchers import ray_train, ray_tune
 from launchers.ray_options import RayOptions, read_groups, without_a_run

@@ -20,7 +20,7 @@ from fsdp2.options.parser import to_flags
 from fsdp2.run.preflight import preflight
 from fsdp2.run.runtime import World
 from fsdp2_tools.checkpoint import __main__ as checkpoint
-from fsdp2_tools.compare.__main__ import _parse as parse_comparison
+from fsdp2_tools.compare.options import parse as parse_comparison
 from fsdp2_tools.compare.variants import rows
 from fsdp2_tools.memory.__main__ import main as show_memory
 from launchers.ray_options import parse as parse_ray

@@ -262,6 +262,43 @@ def test_nothing_is_imported_that_the_run_does_not_use() -> None:
     assert _python(program).strip() == "[]"
 
 
+QUICK = ("plan", "doctor", "compare", "tune", "memory", "checkpoint", "data")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("train --help", "train --lr -1", "train --modle x", "train --batch-size"),
+        *(f"{tool} --help" for tool in QUICK),
+        *(f"{tool} --modle x" for tool in QUICK),
+    ],
+)
+def test_help_and_a_refused_flag_are_answered_without_torch(words: str) -> None:
+    """torch takes seconds to load, and an answer that needs none of it takes a tenth of one."""
+    program, *flags = words.split()
+    command = [sys.executable, "-X", "importtime", "-m", f"fsdp2.{program}", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=python_environment(), cwd=ROOT)
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    said = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+    assert "fsdp2.options.errors" in loaded
+    assert not loaded & {"torch", "numpy"}
+    if "--help" in flags:
+        assert (result.returncode, said) == (0, [])
+        assert result.stdout.startswith("usage: ")
+    else:
+        assert (result.returncode, len(said), result.stdout) == (2, 1, "")
+        assert " error: " in said[0]
+
+
+def test_one_of_several_ranks_refuses_with_the_others() -> None:
+    """Else each would print the line, and a launcher would end rank 0 before it has spoken."""
+    program = (
+        "import os; os.environ['RANK'] = '1'; from fsdp2.config import parse; from fsdp2.run import early;"
+        " early.answer(lambda: parse(['--lr', '-1'])); print('goes on')"
+    )
+    assert _python(program) == "goes on\n"
+
+
 @pytest.mark.parametrize(("module", "most"), [("fsdp2.minimal", 13), ("fsdp2.parallelize", 20), ("fsdp2.train", 90)])
 def test_a_reader_loads_few_files(module: str, most: int) -> None:
     """What a module loads is its size to a reader; the aim for `fsdp2.train` is 90."""

@@ -21,6 +21,7 @@ from fsdp2.run.rundir import default_path
 from fsdp2.run.runtime import World
 from fsdp2_tools.doctor import clock, collectives, compute, dataset, machine, network, step, storage
 from fsdp2_tools.doctor.asking import STARTING, Asker, Here, Question
+from fsdp2_tools.doctor.options import SECONDS
 from fsdp2_tools.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
 
 QUESTIONS: dict[str, Question] = {
@@ -38,7 +39,6 @@ QUESTIONS: dict[str, Question] = {
 }
 # A training does without the answers of the first three. Data and models that take long aren't looked at.
 HARMLESS = (("machine", "failed"), ("clock", "failed"), ("clean", "failed"), ("data", "hung"), ("room", "hung"))
-SECONDS = 10.0  # that a rank has by default to answer a question
 FINAL = ("fit to train", "worse than expected", "can't train")
 
 

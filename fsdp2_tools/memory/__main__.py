@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp2.run import early
+from fsdp2_tools.memory.options import parse
+
+if __name__ == "__main__":
+    early.answer(parse)
+
 from fsdp2.allocations.timeline import Timeline, file_name
 from fsdp2.options.errors import ConfigError, require
-from fsdp2.options.parser import Parser, files_at
-from fsdp2.options.values import checked, location
+from fsdp2.options.parser import files_at
 from fsdp2.run import ending
 from fsdp2.units import printable, short, size
 from fsdp2_tools.memory.read import exchanges, read_timelines
@@ -20,18 +25,7 @@ from fsdp2_tools.memory.read import exchanges, read_timelines
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """The pages written. Raises ConfigError if there is nothing to show."""
-    parser = Parser(
-        prog="python -m fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False
-    )
-    parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
-    parser.add_argument(
-        "--out", metavar="DIR", help="where the pages go (default: the run directory; for a URL, this folder)"
-    )
-    parser.add_argument("--no-pages", action="store_true", help="print the summary and write no pages")
-    options = parser.parse_args(arguments)
-    for flag, value in (("RUN", options.run), ("--out", options.out)):
-        if value is not None:
-            checked(flag, value, location)
+    options = parse(arguments)
     files = files_at(options.run, "RUN")
     lines = read_timelines(files, options.run)
     print("\n".join(map(printable, summary(lines).splitlines())))

@@ -13,13 +13,18 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from fsdp2.run import early
+from fsdp2_tools.plan.options import parser
+
+if __name__ == "__main__":
+    early.answer(parser().parse_args)
 
 from fsdp2.checkpoint.files import publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
-from fsdp2.options.parser import make_parser, read_values, to_flags
+from fsdp2.options.parser import read_values, to_flags
 from fsdp2.options.values import checked, location, whole
 from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run import ending
@@ -32,28 +37,6 @@ from fsdp2_tools.plan.search import choices, search
 
 MOST_RANKS = 65536
 MOST_TOKENS = 1e18
-
-
-def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
-    """The argparse parser of a plan; with `add_help=False` it is a parent for another parser."""
-    found = make_parser(Config, prog=prog, description=(__doc__ or "").partition("  ")[0], add_help=add_help)
-    own = found.add_argument_group("the plan")
-    own.add_argument("--ranks", metavar="N,N", help="numbers of ranks to plan for (default: 8)")
-    own.add_argument(
-        "--gpu", metavar="NAME|FILE.toml", help="what the ranks run on: a name of the table, or a table of your own"
-    )
-    own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
-    own.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="the trials.json of fsdp2.tune: rates of --gpu are fitted to it",
-    )
-    own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
-    own.add_argument("--search", action="store_true", help="rank settings by their time within the budget")
-    own.add_argument("--out", metavar="DIR", help="where a search leaves its results (default: plans/<time>)")
-    own.add_argument("--html", metavar="FILE", help="write a page of the plans, with a quarter to four times the batch")
-    own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Plan]:

@@ -7,27 +7,31 @@ fastest as a file for `--config`. What is trained stays the same: losses are com
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from fsdp2.run import early
+from fsdp2_tools.tune.options import parser, take_own
+
+if __name__ == "__main__":
+    early.answer(parser().parse_args)
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.own_model import code_flags
-from fsdp2.options.parser import make_parser, read_values
-from fsdp2.options.values import checked, location, number, whole
+from fsdp2.options.parser import read_values
 from fsdp2.run import ending, runtime
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.rundir import environment
 from fsdp2.run.runtime import World
-from fsdp2.units import byte_count, short
+from fsdp2.units import short
 from fsdp2_tools.compare.measure import memory_of_rank
 from fsdp2_tools.plan.calibration import calibrate, read
 from fsdp2_tools.plan.device import Gpu
@@ -39,18 +43,6 @@ from fsdp2_tools.tune.launch import Launch, on_ranks, torchrun
 from fsdp2_tools.tune.planner import Planner
 from fsdp2_tools.tune.rounds import Candidate, halve
 
-# The flags of the search itself, with their defaults, checks and meaning.
-OWN: dict[str, tuple[Any, Any, str]] = {
-    "nproc": (2, whole(1, 256), "ranks on this machine"),
-    "trials": (10, whole(2, 1000), "settings that are tried, the default among them"),
-    "steps": (6, whole(1, 10**4), "timed steps of a setting in a round"),
-    "minutes": (10.0, number(0, 10**4), "how long it may take; a round that has begun is finished"),
-    "plans": (20, whole(2, 10**4), "settings that are planned, of which the best are tried"),
-    "gpu": (None, find_gpu, "what the ranks run on, as fsdp2.plan takes it; ranks the plans by time (CPU ranks: cpu)"),
-    "calibration": (None, location, "the trials.json of an earlier search: begin with rates that it has measured"),
-    "budget": (None, byte_count, "bytes that a rank's tensors may take; unset = its share of the memory"),
-    "out": (None, location, "where the results go; unset = tuned/<time>"),
-}
 ROUNDS = 0.6  # of the minutes: what begins later would leave none for the last round
 
 
@@ -59,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
 
     Raises ConfigError before anything is started.
     """
-    parser = make_parser(Config, prog="fsdp2.tune", description=(__doc__ or "").partition("  ")[0])
-    add_own(parser)
-    given = vars(parser.parse_args(arguments))
+    given = vars(parser().parse_args(arguments))
     options = take_own(given)
     ranks: int = options["nproc"]
     words = arguments if arguments is not None else sys.argv[1:]
@@ -171,28 +161,6 @@ def _fit_together(planned: Sequence[Plan], ranks: int, budget: int, device: str)
     share = min(budget, memory_of_rank(ranks, device))
     held = sum(2 * one.memory.model_bytes + one.memory.optimizer_bytes for one in planned)
     return held + max(one.bytes for one in planned) <= share / 2
-
-
-def add_own(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(OWN)) -> None:
-    """The search's own flags, in a group of their own."""
-    group = parser.add_argument_group("the search")
-    for name in names:
-        default, _, meaning = OWN[name]
-        known = "" if default is None else f" (default: {default:g})"
-        group.add_argument(f"--{name}", metavar=METAVARS.get(name, "N"), help=meaning + known)
-
-
-def take_own(given: dict[str, Any]) -> dict[str, Any]:
-    """The search's own options, out of what a parser returned. Raises ConfigError."""
-    values = {name: default for name, (default, _, _) in OWN.items()}
-    for name, (_, parse, _) in OWN.items():
-        if name in given:
-            value = given.pop(name)
-            values[name] = parse(value) if name == "gpu" else checked(f"--{name}", value, parse)
-    return values
-
-
-METAVARS = {"gpu": "NAME|FILE.toml", "calibration": "FILE", "budget": "BYTES", "out": "DIR"}
 
 
 if __name__ == "__main__":

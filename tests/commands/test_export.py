@@ -21,8 +21,9 @@ from fsdp2 import models
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint
+from fsdp2_tools.checkpoint import options
 from fsdp2_tools.checkpoint.__main__ import main as command
-from fsdp2_tools.checkpoint.export import export
+from fsdp2_tools.checkpoint.export import DTYPES, export
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, flip, read_all, write
 from tests.harness import same
@@ -31,6 +32,10 @@ from tests.peaks import peaks_of
 
 def vit() -> nn.Module:
     return models.get("vit").build("tiny")
+
+
+def test_a_dtype_of_the_flag_is_one_that_export_casts_to() -> None:
+    assert tuple(DTYPES) == options.DTYPES
 
 
 def load(path: Path, form: str, dtype: torch.dtype | None = None) -> State:

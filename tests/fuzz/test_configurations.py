@@ -211,7 +211,7 @@ def _ray(words: list[str]) -> None:
 
 OTHERS: dict[str, tuple[Callable[[list[str]], Any], list[str]]] = {
     "ray": (_ray, [flag_of(f.name)[2:] for kind in (TuneOptions, RayOptions) for f in dataclasses.fields(kind)]),
-    "compare": (comparison._parse, ["strategies", "variants", "nproc", "steps", "repeats", "budget", "out"]),
+    "compare": (comparison.parse, ["strategies", "variants", "nproc", "steps", "repeats", "budget", "out"]),
     "infer": (infer.parse, ["data-root", "json", "sharded"]),
     "checkpoint": (checkpoint.parse, ["max-shard-size", "format", "dtype", "from", "quick"]),
 }

@@ -24,7 +24,6 @@ from fsdp2.checkpoint.store import INDEX, MARKER, METADATA, STEP, Store, read_ma
 BIN = "pytorch_model.bin"  # Hugging Face's older files
 PART = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")
 
-KINDS = ("pt", "safetensors", "dcp")
 
 # A run's checkpoint, also one that a run which went back has set aside.
 CHECKPOINT_NAME = re.compile(rf"(superseded-[0-9]+-)?{STEP}")

@@ -1,0 +1,58 @@
+"""The flags of `python -m fsdp2.data`, without what prepares and shows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from fsdp2 import config as training
+from fsdp2.data import BOS
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import Parser
+from fsdp2.options.values import checked, location, one_of, text, whole
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line. Raises ConfigError."""
+    description = "Prepare data before a run, or look at it."
+    parser = Parser(prog="python -m fsdp2.data", description=description, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{prepare,show}")
+    words = "print the first sequences of a run's text or conversations, what is learned of them marked, and counts"
+    common = training.parser(add_help=False)
+    showing = commands.add_parser("show", help=words, description=words, parents=[common], allow_abbrev=False)
+    showing.add_argument("--samples", default="3", metavar="N", help="how many sequences to print (default: 3)")
+    words = "tokenize text once, for --dataset text:FOLDER"
+    preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
+    preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder, a pattern or a URL")
+    preparing.add_argument(
+        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or the word bytes"
+    )
+    preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the tokens")
+    preparing.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl and .parquet that holds the text (default: text)",
+    )
+    preparing.add_argument(
+        "--bos",
+        default="auto",
+        metavar="|".join(BOS),
+        help="whether a token begins each document; auto = as the tokenizer's post-processor (default: auto)",
+    )
+    preparing.add_argument("--chat", action="store_true", help="the files are conversations, for --dataset chat:FOLDER")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "show":
+        arguments.samples = checked("--samples", arguments.samples, whole(0, 10**6))
+        return arguments
+    for place in arguments.places:
+        checked("PATH", place, location)
+    for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
+        checked(flag, value, location)
+    checked("--text-field", arguments.text_field, text)
+    checked("--bos", arguments.bos, one_of(*BOS))
+    if arguments.chat and arguments.bos != "auto":
+        raise ConfigError(f"--bos {arguments.bos} with --chat: the chat template begins a conversation; drop it")
+    if arguments.chat and arguments.text_field != "text":
+        raise ConfigError("--text-field with --chat: conversations are in the field messages; drop it")
+    return arguments
