@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the command line. Raises Refused with argparse's message."""
         raise Refused(refusal(f"{message}; see {self.prog} --help"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
