@@ -130,7 +130,8 @@ def _on_disk(path: Path) -> File:
         facts = path.stat()
     except OSError as error:
         raise UnusableText(f"{path}: can't be read ({error.strerror})") from None
-    return File(str(path), facts.st_size, str(facts.st_mtime_ns))
+    # Who copies a file may set its date of change; that of its entry is the file system's own.
+    return File(str(path), facts.st_size, f"{facts.st_mtime_ns} {facts.st_ctime_ns}")
 
 
 def _client(url: str) -> tuple[Any, str]:
@@ -169,6 +170,11 @@ def _at_url(url: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     ]
     if unknown := next((name for name, info in found if info.get("size") is None), None):
         raise UnusableText(f"{unknown}: its server doesn't report its size, so a part could pass for the whole")
+    if unknown := next((name for name, info in found if not _state(info)), None):
+        raise UnusableText(
+            f"{unknown}: its server reports neither a version nor a date of it, so other text of its size could pass "
+            "for it; download it"
+        )
     return [File(name, int(info["size"]), _state(info)) for name, info in found]
 
 

@@ -112,6 +112,11 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             f"{folder / 'config.json'}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
             "the others to gather them; set it to 0"
         )
+    if own := getattr(config, "transformers_weights", None):
+        raise ValueError(
+            f"{folder / 'config.json'}: transformers_weights names {_line(ValueError(own))}, and only "
+            "model.safetensors, pytorch_model.bin or an index of either is read; name that file so, and drop the key"
+        )
     if outside := next(_files_named(config.to_dict()), None):
         raise ValueError(
             f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.sources.opening import FOREIGN
+from fsdp2.checkpoint.store import fingerprint, write_marker
+from fsdp2.config import parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import preflight
+from fsdp2.run.runtime import World
 from fsdp2_tools.checkpoint.hf_folder import dtype_of
 from tests.commands.common import Cli
 from tests.harness import same
@@ -58,6 +65,74 @@ def test_of_two_sets_of_weights_it_is_that_which_transformers_loads(folder: Path
     cli("export", both, tmp_path / "ours.pt", "--format=pt")
     ours = torch.load(tmp_path / "ours.pt", weights_only=True)
     assert same(ours, {name: theirs[name] for name in ours})
+
+
+def _changed(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("beside", ["model.fp16.safetensors", "consolidated.safetensors", "Model.safetensors"])
+def test_weights_under_a_name_that_transformers_does_not_read_are_passed_over(
+    beside: str, folder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    both = tmp_path / "both"
+    both.mkdir()
+    shutil.copy(folder / "config.json", both)
+    torch.save(load_file(folder / "model.safetensors"), both / "pytorch_model.bin")
+    save_file(_changed(folder), both / beside, {"format": "pt"})
+    cli("export", both, tmp_path / "ours.pt", "--format=pt")
+    assert same(torch.load(tmp_path / "ours.pt", weights_only=True), load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("marker", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_with_a_checkpoint_in_its_folder_is_refused(
+    inside: bool, marker: bool, folder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """A checkpoint's weights would be taken for the model's, which no other program sees."""
+    both, step = tmp_path / "both", tmp_path / "checkpoints" / "step-00000000"
+    shutil.copytree(folder, both)
+    save_file(_changed(folder), tmp_path / "other.safetensors", {"format": "pt"})
+    step.parent.mkdir()
+    assert cli("import", tmp_path / "other.safetensors", step)[0] == 0
+    if not marker:
+        (step / "COMMIT.json").unlink()
+    if inside:
+        shutil.copytree(tmp_path / "checkpoints", both / "checkpoints")
+    else:
+        shutil.copytree(step, both, dirs_exist_ok=True)
+    line = ["export", both, tmp_path / "ours.pt", "--format=pt"]
+    if inside and not marker:  # no reader takes a save that wasn't committed
+        assert cli(*line)[0] == 0
+        assert same(torch.load(tmp_path / "ours.pt", weights_only=True), load_file(folder / "model.safetensors"))
+        return
+    other = "checkpoints/ with 1 steps" if inside else ".metadata"
+    refused = f"{both}: holds model.safetensors, and a checkpoint too ({other}); move one of them to another folder"
+    assert refused in cli(*line)[2]
+    with pytest.raises(ConfigError, match="and a checkpoint too"):
+        preflight(
+            parse([f"--model=hf:{both}", f"--run-dir={tmp_path / 'new'}", "--dataset=random-tokens"]), World(0, 1, 0, 1)
+        )
+
+
+def test_weights_that_a_marker_does_not_list_are_refused(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "full_model"
+    assert cli("export", folder, out, "--format=safetensors", "--max-shard-size=1kB")[0] == 0
+    files = {name: fingerprint(LocalFiles(out), name) for name in os.listdir(out)}
+    write_marker(LocalFiles(out), {"step": 1, "world_size": 1, "files": files})
+    assert cli("export", out, tmp_path / "a.pt", "--format=pt")[0] == 0
+    save_file(_changed(folder), out / "model.safetensors", {"format": "pt"})
+    refused = f"{out}: holds model.safetensors, which its COMMIT.json doesn't list; move that file away"
+    assert refused in cli("export", out, tmp_path / "b.pt", "--format=pt")[2]
+
+
+def test_a_configuration_that_names_its_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "named"
+    shutil.copytree(folder, place)
+    config = json.loads((place / "config.json").read_bytes())
+    (place / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    with pytest.raises(ConfigError, match=r"transformers_weights names other\.safetensors, and only "):
+        parse([f"--model=hf:{place}"])
 
 
 def test_the_dtype_is_the_source_folders_unless_another_is_asked_for(

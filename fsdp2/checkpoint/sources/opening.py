@@ -21,7 +21,8 @@ from fsdp2.checkpoint.sources.safetensors_files import open_safetensors, read_in
 from fsdp2.checkpoint.sources.source import Source, local_copy
 from fsdp2.checkpoint.store import INDEX, MARKER, METADATA, STEP, Store, read_marker, verify
 
-BIN = "pytorch_model.bin"  # Hugging Face's older files
+SAFETENSORS = ("model.safetensors", INDEX)
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # Hugging Face's older files
 PART = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")
 
 
@@ -44,12 +45,12 @@ def is_checkpoint(files: Files) -> bool:
 
 def is_safetensors(files: Files) -> bool:
     """Return whether a folder holds a model in Hugging Face's layout, such as a run's full model."""
-    return not is_there(files, METADATA) and any(is_there(files, name) for name in (INDEX, "model.safetensors"))
+    return not is_there(files, METADATA) and any(is_there(files, name) for name in SAFETENSORS)
 
 
 def is_hf(files: Files) -> bool:
     """True if a folder is a model of Hugging Face's, which never had a marker, rather than a run's that lost it."""
-    weights = is_safetensors(files) or any(is_there(files, name) for name in (BIN, f"{BIN}.index.json"))
+    weights = is_safetensors(files) or any(is_there(files, name) for name in (BIN, BIN_INDEX))
     return weights and is_there(files, "config.json") and not is_checkpoint(files)
 
 
@@ -74,28 +75,26 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
         if kind == "safetensors" or (kind == "auto" and file.endswith(".safetensors")):
             return open_safetensors(place, folder, {file: None}, stack)
         return replace(open_pt(place, local_copy(folder, file, stack)), folder=folder, file=file)
-    if kind in ("auto", "dcp"):
-        if is_checkpoint(folder) and not is_safetensors(folder):
+    model = model_file(folder)
+    steps = Store(folder.at("checkpoints")).committed() if kind in ("auto", "dcp") else []
+    if kind == "auto" and model is not None:
+        _require_one_answer(place, folder, model, steps)
+    if kind in ("auto", "dcp") and (model is None or kind == "dcp"):
+        if is_checkpoint(folder):
             return _open_dcp(place, folder, stack)
-        store = Store(folder.at("checkpoints"))
-        if steps := store.committed():
-            newest = store.checkpoint(steps[-1])
+        if steps:
+            newest = Store(folder.at("checkpoints")).checkpoint(steps[-1])
             return _open_dcp(str(newest), newest, stack)
+    if model is not None and kind in ("auto", "safetensors" if model in SAFETENSORS else "pt"):
+        return replace(_open_model(place, folder, model, stack), folder=folder)
     if kind in ("auto", "safetensors"):
         names = [name for name in folder.list("") if name.endswith(".safetensors")]
-        if "model.safetensors" in names:  # in a folder with an index too, as for transformers
-            names = ["model.safetensors"]
-        elif folder.size(INDEX) is not None:
-            return replace(open_safetensors(place, folder, read_index(place, folder), stack), folder=folder)
         if len(names) > 1 or any(PART.search(name) for name in names):
             raise Refused(
                 f"{place}: has {len(names)} of several safetensors files and no {INDEX}, which names them all"
             )
         if names:
             return replace(open_safetensors(place, folder, {names[0]: None}, stack), folder=folder)
-    if kind in ("auto", "pt") and (files := bin_files(place, folder)):
-        parts = [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files]
-        return replace(_together(place, parts), folder=folder)
     if kind in ("auto", "dcp") and (names := dcp_folders(folder)):
         return _together(place, [_open_dcp(f"{place}/{name}", folder.at(name), stack) for name in names])
     missing = {
@@ -107,17 +106,30 @@ def _open(place: str, kind: str, stack: ExitStack) -> Source:
     raise Refused(f"{place}: is {missing}" if kind == "pt" else f"{place}: holds {missing}; give a folder that does")
 
 
-def bin_files(place: str, folder: Files) -> list[str]:
-    """The files of a folder in Hugging Face's older form. Raises Refused."""
-    if folder.size(BIN) is not None:
-        return [BIN]
-    if folder.size(f"{BIN}.index.json") is None:
-        return []
-    files = list(read_index(place, folder, f"{BIN}.index.json"))
+def model_file(folder: Files) -> str | None:
+    """The file by which transformers reads the weights of a folder, in its order; None for a folder without any."""
+    return next((name for name in (*SAFETENSORS, BIN, BIN_INDEX) if folder.size(name) is not None), None)
+
+
+def _require_one_answer(place: str, folder: Files, model: str, steps: list[int]) -> None:
+    """Refuse a model whose folder holds other weights that a reader might take, or that its marker doesn't list."""
+    other = METADATA if is_there(folder, METADATA) else f"checkpoints/ with {len(steps)} steps" if steps else None
+    if other is not None:
+        raise Refused(f"{place}: holds {model}, and a checkpoint too ({other}); move one of them to another folder")
+    if is_there(folder, MARKER) and model not in read_marker(folder)["files"]:
+        raise Refused(f"{place}: holds {model}, which its {MARKER} doesn't list; move that file away")
+
+
+def _open_model(place: str, folder: Files, model: str, stack: ExitStack) -> Source:
+    if model == INDEX:
+        return open_safetensors(place, folder, read_index(place, folder), stack)
+    if model in SAFETENSORS:
+        return open_safetensors(place, folder, {model: None}, stack)
+    files = [BIN] if model == BIN else list(read_index(place, folder, BIN_INDEX))
     for file in files:
         if folder.size(file) is None:
-            raise Refused(f"{place}: {file} is missing, which {BIN}.index.json names")
-    return files
+            raise Refused(f"{place}: {file} is missing, which {BIN_INDEX} names")
+    return _together(place, [open_pt(f"{place}/{file}", local_copy(folder, file, stack)) for file in files])
 
 
 def dcp_folders(folder: Files) -> list[str]:
