@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import data
+from fsdp2 import data, models
 from fsdp2.data import source_text, torchvision_sets
 from fsdp2.data.splits import Images, Windows
+from fsdp2.report.header import served_otherwise
 from tests.harness import Ranks, python_environment
 
 
@@ -152,3 +155,22 @@ def test_digits_are_those_of_scikit_learn_without_its_import() -> None:
     program = "import sys; from fsdp2.data import digits; digits.load(); print('sklearn' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=python_environment())
     assert result.stdout.strip() == "False", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("processor", "said"),
+    [
+        ({"image_mean": [0.9, 0.9, 0.9], "image_std": [0.1, 0.1, 0.1]}, "says [0.9, 0.9, 0.9] and [0.1, 0.1, 0.1]"),
+        ({"image_mean": [0.2243], "image_std": [0.3494]}, None),
+        ({"do_normalize": False, "image_mean": [0.2243], "image_std": [0.3494]}, "says [0.0] and [1.0]"),
+        ({"image_mean": "none"}, None),
+        (None, None),
+    ],
+)
+def test_a_processor_that_would_give_other_images_is_named(processor: Any, said: str | None) -> None:
+    """It is exported with the model, and whoever serves that uses it."""
+    files = {} if processor is None else {"preprocessor_config.json": json.dumps(processor).encode()}
+    spec = dataclasses.replace(models.get("vit"), files=lambda size: files)
+    lines = served_otherwise(spec, "tiny", data.load("digits", root=None, seq_len=1, vocab_size=None))
+    assert len(lines) == (said is not None)
+    assert all(str(said) in line for line in lines)

@@ -41,7 +41,7 @@ def lines(dataset: Dataset) -> list[str]:
     left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
     dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
-    split = f"{cut:,} go on in the next sequence of {train.seq_len}"
+    split = f"{cut:,} go on in the next sequence of {train.seq_len}" + ("" if train.apart else ", and see each other")
     return [f"{counts}; {split}; {dropped}", share, _tokenizer(about), *warnings(about, dataset.classes)]
 
 

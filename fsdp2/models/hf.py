@@ -155,7 +155,8 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             if importlib.util.find_spec("accelerate") is None:
                 raise ValueError(f"accelerate isn't installed; {install('hf')}")
             settings["device_map"] = "meta"
-        verbosity = words.get_verbosity()
+        verbosity, bars = words.get_verbosity(), words.is_progress_bar_enabled()
+        words.disable_progress_bar()
         words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
         try:
             with guarded():
@@ -164,6 +165,8 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
         finally:
             words.set_verbosity(verbosity)
+            if bars:
+                words.enable_progress_bar()
         wrong = {
             str(one[0] if isinstance(one, tuple) else one): DIFFERENCES.get(kind, kind)  # a name, or it and two shapes
             for kind, found in info.items()

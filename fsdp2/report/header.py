@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ def lines(
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
         *_data(dataset),
+        *served_otherwise(spec, config.model_size, dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else "")
@@ -67,6 +69,26 @@ def _data(dataset: Dataset) -> list[str]:
     from fsdp2.data import seen
 
     return seen.lines(dataset)
+
+
+def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list[str]:
+    """Warn of a processor beside the model that would give it other images than the run does, once it is exported."""
+    if spec.kind != "image":
+        return []
+    try:
+        found = json.loads(spec.files(model_size).get("preprocessor_config.json", b"{}"))
+        on = found.get("do_normalize", True)
+        theirs = [found["image_mean"], found["image_std"]] if on and "image_mean" in found else [[0.0], [1.0]]
+        ours = [dataset.train.mean, dataset.train.std]  # type: ignore[attr-defined]
+        near = all(abs(one - own) < 1e-3 for some, own in zip(theirs, ours, strict=True) for one in some)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []  # nothing that an image processor would read
+    if near or not found:
+        return []
+    return [
+        f"warning: images are normalised by mean {ours[0]:g} and std {ours[1]:g}, and the model's "
+        f"preprocessor_config.json says {theirs[0][:3]} and {theirs[1][:3]}: change it before the model is served"
+    ]
 
 
 def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:
