@@ -14,15 +14,16 @@ from collections.abc import Sequence
 
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from migration.checkpoints import cli as checkpoints
+from migration.checkpoints import flags as checkpoints
 from migration.options import TABLE
-from migration.page import listing, page
-from migration.prove import cli as prove
+from migration.prove import flags as prove
 from migration.rewriter import cli as code
 
 
 def run_options(given: argparse.Namespace) -> None:
     """Raises ConfigError if nothing has such a name."""
+    from migration.page import listing, page
+
     if given.markdown:
         if given.name is not None:
             raise ConfigError(f"options {given.name} --markdown: the page holds all rows; drop one of them")
@@ -35,8 +36,8 @@ def run_options(given: argparse.Namespace) -> None:
     print(listing(rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises ConfigError for what is refused; exits with 1 for what is left to do, or differs."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a command line asks for; `--help` prints and exits. Raises ConfigError."""
     parser = Parser(prog="python -m fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     meaning = "what each option of FSDP1 means in FSDP2"
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checkpoints.add_command(commands)
     prove.add_command(commands)
     words, for_programs = prove.split(sys.argv[1:] if arguments is None else arguments)
-    given = parser.parse_args(words, argparse.Namespace(arguments=for_programs))
+    return parser.parse_args(words, argparse.Namespace(arguments=for_programs))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises ConfigError for what is refused; exits with 1 for what is left to do, or differs."""
+    given = parse(arguments)
     if status := given.run(given):
         sys.exit(status)

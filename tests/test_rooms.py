@@ -242,7 +242,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 23_500, lines
-    assert sum(lines.values()) <= 50_500, lines
+    assert sum(lines.values()) <= 50_700, lines
 
 
 def test_the_training_is_one_page() -> None:
@@ -262,7 +262,7 @@ def test_nothing_is_imported_that_the_run_does_not_use() -> None:
     assert _python(program).strip() == "[]"
 
 
-QUICK = ("plan", "doctor", "compare", "tune", "memory", "checkpoint", "data")
+QUICK = ("plan", "doctor", "compare", "tune", "memory", "checkpoint", "data", "migrate")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_help_and_a_refused_flag_are_answered_without_torch(words: str) -> None:
     loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
     said = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
     assert "fsdp2.options.errors" in loaded
-    assert not loaded & {"torch", "numpy"}
+    assert not loaded & {"torch", "numpy", "libcst"}
     if "--help" in flags:
         assert (result.returncode, said) == (0, [])
         assert result.stdout.startswith("usage: ")

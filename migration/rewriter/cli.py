@@ -9,9 +9,9 @@ from typing import Any
 
 from fsdp2.options.errors import ConfigError
 from fsdp2.units import install
-from migration.rewriter.finding import FORMATS, text
 
 PATHS = "Python files, notebooks, configuration files, or folders of them"
+FORMAT_NAMES = ("json", "github", "sarif")  # of `finding`, which is loaded when a command is known
 LIBRARIES = {"libcst": "Python", "ruamel.yaml": "YAML"}
 
 
@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     check.add_argument("paths", nargs="+", metavar="PATH", help=PATHS)
     check.add_argument("--all", action="store_true", help="also list what needs no decision, as the other formats do")
-    check.add_argument("--format", choices=("text", *FORMATS), default="text", help="of the list (default: text)")
+    check.add_argument("--format", choices=("text", *FORMAT_NAMES), default="text", help="of the list (default: text)")
     check.set_defaults(run=run_check)
     rewrite = commands.add_parser(
         "rewrite",
@@ -50,6 +50,7 @@ def run_check(given: argparse.Namespace) -> int:
     """1 if there is anything left to do."""
     _need_libraries()
     from migration.rewriter.check import everything
+    from migration.rewriter.finding import FORMATS, text
 
     found = everything(given.paths)
     printed = text(found.findings, given.all) if given.format == "text" else FORMATS[given.format](found.findings)

@@ -13,6 +13,7 @@ import pytest
 
 from fsdp2.options.errors import ConfigError
 from migration.__main__ import main
+from migration.rewriter import cli, finding
 from migration.rewriter.check import account, load
 from migration.rewriter.symbols import BY_CODE
 
@@ -319,3 +320,7 @@ def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path)
     found = [(finding.line, finding.code) for finding in account(load([str(script)])[0])]
     wanted = [(6, "FC23"), (7, "FC18"), (9, "FC18"), (10, "FC25")]
     assert [each for each in found if each[1] in ("FC18", "FC23", "FC25")] == wanted
+
+
+def test_the_formats_are_those_of_the_findings() -> None:
+    assert tuple(finding.FORMATS) == cli.FORMAT_NAMES

@@ -14,7 +14,8 @@ import torch
 from fsdp2.options.errors import ConfigError
 from migration.__main__ import main
 from migration.prove import launch
-from migration.prove.cli import divided, split
+from migration.prove.cli import divided
+from migration.prove.flags import split
 from migration.prove.launch import Failed, Program
 from tests.harness import Ranks, python_environment
 from tests.migrate.prove.in_pool import InPool
