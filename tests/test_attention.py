@@ -195,7 +195,6 @@ def test_who_attends_by_flex() -> None:
 def test_where_nothing_compiles_documents_are_kept_apart_by_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "missing", lambda: "a C compiler")
     assert way("auto", "cuda", apart=True) == "auto"
-    monkeypatch.setattr("fsdp2.options.strategies.missing", lambda: "a C compiler")
     with pytest.raises(ConfigError, match="flex: it has to be compiled, and a C compiler is missing"):
         check_device(Config(model="llama", attention="flex"), "cuda")
 

@@ -138,7 +138,7 @@ def test_a_signal_leaves_no_unfinished_output(number: int, tmp_path: Path, capsy
     torch.save({"x": torch.zeros(4)}, tmp_path / "m.pt")
 
     def write(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
     for words, target in (
         (["export", "--format=dcp"], "fsdp2_tools.checkpoint.export.write_dcp"),
