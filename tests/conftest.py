@@ -17,6 +17,13 @@ DATA_ROOT = ROOT.parent / "shared" / "data"
 
 def pytest_configure(config: pytest.Config) -> None:
     lanes.configure(config)
+    try:
+        import hypothesis
+    except ImportError:  # a borrowed GPU machine hasn't it, and no test there needs it
+        return
+    # By default an example that takes more than 0.2 s fails, and one does on a busy machine.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
