@@ -58,7 +58,8 @@ $(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.installed
 	$(UV) -e '.[test,lint,tensorboard,ray,tutorial,plots,migrate,hf,timm,peft,torchao]' tox tox-uv tox-current-env
 	@touch $@
-TOX = $(BIN)/tox run --current-env -e
+# Tests start make themselves, which is no part of this one and has flags of its own.
+TOX = env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL -u ARGS $(BIN)/tox run --current-env -e
 
 ##@ Train, go on, predict
 
