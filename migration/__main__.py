@@ -37,7 +37,7 @@ def run_options(given: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What a command line asks for; `--help` prints and exits. Raises ConfigError."""
+    """Arguments of the command line; `--help` prints and exits. Raises ConfigError."""
     parser = Parser(prog="python -m fsdp2.migrate", description=(__doc__ or "").partition("  ")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     meaning = "what each option of FSDP1 means in FSDP2"

@@ -203,6 +203,16 @@ def test_a_folder_and_a_pattern_in_a_store(corpus: Path, tmp_path: Path) -> None
         memory.rm("/streaming", recursive=True)
 
 
+def test_a_server_that_tells_no_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/unversioned.txt", b"words")
+    facts = {"name": "/unversioned.txt", "size": 5, "type": "file"}
+    monkeypatch.setattr(type(memory), "info", lambda *given, **more: facts)
+    with pytest.raises(UnusableText, match="reports neither a version nor a date of it") as caught:
+        places.find("memory://unversioned.txt")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_has_one_order_however_it_is_named(tmp_path: Path) -> None:
     """Its place in a store, a pattern, names with what a URL of http would need escapes for."""
     memory, disk = fsspec.filesystem("memory"), tmp_path / "disk"

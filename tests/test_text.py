@@ -85,6 +85,19 @@ def test_what_was_tokenised_once_is_mapped_afterwards(corpus: Path, monkeypatch:
         text.load(str(folder), 8, 256, Text(Bytes()), apart=True)
 
 
+def test_text_that_changed_with_its_date_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rsync, tar and `cp -p` keep the date of a content."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "a.txt"
+    found = []
+    for letter in "ab":
+        file.write_text(letter * 500)
+        os.utime(file, ns=(10**18, 10**18))
+        made = text.load(str(file), 8, 256, Text(Bytes()), apart=True)
+        found.append(bytes(made.train.tokens[:3]))  # type: ignore[attr-defined]
+    assert found == [b"aaa", b"bbb"]
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".parquet"])
 def test_other_kinds_of_files_are_read(corpus: Path, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"other{suffix}"

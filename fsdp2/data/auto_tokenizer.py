@@ -1,7 +1,7 @@
 """A tokenizer.json beside what transformers makes of its folder.
 
 Training reads tokenizer.json as it is. AutoTokenizer opens the class that the folder names, and several classes build
-parts of the tokenizer anew, or follow settings of tokenizer_config.json. Whoever serves the model then gives it other
+parts of the tokenizer again, or follow settings of tokenizer_config.json. Whoever serves the model then gives it other
 tokens than those it was trained on.
 """
 

@@ -35,7 +35,7 @@ class InMemory(Protocol):
 
 
 class NotInMemory:
-    """No checkpoints in memory. Those that an earlier start of the run has left count no more."""
+    """No checkpoints in memory. `begin` invalidates those that an earlier start of the run has left."""
 
     busy = False
     failure: str | None = None

@@ -50,8 +50,7 @@ def is_safetensors(files: Files) -> bool:
 
 def is_hf(files: Files) -> bool:
     """True if a folder is a model of Hugging Face's, which never had a marker, rather than a run's that lost it."""
-    weights = is_safetensors(files) or any(is_there(files, name) for name in (BIN, BIN_INDEX))
-    return weights and is_there(files, "config.json") and not is_checkpoint(files)
+    return model_file(files) is not None and is_there(files, "config.json") and not is_checkpoint(files)
 
 
 @contextmanager
