@@ -89,9 +89,7 @@ def run(
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             print(f"--- {seconds:.0f} s are over; the stacks of what still runs:", flush=True)
-            _signal(set(descendants(os.getpid())) - own, signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PRINTING)
+            print_stacks(set(descendants(os.getpid())) - own)
         finally:
             _end(process, own)
             reader.join(PRINTING)
@@ -112,6 +110,16 @@ def descendants(pid: int) -> Iterator[int]:
         found = children.get(waiting.pop(), [])
         yield from found
         waiting += found
+
+
+def print_stacks(pids: set[int]) -> None:
+    """Have processes print their stacks and end, one after another: they share a pipe, and would write into each
+    other's lines."""
+    until = time.monotonic() + PRINTING
+    for pid in pids:
+        _signal({pid}, signal.SIGABRT)
+        while time.monotonic() < until and pid in descendants(os.getpid()):
+            time.sleep(0.01)
 
 
 def _end(process: subprocess.Popen[str], own: set[int]) -> None:

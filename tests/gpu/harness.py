@@ -13,7 +13,6 @@ import faulthandler
 import gc
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from fsdp2.config import Config, parse
 from fsdp2.parallel.engine import Engine
 from fsdp2.run import runtime
 from fsdp2.train import main, make_engine
+from tests.gpu.deadline import print_stacks
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cuda")
@@ -78,9 +78,7 @@ class Ranks:
         try:
             return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
         except TimeoutError:
-            for process in multiprocessing.active_children():
-                os.kill(process.pid or 0, signal.SIGABRT)  # faulthandler prints the stacks of all threads
-            time.sleep(2)
+            print_stacks({process.pid or 0 for process in multiprocessing.active_children()})
             self.close()
             raise
         except BaseException:
