@@ -20,7 +20,7 @@ from fsdp2 import train
 from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import parse
 from fsdp2.parallel.engine import Engine
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 
 ROUNDS, MICROBATCHES = 8, 4
 

@@ -38,7 +38,7 @@ from fsdp2.config import parse
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2_tools.compare.report import markdown_table
 from fsdp2_tools.plan.plans import plan
 from tests.harness import Ranks, main_in_ranks

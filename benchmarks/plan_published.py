@@ -27,7 +27,7 @@ from tables import write_page
 
 from fsdp2.config import Config
 from fsdp2.options.parser import Parser
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2_tools.plan.device import Gpu
 from fsdp2_tools.plan.execute import STEPS
 from fsdp2_tools.plan.memory import Runs

@@ -41,7 +41,7 @@ from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.checkpoint.store import HASH, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.parser import Parser, to_flags
-from fsdp2.run import agreement
+from fsdp2.run.process import agreement
 from fsdp2.units import size as shown_size
 from fsdp2_tools.checkpoint.show import list_checkpoints
 from fsdp2_tools.doctor import network, rows

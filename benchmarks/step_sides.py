@@ -21,7 +21,7 @@ from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import reset_parameters
 from fsdp2.report.metrics import MetricsFile, StepLog
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.train import make_engine, train_step
 
 

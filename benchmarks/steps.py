@@ -30,7 +30,7 @@ from fsdp2.allocations.ledger import Ledger
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.run import ending, runtime
+from fsdp2.run.process import ending, runtime
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3

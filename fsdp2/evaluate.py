@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.data.splits import IGNORED, Split
 from fsdp2.models.spec import ModelSpec
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp2.config import Config, parse
-from fsdp2.run import early
+from fsdp2.run.process import early
 
 if __name__ == "__main__":
     early.answer(parse)
@@ -36,18 +36,14 @@ from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
-from fsdp2.run import ending, runtime
-from fsdp2.run.anomalies import Anomalies
-from fsdp2.run.beside import examine_first
-from fsdp2.run.checkpoints import Checkpoints, resume
-from fsdp2.run.in_memory import agree
+from fsdp2.run.checkpoints import Checkpoints, agree, resume
+from fsdp2.run.directory.rundir import RunDir, checkpoint_info, too_large_unasked
 from fsdp2.run.parts import add_parts
-from fsdp2.run.preflight import preflight
-from fsdp2.run.rundir import RunDir, checkpoint_info, too_large_unasked
-from fsdp2.run.runtime import World, process_group
-from fsdp2.run.schedule import Schedule
-from fsdp2.run.settings import growing_segments, process_settings
-from fsdp2.run.signals import StopSignals, fails_to_torchrun
+from fsdp2.run.preflight import examine_first, preflight
+from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.runtime import World, process_group
+from fsdp2.run.process.settings import growing_segments, process_settings
+from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
 from fsdp2.run.start import (
     InitialValues,
     StartWeights,
@@ -58,7 +54,9 @@ from fsdp2.run.start import (
     try_out,
     write_start,
 )
-from fsdp2.run.watch import Watch
+from fsdp2.run.watch.anomalies import Anomalies
+from fsdp2.run.watch.hangs import Watch
+from fsdp2.schedule import Schedule
 
 
 @growing_segments()  # around all of it: what uses the GPU first reads this setting
@@ -113,7 +111,7 @@ def main(
 
         with job.starting(run):
             reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
-            write_start(config, job, run, memory, engine.files, finished=finished())
+            write_start(config, job, run, world, memory, engine.files, finished=finished())
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 

@@ -18,7 +18,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.report import records
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2.units import short
 from launchers.ray_options import parse
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2_tools.doctor import __main__ as doctor
 from launchers import ray_train
 from launchers.ray_console import plain_lines

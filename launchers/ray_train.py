@@ -21,10 +21,10 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import ending, runtime
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_world, preflight
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import World
+from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.runtime import World
 from fsdp2.units import install
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet

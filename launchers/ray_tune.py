@@ -25,7 +25,7 @@ from fsdp2.options.parser import to_flags, words_of
 from fsdp2.options.settings_file import parse_json
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
 from fsdp2.run.preflight import check_data, check_versions, check_world
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.units import short
 from launchers import ray_train
 from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch

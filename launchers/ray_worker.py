@@ -11,8 +11,8 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process import runtime
 from fsdp2.train import main
 from fsdp2_tools.doctor import examine
 from fsdp2_tools.doctor.rows import BAD, VERDICTS

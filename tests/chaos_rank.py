@@ -28,7 +28,7 @@ import fsdp2.train
 from fsdp2.checkpoint import staging
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.config import parse
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 
 # A peer that has lost its partner must end by itself; this long only if it hangs, which is a failure.
 PATIENCE = 60.0

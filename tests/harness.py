@@ -195,7 +195,7 @@ def make_engine(flags: str = "") -> Engine:
     """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
     from fsdp2 import train
     from fsdp2.config import parse
-    from fsdp2.run import runtime
+    from fsdp2.run.process import runtime
 
     config = parse(["--model-size=tiny", *flags.split()])
     return train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from tests.harness import _PROCESSES
 
 

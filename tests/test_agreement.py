@@ -19,9 +19,9 @@ import torch.distributed as dist
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run import agreement, ending, runtime
-from fsdp2.run.agreement import MAY_DIFFER, difference, facts, require_agreement
-from fsdp2.run.variables import check_variables, require_address, speaks
+from fsdp2.run.process import agreement, ending, runtime
+from fsdp2.run.process.agreement import MAY_DIFFER, difference, facts, require_agreement
+from fsdp2.run.process.variables import check_variables, require_address, speaks
 from fsdp2.train import main
 from tests.harness import _PROCESSES, Ranks, small
 from tests.programs import in_a_process

@@ -22,11 +22,11 @@ from fsdp2.data.loader import Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
-from fsdp2.run import pace, replicas
-from fsdp2.run.jumps import FEWEST, REMEMBERED, Jumps
-from fsdp2.run.pace import slow
-from fsdp2.run.runtime import RunStopped
-from fsdp2.run.standing import waits_in
+from fsdp2.run.process.runtime import RunStopped
+from fsdp2.run.watch import pace, replicas
+from fsdp2.run.watch.anomalies import FEWEST, REMEMBERED, Jumps
+from fsdp2.run.watch.pace import slow
+from fsdp2.run.watch.standing import waits_in
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 from tests.test_resume import metrics_of

@@ -17,10 +17,10 @@ import torch
 from fsdp2.config import Config, parse, parser
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
-from fsdp2.run import ending, runtime
-from fsdp2.run.compilers import check_compiler
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.compilers import check_compiler
+from fsdp2.run.process.runtime import World
 
 TWO = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
 FOUR = World(rank=0, world_size=4, local_rank=0, local_world_size=4)

@@ -108,7 +108,7 @@ def _download_counts(cache: str) -> int:
     import time
     from types import SimpleNamespace
 
-    from fsdp2.run import runtime
+    from fsdp2.run.process import runtime
 
     done: list[str] = []
 

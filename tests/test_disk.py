@@ -28,10 +28,10 @@ from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import room
-from fsdp2.run.ending import exit_status
+from fsdp2.run.directory import room
 from fsdp2.run.preflight import check_url, preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.ending import exit_status
+from fsdp2.run.process.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, losses, make_engine, of_kind, save, small
 

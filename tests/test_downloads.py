@@ -16,8 +16,8 @@ from fsdp2 import data
 from fsdp2.config import parse
 from fsdp2.data import torchvision_sets
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
-from fsdp2.run.runtime import RunStopped, World
+from fsdp2.run.process import runtime
+from fsdp2.run.process.runtime import RunStopped, World
 from fsdp2.train import main
 from tests.harness import Ranks, small
 

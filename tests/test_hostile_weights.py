@@ -23,7 +23,7 @@ from fsdp2.checkpoint.sources.safetensors_files import INDEX, layout
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from tests.fuzz.common import one_line
 from tests.harness import Payload, small
 from tests.test_weights import tiny

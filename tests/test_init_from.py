@@ -15,7 +15,7 @@ from fsdp2.checkpoint import full_dcp, full_dtensor
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.export import export
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, make_engine, of_kind, same, small
 

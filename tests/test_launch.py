@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 from tests.harness import Ranks, main_in_ranks, of_kind, python_environment
 from tests.programs import in_a_process
 
@@ -143,7 +143,7 @@ def test_a_wrong_flag_under_python_exits_with_two(tmp_path: Path) -> None:
 FAILING = textwrap.dedent("""
     import sys
     import torch.distributed as dist
-    from fsdp2.run import ending, runtime
+    from fsdp2.run.process import ending, runtime
     from fsdp2.config import parse
     from fsdp2.train import main
 

@@ -18,10 +18,10 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import ending
-from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.directory.lock import LostRunDir, SwapFiles, WriterLock
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import RunStopped, World
+from fsdp2.run.process import ending
+from fsdp2.run.process.runtime import RunStopped, World
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 

@@ -177,7 +177,7 @@ def test_a_room_that_can_be_copied_out_imports_no_other() -> None:
 
 
 def test_the_book_loads_a_tool_for_two_flags_and_starts_no_program() -> None:
-    assert tool_users(sources()) == {"fsdp2.run.beside", "fsdp2.allocations.observing"}
+    assert tool_users(sources()) == {"fsdp2.run.preflight", "fsdp2.allocations.observing"}
     assert programs_started(sources()) == set()
 
 
@@ -206,7 +206,7 @@ def test_only_the_command_knows_of_the_rewriter() -> None:
         ("fsdp2_tools.plan.page", "from fsdp2.plan.memory import peak\n", tools_by_the_books_name),
         ("fsdp2.options.values", "if TYPE_CHECKING:\n    from fsdp2.config import Config\n", circles),
         ("fsdp2.options.values", "def f():\n    return importlib.import_module('fsdp2.config')\n", circles),
-        ("fsdp2.options.values", "from fsdp2.run import job\n", room_circles),
+        ("fsdp2.options.values", "from fsdp2.run.directory import job\n", room_circles),
         ("fsdp2.models.vit", "from fsdp2.parallel import groups\n", to_be_copied),
         ("fsdp2.foreign.code", "from fsdp2 import units\n", to_be_copied),
         ("fsdp2.report.header", 'PAGE = tool("--profile", "memory.page")\n', tool_users),
@@ -293,7 +293,7 @@ def test_help_and_a_refused_flag_are_answered_without_torch(words: str) -> None:
 def test_one_of_several_ranks_refuses_with_the_others() -> None:
     """Else each would print the line, and a launcher would end rank 0 before it has spoken."""
     program = (
-        "import os; os.environ['RANK'] = '1'; from fsdp2.config import parse; from fsdp2.run import early;"
+        "import os; os.environ['RANK'] = '1'; from fsdp2.config import parse; from fsdp2.run.process import early;"
         " early.answer(lambda: parse(['--lr', '-1'])); print('goes on')"
     )
     assert _python(program) == "goes on\n"

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
+from fsdp2 import schedule
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import schedule
-from fsdp2.run.schedule import Length, Schedule, course
+from fsdp2.schedule import Length, Schedule, course
 from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, same, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -73,7 +73,7 @@ def _whole(flags: list[str], steps: int, decays: Callable[[nn.Parameter], bool])
     """The same training by torch's own AdamW on the whole model, in this process."""
     from fsdp2.models.initial import reset_parameters
     from fsdp2.run import start
-    from fsdp2.run.runtime import World
+    from fsdp2.run.process.runtime import World
 
     config = parse(flags)
     torch.set_num_threads(1)

@@ -12,9 +12,16 @@ import torch
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import runtime
-from fsdp2.run.runtime import World
-from fsdp2.run.settings import ALLOCATOR, EXPANDABLE, WORKSPACE, growing_segments, grows_segments, process_settings
+from fsdp2.run.process import runtime
+from fsdp2.run.process.runtime import World
+from fsdp2.run.process.settings import (
+    ALLOCATOR,
+    EXPANDABLE,
+    WORKSPACE,
+    growing_segments,
+    grows_segments,
+    process_settings,
+)
 from tests.harness import losses
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import job
-from fsdp2.run import lock as lock_module
-from fsdp2.run.lock import WriterLock
+from fsdp2.run.directory import job
+from fsdp2.run.directory import lock as lock_module
+from fsdp2.run.directory.lock import WriterLock
 from fsdp2.train import main
 from tests.harness import Ranks, small
 

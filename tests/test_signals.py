@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.run import signals
-from fsdp2.run.ending import lost_peer
-from fsdp2.run.runtime import World, store_gone
+from fsdp2.run.process import signals
+from fsdp2.run.process.ending import lost_peer
+from fsdp2.run.process.runtime import World, store_gone
 from tests.harness import python_environment
 from tests.test_launch import ROOT, SMALL, Started, finish, metrics, start, torchrun, wait_for_step
 

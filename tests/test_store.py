@@ -20,7 +20,7 @@ from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, main_in_ranks, of_kind, small
 

@@ -22,7 +22,7 @@ from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
 from fsdp2.parallel.optimizer import OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.run.preflight import check_world
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.train import main
 from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step, peak_at_start
 

@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from fsdp2.config import parse
 from fsdp2.evaluate import evaluate
-from fsdp2.run import standing, watch
-from fsdp2.run.ending import exit_status
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.standing import Standing, verdict
-from fsdp2.run.watch import Watch
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process.ending import exit_status
+from fsdp2.run.watch import hangs as watch
+from fsdp2.run.watch import standing
+from fsdp2.run.watch.hangs import Watch
+from fsdp2.run.watch.standing import Standing, verdict
 from fsdp2.train import main
 from tests.harness import _PROCESSES, Ranks, make_engine, one_step, small
 
@@ -258,7 +259,7 @@ def test_the_limit_of_a_step_follows_from_the_slowest_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("fsdp2.run.watch.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("fsdp2.run.watch.hangs.time", SimpleNamespace(monotonic=lambda: now))
     for flags, expected in (([], [1800, 30, 70, 1800, *[1800] * 15, 30]), (["--timeout=7"], [1800, *[7] * 19])):
         one, limits = _alone(tmp_path, *flags), []
         for step, seconds in enumerate([2.0, 7.0, 300.0, *[0.5] * 17], 1):

@@ -33,7 +33,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.export import export
 from tests.harness import Ranks, make_engine, of_kind, same, small
 from tests.test_full_state import Tied

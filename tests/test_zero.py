@@ -20,7 +20,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import zero_settings
 from fsdp2.parallel.baselines.zero_settings import choose_accelerator, deepspeed_config
-from fsdp2.run.lock import SwapFiles
+from fsdp2.run.directory.lock import SwapFiles
 from tests.harness import Ranks, full_files, losses, of_kind, peak_at_start, same
 
 needs_deepspeed = pytest.mark.skipif(

@@ -14,10 +14,9 @@ from fsdp2.checkpoint.state import Progress
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
 from fsdp2.report import planned
-from fsdp2.run.beside import tool
 from fsdp2.run.checkpoints import Checkpoints
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import World
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process.runtime import World
 from fsdp2.run.start import blocks_of
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def observed(
             error.add_note(out_of_memory.planning(config, device, world.world_size, run.place))
             raise
     if config.profile:
+        from fsdp2.run.beside import tool
+
         page = tool("--profile", "memory.page").page  # needs an extra; preflight has checked that it is there
         name = f"rank{world.rank}_memory_profile.html"
         source = "torch.profiler, which sees nothing of what was allocated before its first step"

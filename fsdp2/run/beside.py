@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
-
-from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.runtime import World
 
 
 def tool(flag: str, module: str) -> Any:
@@ -18,9 +14,3 @@ def tool(flag: str, module: str) -> Any:
         return importlib.import_module(f"fsdp2_tools.{module}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{flag}: {error.name} is missing; put fsdp2_tools beside fsdp2, or drop {flag}") from None
-
-
-def examine_first(config: Config, world: World, device: torch.device) -> None:
-    """With `--doctor`, examine the ranks before they train. A collective call. Raises ConfigError for what is bad."""
-    if config.doctor:
-        tool("--doctor", "doctor.examine").before_training(config, world, device)

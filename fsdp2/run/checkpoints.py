@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ from fsdp2.config import Config
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.meta import shared_names
-from fsdp2.run import runtime
+from fsdp2.run.directory.job import Job
+from fsdp2.run.directory.rundir import RunDir, large
 from fsdp2.run.finite import is_finite
-from fsdp2.run.in_memory import InMemory
-from fsdp2.run.job import Job
 from fsdp2.run.preflight import damaged
-from fsdp2.run.rundir import RunDir, large
-from fsdp2.run.runtime import RunStopped
-from fsdp2.run.watch import Watch
+from fsdp2.run.process import runtime
+from fsdp2.run.process.runtime import RunStopped
+from fsdp2.run.watch.hangs import Watch
 from fsdp2.units import printable
+
+if TYPE_CHECKING:
+    from fsdp2.run.elastic.node_memory import NodeMemory
 
 
 class Reports(Protocol):
@@ -61,7 +63,7 @@ class Checkpoints:
         progress: Progress,
         device: torch.device,
         weights: Callable[[], Iterable[Tensor]],
-        memory: InMemory,
+        memory: NodeMemory | None,
     ) -> None:
         """`weights`: this rank's part of the model."""
         self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
@@ -78,7 +80,8 @@ class Checkpoints:
         job.last_call = self._saver.wait_for_removal  # also where an error ends the run
         # Committed, or on its way; what was gone on from in memory isn't.
         self._saved_step = -1 if job.in_memory else progress.step
-        memory.open(config, app, device)
+        if memory is not None:
+            memory.open(config, app, device)
         self._epochs: dict[int, int] = {}
         self.before_save: Callable[[int], None] = lambda step: None  # what else a state has to pass; may raise
         self._failed: Outcome | None = None
@@ -121,7 +124,7 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
-        return self.config.checkpoint_due(step) or self._memory.due(step)
+        return self.config.checkpoint_due(step) or (self._memory is not None and self._memory.due(step))
 
     def save_due(self, epoch: int) -> None:
         """Save the state on the disk, or else keep it in each node's memory, as is due.
@@ -130,14 +133,14 @@ class Checkpoints:
         """
         if self.config.checkpoint_due(self.progress.step):
             self.save(epoch)
-        else:
-            self._keep_in_memory()
+        elif self._memory is not None:
+            self._keep_in(self._memory)
 
-    def _keep_in_memory(self) -> None:
+    def _keep_in(self, memory: NodeMemory) -> None:
         with self._watch.phase("save"):
             self.before_save(self.progress.step)
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
-            mine = (position, is_finite(self._weights()), self._memory.failure, self._memory.busy, rng)
+            mine = (position, is_finite(self._weights()), memory.failure, memory.busy, rng)
             positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)
             step = self.progress.step
             if not all(finite):
@@ -150,7 +153,7 @@ class Checkpoints:
             if self.config.async_checkpoint == "skip" and any(busy):
                 return
             self.progress.metrics_position = positions[0]
-            self._memory.save(step, {**self._info, "finite": all(finite)}, list(generators))
+            memory.save(step, {**self._info, "finite": all(finite)}, list(generators))
 
     def _before_commit(self) -> Callable[[], None]:
         position = self.progress.metrics_position
@@ -262,7 +265,8 @@ class Checkpoints:
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
                 "the failures above say why"
             )
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
         if full_model or not self.config.saves:
             return "full model" if full_model else None
         return "checkpoint" if self.config.lora is None else "adapters"
@@ -309,6 +313,20 @@ def _settings(app: AppState) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def agree(config: Config, job: Job, world: runtime.World) -> NodeMemory | None:
+    """Take over what rank 0 has found out. With `--memory-checkpoint`, find what is in the nodes' memories, and let
+    `job` go on from it if it is newer. A collective call.
+
+    Raises ConfigError on every rank, as `Job.agree` and `NodeMemory` do.
+    """
+    job.agree()
+    if config.memory_checkpoint is None:
+        return None
+    from fsdp2.run.elastic.node_memory import NodeMemory
+
+    return NodeMemory(config, config.memory_checkpoint, job, world)
 
 
 def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:

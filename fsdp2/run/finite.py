@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
-from fsdp2.run.runtime import gather
+from fsdp2.run.process.runtime import gather
 
 SHOWN = 5
 

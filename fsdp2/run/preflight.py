@@ -16,7 +16,6 @@ from fsdp2 import data
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
@@ -26,16 +25,14 @@ from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
-from fsdp2.parallel.meta import shared_names
-from fsdp2.run.job import Job
-from fsdp2.run.room import check_room
-from fsdp2.run.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
-from fsdp2.run.runtime import World
-from fsdp2.run.schedule import Length, before
+from fsdp2.run.directory.job import Job
+from fsdp2.run.directory.room import check_room
+from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
+from fsdp2.run.process.runtime import World
 from fsdp2.run.start import blocks_of, require_mask, require_tokenizer, tokenizer_of
+from fsdp2.schedule import Length, before
 
 OLDEST_TORCH = (2, 11)
-SCRATCH = "--init-from scratch for none"
 
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
@@ -54,6 +51,14 @@ KEPT = {
     "ema": "the average would begin in the middle, or end there",
     **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
 }
+
+
+def examine_first(config: Config, world: World, device: torch.device) -> None:
+    """With `--doctor`, examine the ranks before they train. A collective call. Raises ConfigError for what is bad."""
+    if config.doctor:
+        from fsdp2.run.beside import tool
+
+        tool("--doctor", "doctor.examine").before_training(config, world, device)
 
 
 def preflight(config: Config, world: World) -> Job:
@@ -106,6 +111,8 @@ def preflight(config: Config, world: World) -> Job:
             raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
         loads_whole = (job.restore is None or job.partial) and not config.spec.initial_values
         if job.restore is None and config.weights is not None:
+            from fsdp2.run.init_from import check_init_from
+
             note, by_library = check_init_from(config, model)
             job.add_note(note)
             loads_whole = by_library or (loads_whole and config.init_partial)
@@ -180,7 +187,7 @@ def check_versions(config: Config) -> None:
     if config.profile:
         require("plotly", "plots", "--profile")
     if config.compile:
-        from fsdp2.run.compilers import check_compiler
+        from fsdp2.run.process.compilers import check_compiler
 
         check_compiler("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -353,42 +360,3 @@ def changed_batch(config: Config, world: World, length: Length | None) -> str | 
         return None
     keeps = f"--global-batch-size {length.samples} keeps that on any number of ranks"
     return f"{now} samples a step from here on, and {length.samples} before: {keeps}"
-
-
-def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
-    """Check the weights to start from: a note on them, and whether rank 0 loads all by the model's library.
-
-    Raises ConfigError if they are damaged or of another model.
-    """
-    from fsdp2.checkpoint.full_file import verdict, vouched_step
-    from fsdp2.checkpoint.sources.opening import opened, require_undamaged
-    from fsdp2.checkpoint.weights import OtherWeights, check_weights
-    from fsdp2.models import lora
-
-    place, spec = str(config.weights), config.spec
-    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-    fix = f"give weights of this model, or {SCRATCH}"
-    own = spec.load is not None and config.init_from is None
-    try:
-        with opened(place) as source:
-            if source.folder is not None and source.file is not None:
-                vouched = verdict(vouched_step(source.folder, source.file))
-            else:
-                vouched = require_undamaged(source)
-        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
-        partial = config.init_partial and not own
-        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=partial)
-    except DamagedCheckpoint as error:
-        raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
-    except OtherWeights as error:
-        if spec.load is None or not own:
-            raise ConfigError(f"{flag}: {error}; {fix}") from None
-        try:
-            spec.load(partial=config.init_partial, read=False)
-        except ValueError as difference:
-            raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
-        why = "its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
-        return f"{flag}: {why}", True
-    except (OSError, Refused) as error:
-        raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
-    return f"{flag}: {vouched}", False

@@ -26,11 +26,11 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
+from fsdp2.run.directory.job import Job
+from fsdp2.run.directory.rundir import LINEAGE, RunDir, write_config
 from fsdp2.run.finite import require_finite
-from fsdp2.run.job import Job
 from fsdp2.run.parts import elsewhere
-from fsdp2.run.rundir import RunDir, write_config
-from fsdp2.run.runtime import World, first_on_node, gather
+from fsdp2.run.process.runtime import World, first_on_node, gather
 
 if TYPE_CHECKING:
     from fsdp2.data.prepared import Encoder
@@ -291,14 +291,19 @@ def state_of_run(
 class Memory(Protocol):
     """The interface that the start needs of the checkpoints in memory."""
 
-    world: World
-
     def begin(self, run: RunDir) -> None:
-        """Let those of earlier starts count no more."""
+        """Invalidate those of earlier starts."""
 
 
 def write_start(
-    config: Config, job: Job, run: RunDir, memory: Memory, files: Mapping[str, bytes], *, finished: bool
+    config: Config,
+    job: Job,
+    run: RunDir,
+    world: World,
+    memory: Memory | None,
+    files: Mapping[str, bytes],
+    *,
+    finished: bool,
 ) -> None:
     """Write what a run directory holds before the first step, and put aside what this run replaces, in memory too.
 
@@ -306,14 +311,17 @@ def write_start(
         files: further ones by name, the engine's own.
         finished: there is nothing to train, so what an earlier run left is still true.
     """
-    memory.begin(run)
-    if memory.world.rank != 0:
+    if memory is not None:
+        memory.begin(run)
+    if world.rank != 0:
         return
+    if memory is None and run.files.size(LINEAGE) is not None:
+        run.files.unlink(LINEAGE)
     job.set_aside_newer(run.store)
     if not finished:
         run.outdate_full_model()
     if not (finished and run.config.exists()):  # a finished run keeps what it was trained with
-        write_config(run, config, memory.world.world_size)
+        write_config(run, config, world.world_size)
         for name, content in files.items():
             run.files.write(name, content)
         if kept := config.spec.files(config.model_size):

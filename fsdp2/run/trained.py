@@ -30,12 +30,12 @@ from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.baselines.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
-from fsdp2.run import runtime
+from fsdp2.run.directory.rundir import RunDir, kept_files, read_config
 from fsdp2.run.finite import require_finite
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.preflight import checkpoint_at
-from fsdp2.run.rundir import RunDir, kept_files, read_config
-from fsdp2.run.runtime import World
+from fsdp2.run.process import runtime
+from fsdp2.run.process.runtime import World
 from fsdp2.run.start import InitialValues, StartWeights, blocks_of
 from fsdp2.units import short
 

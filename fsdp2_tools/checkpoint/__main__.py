@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.checkpoint.options import NEXT, parse
 
 if __name__ == "__main__":

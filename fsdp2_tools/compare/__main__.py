@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.compare.options import parse
 
 if __name__ == "__main__":
     early.answer(parse)
 
 from fsdp2.options.errors import ConfigError, require
-from fsdp2.run import ending
-from fsdp2.run.rundir import environment
+from fsdp2.run.directory.rundir import environment
+from fsdp2.run.process import ending
 from fsdp2.units import short
 from fsdp2_tools.compare import report
 from fsdp2_tools.compare.advice import advice

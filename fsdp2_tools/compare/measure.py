@@ -20,7 +20,7 @@ from fsdp2.config import Config
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.report.records import read as read_records
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2_tools.compare.variants import Row
 from fsdp2_tools.memory.read import exchanges, last_steps, read_timelines
 from fsdp2_tools.memory.series import Series, series

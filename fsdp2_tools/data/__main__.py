@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.data.options import parse
 
 if __name__ == "__main__":

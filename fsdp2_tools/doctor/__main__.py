@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.doctor.options import SECONDS, parser
 
 if __name__ == "__main__":
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from fsdp2.config import Config
 from fsdp2.options.parser import read_values
 from fsdp2.options.values import checked, number
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2_tools.doctor import examine
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp2.run.agreement import code
-from fsdp2.run.limits import cpu_quota, free_memory
+from fsdp2.run.process.agreement import code
+from fsdp2.run.process.limits import cpu_quota, free_memory
 from fsdp2.units import size
 from fsdp2_tools.doctor.asking import Here
 from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above, limit, same

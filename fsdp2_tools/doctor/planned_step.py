@@ -12,7 +12,7 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import flags_of_table
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2_tools.plan import links
 from fsdp2_tools.plan.device import Gpu, gpu
 from fsdp2_tools.plan.plans import plan

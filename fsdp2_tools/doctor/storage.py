@@ -11,8 +11,8 @@ from typing import Any
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.options.values import is_step
-from fsdp2.run.room import Sizes, run_directory
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.directory.room import Sizes, run_directory
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.units import size as in_units
 from fsdp2_tools.doctor.asking import Asker, Here
 from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.memory.options import parse
 
 if __name__ == "__main__":
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from fsdp2.allocations.timeline import Timeline, file_name
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2.units import printable, short, size
 from fsdp2_tools.memory.read import exchanges, read_timelines
 

@@ -1,12 +1,12 @@
 """The command of `migration` under the name of the book: python -m fsdp2.migrate"""
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from migration.__main__ import main, parse
 
 if __name__ == "__main__":
     early.answer(parse)
 
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 
 if __name__ == "__main__":
     with ending.exit_status():

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.plan.options import parser
 
 if __name__ == "__main__":
@@ -27,7 +27,7 @@ from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import read_values, to_flags
 from fsdp2.options.values import checked, location, whole
 from fsdp2.report.planned import FILE as PLAN
-from fsdp2.run import ending
+from fsdp2.run.process import ending
 from fsdp2.units import byte_count, short
 from fsdp2_tools.plan import advice, calibration, page, report, report_search, report_time
 from fsdp2_tools.plan.device import Gpu

@@ -15,7 +15,7 @@ from fsdp2.config import Config
 from fsdp2.data import random_tokens, sampler
 from fsdp2.data.loader import Batch
 from fsdp2.models.spec import ModelSpec
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 
 
 def order(config: Config) -> Tensor:

@@ -29,7 +29,7 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.parallelize import parallelize
 from fsdp2.run.parts import add_parts
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.run.start import blocks_of
 from fsdp2.train import train_step
 from fsdp2_tools.plan import batches, fake

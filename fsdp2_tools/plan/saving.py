@@ -30,9 +30,9 @@ from fsdp2.models.initial import place_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
+from fsdp2.run.directory.rundir import large
 from fsdp2.run.finite import is_finite
-from fsdp2.run.rundir import large
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.fake_ledger import FakeLedger
 
 CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "restoring", "--init-from"

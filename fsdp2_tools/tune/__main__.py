@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2.run import early
+from fsdp2.run.process import early
 from fsdp2_tools.tune.options import parser, take_own
 
 if __name__ == "__main__":
@@ -27,10 +27,10 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import read_values
-from fsdp2.run import ending, runtime
+from fsdp2.run.directory.rundir import environment
 from fsdp2.run.preflight import check_data, check_versions, check_world
-from fsdp2.run.rundir import environment
-from fsdp2.run.runtime import World
+from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.runtime import World
 from fsdp2.units import short
 from fsdp2_tools.compare.measure import memory_of_rank
 from fsdp2_tools.plan.calibration import calibrate, read

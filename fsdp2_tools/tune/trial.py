@@ -29,9 +29,9 @@ from fsdp2.config import Config, parse
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import ending, runtime
-from fsdp2.run.runtime import World
-from fsdp2.run.settings import growing_segments, process_settings
+from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.runtime import World
+from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.start import load_data, training_batches
 from fsdp2.train import make_engine, train_step
 

@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from fsdp2.run.runtime import PR_SET_PDEATHSIG
+from fsdp2.run.process.runtime import PR_SET_PDEATHSIG
 from migration.prove.recorder import Enough, Recorder
 from migration.prove.stand_in import stand_in
 

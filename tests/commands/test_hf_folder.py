@@ -18,7 +18,7 @@ from fsdp2.checkpoint.store import fingerprint, write_marker
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.hf_folder import dtype_of
 from tests.commands.common import Cli
 from tests.harness import same

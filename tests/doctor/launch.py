@@ -23,7 +23,7 @@ import os, signal, sys, time
 import torch
 from fsdp2 import config, train
 from fsdp2_tools.doctor import __main__ as doctor, collectives, examine
-from fsdp2.run import ending, runtime
+from fsdp2.run.process import ending, runtime
 fault, at = sys.argv.pop(1), sys.argv.pop(1)
 if fault == "stopped" and at == os.environ["RANK"]:
     examine.QUESTIONS["machine"] = lambda here: os.kill(os.getpid(), signal.SIGSTOP)

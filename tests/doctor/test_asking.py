@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor.asking import Asker, Here, bounded
 from fsdp2_tools.doctor.examine import as_json
 from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row, far_above, same, status

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.run import limits
-from fsdp2.run.runtime import World
+from fsdp2.run.process import limits
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import clock, machine
 from fsdp2_tools.doctor.asking import Here
 from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import collectives, network
 from fsdp2_tools.doctor.asking import Asker, Here
 from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts

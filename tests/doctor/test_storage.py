@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp2.config import Config
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import storage
 from fsdp2_tools.doctor.asking import Asker, Here, Question
 from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import Config
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor.asking import Asker, Here, Question
 
 

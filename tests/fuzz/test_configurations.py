@@ -22,8 +22,9 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.values import switch
 from fsdp2.parallel.freeze import freeze
-from fsdp2.run import preflight, rundir
-from fsdp2.run.runtime import World
+from fsdp2.run import preflight
+from fsdp2.run.directory import rundir
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint import __main__ as checkpoint
 from fsdp2_tools.compare import __main__ as comparison
 from launchers.ray_options import RayOptions, parse_groups, place

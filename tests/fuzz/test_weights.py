@@ -24,7 +24,7 @@ from fsdp2.config import parse
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from tests.fuzz.common import one_line, refused, trials
 from tests.fuzz.damage import changed, damaged
 

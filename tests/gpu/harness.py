@@ -27,7 +27,7 @@ import torch
 
 from fsdp2.config import Config, parse
 from fsdp2.parallel.engine import Engine
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 from fsdp2.train import main, make_engine
 from tests.gpu.deadline import print_stacks
 

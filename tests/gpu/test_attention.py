@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.models import attention
-from fsdp2.run.settings import ALLOCATOR
+from fsdp2.run.process.settings import ALLOCATOR
 from tests.gpu import harness
 from tests.gpu.harness import DEVICE, ON_GPU, Events, Ranks, losses, of_kind
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from fsdp2.data.loader import Batches
 from fsdp2.data.random_tokens import load
-from fsdp2.run import runtime
-from fsdp2.run.standing import last_collective
+from fsdp2.run.process import runtime
+from fsdp2.run.watch.standing import last_collective
 from tests.gpu.harness import DEVICE, ON_GPU, ROOT, Ranks, launched, needs, rank, small
 
 
@@ -109,7 +109,7 @@ FAULTY = """
 import os, sys, time
 from pathlib import Path
 from fsdp2.config import parse
-from fsdp2.run import ending, runtime
+from fsdp2.run.process import ending, runtime
 from fsdp2.train import main
 
 folder, how, *flags = sys.argv[1:]

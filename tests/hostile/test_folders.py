@@ -15,7 +15,7 @@ from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.memory.__main__ import main as memory
 from tests.fuzz.runs import limits

@@ -13,7 +13,7 @@ import pytest
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.rundir import RunDir
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2_tools.tune.launch import KILLED
 from fsdp2_tools.tune.rounds import LAST_STEPS
 from launchers import ray_doctor, ray_fastest, ray_train, ray_tune

@@ -22,7 +22,7 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.precision import with_statistics
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 
 SEED = 3
 BATCH = 4  # of each of two ranks

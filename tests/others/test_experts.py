@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 from tests.harness import Ranks, same
 
 # The numbers, modulo 3, of the tokens that each of two ranks gets in each step: the experts that are called.

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import train
 from fsdp2.config import parse
-from fsdp2.run import runtime
+from fsdp2.run.process import runtime
 from tests.harness import Ranks, same
 from tests.others.common import WORDS, flags, plain, save
 

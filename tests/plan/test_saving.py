@@ -17,7 +17,8 @@ from fsdp2.checkpoint.saver import save_now
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
-from fsdp2.run import runtime, start
+from fsdp2.run import start
+from fsdp2.run.process import runtime
 from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 from tests.harness import Ranks
 from tests.plan.taken import planned, run_settled, taken

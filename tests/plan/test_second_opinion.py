@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config, parse
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step
 from fsdp2_tools.plan import batches, fake
 from fsdp2_tools.plan.execute import make_engine

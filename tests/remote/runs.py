@@ -12,7 +12,7 @@ import pytest
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from tests.remote.s3 import surroundings
 
 Events = list[tuple[str, dict[str, Any]]]

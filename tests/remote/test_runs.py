@@ -23,7 +23,7 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.units import install
 from fsdp2_tools.memory import __main__ as memory
 from tests.harness import Ranks, full_files, losses, of_kind, same, small

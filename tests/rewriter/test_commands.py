@@ -265,7 +265,7 @@ def test_the_extra_is_named_where_it_is_missing(program: Path) -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec;"
         "u.find_spec = lambda n, *a: None if n == 'libcst' else find(n, *a);"
-        "from fsdp2.run import ending; from migration.__main__ import main\n"
+        "from fsdp2.run.process import ending; from migration.__main__ import main\n"
         f"with ending.exit_status(): main(['check', {str(program)!r}])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)

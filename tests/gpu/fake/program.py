@@ -36,7 +36,7 @@ from fsdp2.models import attention as attending
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.report.metrics import StepLog
-from fsdp2.run.runtime import World
+from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step
 from fsdp2_tools.plan import batches, execute, fake
 from tests.gpu.fake import streams

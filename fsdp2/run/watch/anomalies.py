@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +14,15 @@ import torch
 from fsdp2.config import Config
 from fsdp2.parallel.compiling import Compiled, compiled
 from fsdp2.parallel.engine import Engine
-from fsdp2.run import runtime
 from fsdp2.run.checkpoints import Checkpoints, Reports
-from fsdp2.run.jumps import REMEMBERED, Jumps
+from fsdp2.run.process import runtime
+
+REMEMBERED, FEWEST = 64, 32  # steps
+# What is looked at: its name for users, and how often the median it is at least, if it jumps.
+LOOKED_AT = {"loss": ("loss", 1.5), "grad_norm": ("gradient norm", 4.0)}
+# Standard deviations of the logarithm, since both scatter in proportion to their size. The median absolute deviation
+# estimates them, so that a jump doesn't hide the next one.
+DEVIATIONS = 10 * 1.4826
 
 
 class Anomalies:
@@ -74,7 +84,7 @@ class Anomalies:
             self._compare(step)
 
     def _compare(self, step: int) -> None:
-        from fsdp2.run.replicas import compare
+        from fsdp2.run.watch.replicas import compare
 
         self._compared = step
         held = self._engine.held()
@@ -87,3 +97,40 @@ class Anomalies:
         if self._stops:
             advice = "examine these hosts (python -m fsdp2.doctor); a resume goes on from that checkpoint"
             self._checkpoints.stop(f"step {step}: {what}", "checkpoint of that time", self._agreed, advice)
+
+
+class Jumps:
+    """The logarithms of what the last steps had, and whether a value is far above them."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=REMEMBERED) for name in LOOKED_AT}
+        self._high: dict[str, bool] = {}  # in the last step, so that a level that stays is told once
+
+    def look(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The field of a `train` record that jumps, and a line about it; None if none does.
+
+        Args:
+            record: a value that isn't positive, or is no number, as fp16's overflows give and as None stands for in
+                metrics.jsonl, is passed over.
+        """
+        found = []
+        for name, (words, times) in LOOKED_AT.items():
+            value, recent = record[name], self._recent[name]
+            if value is None or not (math.isfinite(value) and value > 0):
+                continue
+            usual, bound = _usual_and_bound(recent, times)
+            high = value > bound
+            if high and not self._high.get(name):
+                last = f"{usual:.4g} is the median of the last {len(recent)} steps, and {bound:.4g} the bound"
+                found.append((name, f"the {words} jumps to {value:.4g}; {last}"))
+            self._high[name] = high
+            recent.append(math.log(value))
+        return found[0] if found else None
+
+
+def _usual_and_bound(logs: deque[float], times: float) -> tuple[float, float]:
+    if len(logs) < FEWEST:
+        return math.nan, math.inf
+    middle = statistics.median(logs)
+    deviation = statistics.median(abs(one - middle) for one in logs)
+    return math.exp(middle), math.exp(min(middle + max(math.log(times), DEVIATIONS * deviation), 700.0))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fsdp2.checkpoint.refusal import Refused, refusal
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.variables import TASKS
+from fsdp2.run.process.variables import TASKS
 
 
 def answer(parse: Callable[[], object], program: str = "fsdp2") -> None:

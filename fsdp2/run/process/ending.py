@@ -20,8 +20,8 @@ from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.runtime import SECONDS_FOR_RANK_0, RunStopped, tell_others, world
-from fsdp2.run.variables import speaks
+from fsdp2.run.process.runtime import SECONDS_FOR_RANK_0, RunStopped, tell_others, world
+from fsdp2.run.process.variables import speaks
 
 
 def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:

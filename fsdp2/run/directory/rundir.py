@@ -31,7 +31,7 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
 from fsdp2.options.values import LONGEST_PATH
-from fsdp2.run.lock import WriterLock
+from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
 

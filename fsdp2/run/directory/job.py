@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from fsdp2.checkpoint.disk import disk_errors, explained
 from fsdp2.checkpoint.store import Store
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.lock import LostRunDir, SwapFiles, WriterLock
-from fsdp2.run.rundir import RunDir
-from fsdp2.run.runtime import RunStopped, broadcast, end_together, gather, world
-from fsdp2.run.schedule import Length
+from fsdp2.run.directory.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process.runtime import RunStopped, broadcast, end_together, gather, world
+from fsdp2.schedule import Length
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.lease import Lease

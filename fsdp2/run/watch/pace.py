@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from fsdp2.options.errors import some
-from fsdp2.run.standing import waits_in
+from fsdp2.run.watch.standing import waits_in
 
 WINDOW = 10.0  # seconds between two judgements
 FEWEST = 100  # looks in which a part is known within 0.05

@@ -11,9 +11,9 @@ from torch import Tensor
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.limits import free_memory
-from fsdp2.run.runtime import World
-from fsdp2.run.sizes import Sizes
+from fsdp2.run.directory.sizes import Sizes
+from fsdp2.run.process.limits import free_memory
+from fsdp2.run.process.runtime import World
 from fsdp2.units import size
 
 NEAR = 0.8  # of the memory that is available; more is worth a note, since batches and libraries take some too

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from fsdp2 import STARTED_BY
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run import agreement
-from fsdp2.run.variables import check_variables, require_address
+from fsdp2.run.process import agreement
+from fsdp2.run.process.variables import check_variables, require_address
 
 T = TypeVar("T")
 

@@ -33,15 +33,15 @@ from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
-from fsdp2.run.job import Job
-from fsdp2.run.limits import free_memory
-from fsdp2.run.lock import WriterLock
-from fsdp2.run.node_fetch import fetch
+from fsdp2.run.directory.job import Job
+from fsdp2.run.directory.lock import WriterLock
+from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
+from fsdp2.run.directory.rundir import LINEAGE, RunDir
+from fsdp2.run.elastic.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
-from fsdp2.run.room import SHARED_MEMORY, folder_of
-from fsdp2.run.rundir import LINEAGE, RunDir
-from fsdp2.run.runtime import World, broadcast, end_together, gather
-from fsdp2.run.schedule import before
+from fsdp2.run.process.limits import free_memory
+from fsdp2.run.process.runtime import World, broadcast, end_together, gather
+from fsdp2.schedule import before
 from fsdp2.units import size
 
 FLAG = "--memory-checkpoint"
@@ -49,7 +49,7 @@ ROOT = SHARED_MEMORY
 
 
 class NodeMemory:
-    """The checkpoints in memory of a run with `--memory-checkpoint`; `in_memory.py` has the interface.
+    """The checkpoints in memory of a run with `--memory-checkpoint`.
 
     Attributes:
         restores: whether the run goes on from one.

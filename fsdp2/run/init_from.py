@@ -1,0 +1,51 @@
+"""The weights that a run starts from, before anything is started: whether they are whole, and of this model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp2.checkpoint.full_file import verdict, vouched_step
+from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.sources.opening import opened, require_undamaged
+from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.weights import OtherWeights, check_weights
+from fsdp2.config import Config
+from fsdp2.models import lora
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.meta import shared_names
+
+SCRATCH = "--init-from scratch for none"
+
+
+def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
+    """Check the weights to start from: a note on them, and whether rank 0 loads all by the model's library.
+
+    Raises ConfigError if they are damaged or of another model.
+    """
+    place, spec = str(config.weights), config.spec
+    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    fix = f"give weights of this model, or {SCRATCH}"
+    own = spec.load is not None and config.init_from is None
+    try:
+        with opened(place) as source:
+            if source.folder is not None and source.file is not None:
+                vouched = verdict(vouched_step(source.folder, source.file))
+            else:
+                vouched = require_undamaged(source)
+        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
+        partial = config.init_partial and not own
+        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=partial)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
+    except OtherWeights as error:
+        if spec.load is None or not own:
+            raise ConfigError(f"{flag}: {error}; {fix}") from None
+        try:
+            spec.load(partial=config.init_partial, read=False)
+        except ValueError as difference:
+            raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
+        why = "its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
+        return f"{flag}: {why}", True
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
+    return f"{flag}: {vouched}", False
