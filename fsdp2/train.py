@@ -36,8 +36,9 @@ from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
+from fsdp2.run.between import Between
 from fsdp2.run.checkpoints import Checkpoints, agree, resume
-from fsdp2.run.directory.rundir import RunDir, checkpoint_info, too_large_unasked
+from fsdp2.run.directory.rundir import RunDir, too_large_unasked
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import examine_first, preflight
 from fsdp2.run.process import ending, runtime
@@ -54,7 +55,6 @@ from fsdp2.run.start import (
     try_out,
     write_start,
 )
-from fsdp2.run.watch.anomalies import Anomalies
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.schedule import Schedule
 
@@ -79,7 +79,7 @@ def main(
     examine_first(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
-        memory = agree(config, job, world)  # rank 0 has chosen the run directory, all ranks what to resume
+        memory = agree(config, job, world, device)  # rank 0 has chosen the run directory, all ranks what to resume
         run = RunDir(job.place)
         runtime.set_threads(config.threads, world)
 
@@ -88,7 +88,7 @@ def main(
         batches = training_batches(config, dataset, world, device)
 
         # Model: meta -> sharded -> initialised -> with its optimizer.
-        engine = make_engine(config, spec, world, device, restoring=job.restore is not None)
+        engine = make_engine(config, spec, world, device, restoring=job.origin.checkpoint is not None)
         schedule = Schedule(config, engine.optimizer, batches)
         runtime.seed_everything(config.seed, world.rank)  # for dropout, which each rank draws by itself
 
@@ -98,10 +98,9 @@ def main(
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank, progress.step)
-        job.add_note(schedule.go_on(progress.step, job.before))
+        job.add_note(schedule.go_on(progress.step, job.origin.before))
         try_out(config, engine, dataset, device)
         first_step = progress.step
-        checkpoints = Checkpoints(config, job, run, app, progress, device, engine.weights, memory)
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -109,36 +108,39 @@ def main(
         def place() -> dict[str, int]:
             return {"step": progress.step, "epoch": batches.epoch}
 
+        def test() -> dict[str, Any]:
+            with hang.phase("evaluation"), engine.evaluating():
+                return evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
+
         with job.starting(run):
+            write_start(config, job, run, world, app, memory, engine.files, finished=finished())
             reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
-            write_start(config, job, run, world, memory, engine.files, finished=finished())
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
+        hang = Watch(config, engine.model, run, reports.last_words)
+        checkpoints = Checkpoints(config, job, run, app, engine, progress, device, memory, reports, hang)
         seen = observed(config, engine, checkpoints, run, world, device, progress)
-        with reports, StopSignals() as stop, seen as peak, Watch(config, engine.model, run, reports.last_words) as hang:
+        with reports, StopSignals() as stop, seen as peak, hang, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
-            checkpoints.open(reports, checkpoint_info(config, world.world_size, spec), hang)
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            anomalies = Anomalies(config, engine, checkpoints, reports, device, first_step)
-            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, anomalies.look, speed)
+            between = Between(config, checkpoints, reports, hang, stop, garbage)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, between.look, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
-                    votes = [stop.reason is not None, checkpoints.poll()]
+                    votes = between.before_step(progress.step + 1)
                     facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
                     schedule.after_step()
                     log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
-                    checkpoints.stop_if_failed(log.failed)
-                    garbage.after_step(progress.step)
-                    anomalies.after_step(progress.step)
+                    between.after_step(progress.step, log.failed)
                     if log.stop or finished():
                         break
                     if checkpoints.due(progress.step) and not batches.at_end():
@@ -149,8 +151,7 @@ def main(
                 if log.stop:
                     checkpoints.save(batches.epoch, last=True)
                     break
-                with hang.phase("evaluation"), engine.evaluating():
-                    result = evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
+                result = test()
                 accuracy = result["accuracy"]
                 reports.emit("eval", {**place(), **result})
                 if batches.at_end():
@@ -160,10 +161,9 @@ def main(
                     checkpoints.save(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
-            changed = accuracy is not None
-            reason = stop.agreed(world) if log.stop else "finished" if changed else "already finished"
+            reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
             left_out = too_large_unasked(config, spec) if finished() else None
-            full_model = finished() and left_out is None and checkpoints.write_full_model(changed=changed)
+            full_model = finished() and left_out is None and checkpoints.write_full_model(changed=accuracy is not None)
             left = checkpoints.finish(full_model=full_model)
             done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
             done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out, "left": left}

@@ -153,9 +153,9 @@ def test_a_run_is_resumed_with_the_same_documents(
     model = now.spec.on_meta(now.model_size)
     marker = {"model": shapes_of(model), "config": to_flags(then)}
     monkeypatch.setattr(preflight, "read_marker", lambda checkpoint: marker)
-    preflight.check_checkpoint(then, model, None, partial=False)  # type: ignore[arg-type]
+    preflight.check_checkpoint(then, model, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--{flag} {after}: the checkpoint to resume from was made with {before}"):
-        preflight.check_checkpoint(now, model, None, partial=False)  # type: ignore[arg-type]
+        preflight.check_checkpoint(now, model, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_what_is_there_and_will_be_replaced_counts(
     monkeypatch.setattr(room, "_bytes_below", lambda folder: one if below(folder) else 0)
     free(disk=one)
     with preflight(parse(line), TWO) as job:  # beside the one that is there, another
-        assert job.restore is not None
+        assert job.origin.checkpoint is not None
     free(disk=0)
     with preflight(parse([*line, "--max-steps=2"]), TWO):  # there is nothing left to do
         pass

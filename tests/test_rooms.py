@@ -253,6 +253,26 @@ def test_the_training_is_one_page() -> None:
     assert main.end_lineno - main.lineno < 110
 
 
+def in_the_loop(source: str) -> set[str]:
+    """The objects that change in the loop of `main`, which a reader has to keep in mind."""
+    tree = ast.parse(source)
+    (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    (loop,) = (node for node in ast.walk(main) if isinstance(node, ast.While))
+    names = [node for node in ast.walk(loop) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    called = {node.func.id for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    never_change = {"config", "spec", "world"}
+    return {node.id for node in names} - own - called - never_change
+
+
+def test_the_loop_has_few_objects() -> None:
+    source = sources()["fsdp2.train"]
+    assert in_the_loop(source) == {
+        "batches", "between", "checkpoints", "engine", "log", "progress", "reports", "schedule",
+    }  # fmt: skip
+    assert in_the_loop(source.replace("result = test()", "result = test(garbage)")) > in_the_loop(source)
+
+
 def test_nothing_is_imported_that_the_run_does_not_use() -> None:
     program = (
         "import sys, fsdp2.train, fsdp2.infer; from fsdp2.config import Config; Config(model='transformer');"

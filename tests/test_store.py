@@ -121,8 +121,8 @@ def test_damage_stops_before_the_start_and_is_named(copy: Path, damage: str) -> 
     assert ("COMMIT.json" if damage == "marker" else "__1_0.distcp") in message
     # The explicit way on.
     with preflight(Config(run_dir=str(copy), model_size="tiny", resume="2"), TWO) as job:
-        assert job.restore is not None
-        assert job.restore.endswith("/step-00000002")
+        assert job.origin.checkpoint is not None
+        assert job.origin.checkpoint.endswith("/step-00000002")
 
 
 def test_a_changed_byte_stops_the_resume_on_all_ranks(copy: Path, ranks: Ranks) -> None:

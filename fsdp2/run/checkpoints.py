@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
 
 from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.files import NotTheWriter
@@ -19,9 +19,10 @@ from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.config import Config
 from fsdp2.models.initial import place_of
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import RunDir, large
+from fsdp2.run.directory.rundir import RunDir, checkpoint_info, large
 from fsdp2.run.finite import is_finite
 from fsdp2.run.preflight import damaged
 from fsdp2.run.process import runtime
@@ -31,6 +32,7 @@ from fsdp2.units import printable
 
 if TYPE_CHECKING:
     from fsdp2.run.elastic.node_memory import NodeMemory
+    from fsdp2.run.watch.replicas import Replicas
 
 
 class Reports(Protocol):
@@ -60,15 +62,22 @@ class Checkpoints:
         job: Job,
         run: RunDir,
         app: AppState,
+        engine: Engine,
         progress: Progress,
         device: torch.device,
-        weights: Callable[[], Iterable[Tensor]],
         memory: NodeMemory | None,
+        reports: Reports,
+        watch: Watch,
     ) -> None:
-        """`weights`: this rank's part of the model."""
-        self.config, self.job, self.run, self.progress, self._weights = config, job, run, progress, weights
-        self._app, self._memory = app, memory
-        job.guard(run)
+        """`reports`: where to report to. `watch`: must know that a save may take long."""
+        self.config, self.job, self.run, self.progress = config, job, run, progress
+        self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
+        self._info = checkpoint_info(config, runtime.world().world_size, config.spec)
+        self._replicas: Replicas | None = None
+        if config.check_replicas is not None:
+            from fsdp2.run.watch.replicas import Replicas
+
+            self._replicas = Replicas(engine, device, progress.step)
         self._saver = Saver(
             run.store,
             app,
@@ -77,18 +86,19 @@ class Checkpoints:
             keep_every=config.keep_every,
             background=config.async_checkpoint is not None,
         )
-        job.last_call = self._saver.wait_for_removal  # also where an error ends the run
         # Committed, or on its way; what was gone on from in memory isn't.
-        self._saved_step = -1 if job.in_memory else progress.step
-        if memory is not None:
-            memory.open(config, app, device)
+        self._saved_step = -1 if job.origin.in_memory else progress.step
         self._epochs: dict[int, int] = {}
-        self.before_save: Callable[[int], None] = lambda step: None  # what else a state has to pass; may raise
         self._failed: Outcome | None = None
 
-    def open(self, reports: Reports, info: Mapping[str, Any], watch: Watch) -> None:
-        """Begin, with where to report to, what each marker says, and what must know that a save may take long."""
-        self._reports, self._info, self._watch = reports, info, watch
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait until old checkpoints are removed, also after an error: then another run may have the directory."""
+        self._saver.wait_for_removal()
 
     def save(self, epoch: int, *, last: bool = False) -> None:
         """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
@@ -109,7 +119,7 @@ class Checkpoints:
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
         self._end(self._failed or self._saver.wait())
-        self.before_save(step)
+        self.compare_replicas()
         known = runtime.gather((self._reports.position(), is_finite(self._weights())))
         finite = all(finite for _, finite in known)
         if not finite:
@@ -138,7 +148,7 @@ class Checkpoints:
 
     def _keep_in(self, memory: NodeMemory) -> None:
         with self._watch.phase("save"):
-            self.before_save(self.progress.step)
+            self.compare_replicas()
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
             mine = (position, is_finite(self._weights()), memory.failure, memory.busy, rng)
             positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)
@@ -199,8 +209,6 @@ class Checkpoints:
         Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
         `stop_if_failed` after the same step.
         """
-        for finding in self._watch.begin_step(self.progress.step + 1):
-            self._reports.emit("anomaly", {"step": self.progress.step, **finding})
         ended = self._saver.ended()
         if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
@@ -222,6 +230,22 @@ class Checkpoints:
                 "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
             )
             self.stop(f"step {step}: {what}", "finite checkpoint", step, advice)
+
+    def compare_replicas(self) -> None:
+        """With `--check-replicas` compare the replicas and report those that differ; once for each step.
+
+        A save asks for it too, so that no checkpoint of replicas that differ becomes the newest one. Raises RunStopped
+        if the run is to stop then.
+        """
+        if self._replicas is None:
+            return
+        step = self.progress.step
+        wrong, what = self._replicas.compare(step)
+        if wrong:
+            self._reports.emit("anomaly", {"step": step, "about": "replicas", "what": what, "ranks": wrong})
+        if wrong and self.config.on_anomaly == "stop":
+            advice = "examine these hosts (python -m fsdp2.doctor); a resume goes on from that checkpoint"
+            self.stop(f"step {step}: {what}", "checkpoint of that time", self._replicas.agreed, advice)
 
     def stop(self, text: str, wanted: str, until: int, advice: str) -> NoReturn:
         """Raise RunStopped with a text, after which comes the newest finite checkpoint of a step until this one.
@@ -315,7 +339,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def agree(config: Config, job: Job, world: runtime.World) -> NodeMemory | None:
+def agree(config: Config, job: Job, world: runtime.World, device: torch.device) -> NodeMemory | None:
     """Take over what rank 0 has found out. With `--memory-checkpoint`, find what is in the nodes' memories, and let
     `job` go on from it if it is newer. A collective call.
 
@@ -326,7 +350,7 @@ def agree(config: Config, job: Job, world: runtime.World) -> NodeMemory | None:
         return None
     from fsdp2.run.elastic.node_memory import NodeMemory
 
-    return NodeMemory(config, config.memory_checkpoint, job, world)
+    return NodeMemory(config, config.memory_checkpoint, job, world, device)
 
 
 def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
@@ -335,35 +359,36 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
     ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
     """
-    if job.restore is None:
+    checkpoint, partial, in_memory, *_ = job.origin
+    if checkpoint is None:
         return {"random_state_restored": True}
     from fsdp2.checkpoint.restore import read_fitting_weights, restore
 
-    checkpoint = open_files(job.restore)
+    files = open_files(checkpoint)
     began = time.perf_counter()
     try:
-        if not job.partial:
+        if not partial:
             world = runtime.world()
-            sharers = (world.local_rank, world.local_world_size) if job.in_memory else None
+            sharers = (world.local_rank, world.local_world_size) if in_memory else None
             ours = _settings(app)
-            restored = restore(checkpoint, app, hashes=hashes, sharers=sharers)
+            restored = restore(files, app, hashes=hashes, sharers=sharers)
             theirs = _settings(app)
             if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
-                if not read_marker(checkpoint).get("imported"):
+                if not read_marker(files).get("imported"):
                     raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
                 job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
-        loaded, left_out = read_fitting_weights(app.model, checkpoint, hashes=hashes)
+        loaded, left_out = read_fitting_weights(app.model, files, hashes=hashes)
     except DamagedCheckpoint as error:
-        if job.in_memory:
+        if in_memory:
             fix = "remove it there, and the run goes on from the run directory's newest"
             raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
         raise damaged(error) from None
     except ValueError as error:
-        raise ConfigError(f"--resume: {checkpoint} can't be restored: {error}") from None
+        raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
     if not loaded:
         raise ConfigError(
-            f"--resume-partial: no tensor of {job.restore} fits this model; `python -m fsdp2.checkpoint show` lists "
+            f"--resume-partial: no tensor of {checkpoint} fits this model; `python -m fsdp2.checkpoint show` lists "
             "its names and shapes"
         )
     took = time.perf_counter() - began

@@ -3,8 +3,8 @@ checkpoint. A wrong combination must not cost a process group, a download or a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
-from fsdp2.run.directory.job import Job
+from fsdp2.run.directory.job import Job, Origin
+from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
 from fsdp2.run.process.runtime import World
@@ -73,12 +74,11 @@ def preflight(config: Config, world: World) -> Job:
     place = str(default_path(config.model).absolute()) if config.run_dir is None else config.run_dir
     if "://" in place:
         check_url(place, world)
-    job = Job(place)
-    job.partial = config.resume_partial
     tensors = chain(model.named_parameters(), model.named_buffers())
-    job.model = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
+    made_of = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
+    job = Job(place, made_of, Origin(partial=config.resume_partial))
     if config.nvme_offload is not None:
-        job.take_swap_files(config.nvme_offload, world.rank)
+        job.hold(SwapFiles(config.nvme_offload, world.rank))
     if world.rank != 0:
         if world.local_rank == 0:
             check_room(config, model, world)
@@ -86,31 +86,15 @@ def preflight(config: Config, world: World) -> Job:
     with ExitStack() as on_error:
         on_error.enter_context(job)
         run = RunDir(place)
-        done = 0
-        try:
+        with _explained(config, place, run):
             job.take(run)
-            find_checkpoint(config, run.store, job)
+            origin, notes = find_checkpoint(config, run.store)
+            done, origin, changes = _going_on(config, world, model, origin)
+            job.go_on_from(origin, *notes, *changes)
             stays = job.staying(run.store)
-            if job.restore is not None:
-                check_checkpoint(config, model, open_files(job.restore), partial=job.partial)
-                if not job.partial:
-                    marker = read_marker(open_files(job.restore))
-                    done, job.before = marker["step"], before(marker)
-                    job.add_note(changed_batch(config, world, job.before))
-                    job.add_note(changed_flags(config, marker))
-                    job.add_note(changed_files(config, marker))
-        except Unreachable as error:
-            flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
-            raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
-        except NotAFile as error:
-            raise ConfigError(f"--run-dir {place}: {error}") from None
-        except OSError as error:
-            full = explained(error, run.path)
-            if full is None:
-                raise
-            raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
-        loads_whole = (job.restore is None or job.partial) and not config.spec.initial_values
-        if job.restore is None and config.weights is not None:
+        starts = origin.checkpoint is None
+        loads_whole = (starts or origin.partial) and not config.spec.initial_values
+        if starts and config.weights is not None:
             from fsdp2.run.init_from import check_init_from
 
             note, by_library = check_init_from(config, model)
@@ -119,6 +103,37 @@ def preflight(config: Config, world: World) -> Job:
         job.add_note(check_room(config, model, world, run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
+
+
+@contextmanager
+def _explained(config: Config, place: str, run: RunDir) -> Iterator[None]:
+    """Raise ConfigError where the run directory, or the checkpoint, can't be read or written."""
+    try:
+        yield
+    except Unreachable as error:
+        flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
+        raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
+    except NotAFile as error:
+        raise ConfigError(f"--run-dir {place}: {error}") from None
+    except OSError as error:
+        full = explained(error, run.path)
+        if full is None:
+            raise
+        raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
+
+
+def _going_on(
+    config: Config, world: World, model: nn.Module, origin: Origin
+) -> tuple[int, Origin, tuple[str | None, ...]]:
+    """The steps that are done, the origin with what its marker says, and what is different from here on."""
+    if origin.checkpoint is None or origin.partial:
+        return 0, origin, ()
+    checkpoint = open_files(origin.checkpoint)
+    check_checkpoint(config, model, checkpoint)
+    marker = read_marker(checkpoint)
+    length = before(marker)
+    changes = changed_batch(config, world, length), changed_flags(config, marker), changed_files(config, marker)
+    return marker["step"], origin._replace(before=length), changes
 
 
 def check_model(config: Config) -> nn.Module:
@@ -251,9 +266,13 @@ def check_url(url: str, world: World) -> None:
         raise ConfigError(f"--run-dir {url}: uploads are collected in a folder first: {error}") from None
 
 
-def find_checkpoint(config: Config, store: Store, job: Job) -> None:
-    """Decide from `--resume` what to restore. Dead saves are cleaned; damage stops the run."""
+def find_checkpoint(config: Config, store: Store) -> tuple[Origin, list[str]]:
+    """Decide from `--resume` what to go on from, and say what was found. Dead saves are cleaned; damage stops the run.
+
+    Raises ConfigError, and OSError for a folder that can't be read.
+    """
     wanted, committed = config.resume, store.committed()
+    partial, found, newest_kept = config.resume_partial, None, None
     if committed and not config.saves:
         raise ConfigError(
             f"--checkpoint-every never: {store.files} holds checkpoints, and what is trained after them would be lost; "
@@ -263,12 +282,12 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
     notes = [f"removed {name}, a save that was never committed" for name in dead]
     if wanted == "auto":
         if committed:
-            job.restore = str(store.checkpoint(committed[-1]))
+            found = str(store.checkpoint(committed[-1]))
         elif dead:
             notes.append("no checkpoint was ever committed here; starting fresh")
     elif wanted == "never":
         if committed:
-            job.keep_up_to(-1)
+            newest_kept = -1
             notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
     elif is_step(wanted):
         if int(wanted) not in committed:
@@ -276,30 +295,30 @@ def find_checkpoint(config: Config, store: Store, job: Job) -> None:
                 f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "
                 + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
             )
-        job.restore = str(store.checkpoint(int(wanted)))
+        found = str(store.checkpoint(int(wanted)))
         # A partial load begins a new training; else this one goes on from that step.
-        job.keep_up_to(-1 if job.partial else int(wanted))
-        newer = [step for step in committed if job.partial or step > int(wanted)]
+        newest_kept = -1 if partial else int(wanted)
+        newer = [step for step in committed if step > newest_kept]
         if newer:
             notes.append(f"--resume {wanted}: checkpoints {', '.join(map(str, newer))} are set aside")
     else:
-        job.restore = checkpoint_at(wanted)
+        found = checkpoint_at(wanted)
         if committed:
             raise ConfigError(
                 f"--resume {wanted}: {store.files} has checkpoints of its own; choose another --run-dir, "
                 "or --resume auto to go on with those"
             )
-    if job.restore is not None:
+    if found is not None:
         try:
-            checkpoint = open_files(job.restore)
+            checkpoint = open_files(found)
             marker = read_marker(checkpoint)
             require_metadata(checkpoint, marker)
             verify(checkpoint, hashes=False)
             if not says_finite(marker):
-                notes.append(f"{job.restore}: its weights hold NaN or infinity; --resume STEP chooses an older one")
+                notes.append(f"{found}: its weights hold NaN or infinity; --resume STEP chooses an older one")
         except DamagedCheckpoint as error:
             raise damaged(error) from None
-    job.note = "; ".join(notes) or None
+    return Origin(found, partial, newest_kept=newest_kept), notes
 
 
 def damaged(error: Exception) -> ConfigError:
@@ -324,10 +343,8 @@ def checkpoint_at(place: str) -> str:
     return str(store.checkpoint(steps[-1]))
 
 
-def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, *, partial: bool) -> None:
+def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> None:
     marker: dict[str, Any] = read_marker(checkpoint)
-    if partial:
-        return
     saved, ours = marker.get("model", {}), shapes_of(model)
     wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
              sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip

@@ -291,8 +291,8 @@ def state_of_run(
 class Memory(Protocol):
     """The interface that the start needs of the checkpoints in memory."""
 
-    def begin(self, run: RunDir) -> None:
-        """Invalidate those of earlier starts."""
+    def begin(self, run: RunDir, app: AppState) -> None:
+        """Make ready to save, and invalidate those of earlier starts. Raises ConfigError before it has done so."""
 
 
 def write_start(
@@ -300,6 +300,7 @@ def write_start(
     job: Job,
     run: RunDir,
     world: World,
+    app: AppState,
     memory: Memory | None,
     files: Mapping[str, bytes],
     *,
@@ -312,7 +313,7 @@ def write_start(
         finished: there is nothing to train, so what an earlier run left is still true.
     """
     if memory is not None:
-        memory.begin(run)
+        memory.begin(run, app)
     if world.rank != 0:
         return
     if memory is None and run.files.size(LINEAGE) is not None:

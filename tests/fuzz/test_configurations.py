@@ -155,7 +155,7 @@ def holds(made: Config, folder: Path) -> None:
     refused(lambda: preflight.check_data(made), ConfigError)
     if "://" not in made.resume:  # which would ask a network
         store = rundir.RunDir(folder / "no-run").store
-        refused(lambda: preflight.find_checkpoint(made, store, preflight.Job("")), ConfigError)
+        refused(lambda: preflight.find_checkpoint(made, store), ConfigError)
 
 
 @given(command_lines())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdp2.checkpoint.disk import disk_errors, explained
 from fsdp2.checkpoint.store import Store
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.directory.lock import Held, LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.runtime import RunStopped, broadcast, end_together, gather, world
 from fsdp2.schedule import Length
@@ -23,32 +23,54 @@ if TYPE_CHECKING:
     from fsdp2.checkpoint.remote import RemoteFiles
 
 
-class Job:
-    """The decisions before the start: where the run is written, and what it resumes.
+class Origin(NamedTuple):
+    """The checkpoint that a run goes on from, or none.
 
-    As a context it gives the run directory back at the end.
+    Attributes:
+        checkpoint: where it is.
+        partial: of it the weights that fit, and nothing else.
+        in_memory: it is in each node's memory, and of this run.
+        before: the length of the run that wrote it, as rank 0 knows.
+        newest_kept: the step after which this run's directory's checkpoints are set aside; None for none of them.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.restore: str | None = None  # where the checkpoint is
-        self.partial = False  # of it the weights that fit, and nothing else
-        self.in_memory = False  # it is in each node's memory, and of this run
-        self.before: Length | None = None  # of the run that wrote it, as rank 0 knows
+    checkpoint: str | None = None
+    partial: bool = False
+    in_memory: bool = False
+    before: Length | None = None
+    newest_kept: int | None = None
+
+
+class Job:
+    """A run's hold on its directory, and the decisions before its start.
+
+    As a context it gives the run directory back at the end.
+
+    Attributes:
+        place: where the run is written.
+        origin: what it goes on from.
+        note: what the opening event says of these decisions.
+    """
+
+    def __init__(self, place: str, model: str = "", origin: Origin = Origin()) -> None:  # noqa: B008 - never changes
+        """`model`: what the model on this rank is made of."""
+        self.place, self.origin, self._model = place, origin, model
         self.note: str | None = None
-        self.model = ""  # what the model on this rank is made of
-        self.last_call: Callable[[], None] = lambda: None  # before the run directory is given back
-        self._newest_kept: int | None = None
         self._run: RunDir | None = None
         self._token = ""  # of the folder's one writer, known to all ranks that see it
         self._lock: WriterLock | None = None
         self._lease: Lease | None = None
-        self._swap_files: SwapFiles | None = None
-        self.also_held: WriterLock | None = None  # of another folder, until the end
+        self._also_held: list[Held] = []
 
-    def take_swap_files(self, folder: str, rank: int) -> None:
-        """Become the one user of a rank's files in the folder of `--nvme-offload`. Raises ConfigError."""
-        self._swap_files = SwapFiles(folder, rank)
+    def go_on_from(self, origin: Origin, *notes: str | None) -> None:
+        """Decide what the run goes on from, and say why in the opening event."""
+        self.origin = origin
+        for note in notes:
+            self.add_note(note)
+
+    def hold(self, held: Held) -> None:
+        """Keep something beside the run directory, such as the lock of another folder, until the end."""
+        self._also_held.append(held)
 
     def take(self, run: RunDir) -> None:
         """Become the one writer of a run directory. Raises ConfigError if another run is, or it can't be used."""
@@ -65,11 +87,6 @@ class Job:
             except OSError as error:
                 raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
             run.fetch()
-
-    def guard(self, run: RunDir) -> None:
-        """Refuse to write to a run at a URL from when another run may have taken it over."""
-        if self._lease is not None:
-            self._lease.guard(cast("RemoteFiles", run.files))
 
     def has_folder(self) -> None:
         """Raise LostRunDir if the folder was removed, moved or taken; rank 0 knows which, and what is left of it."""
@@ -117,9 +134,14 @@ class Job:
 
     @contextmanager
     def starting(self, run: RunDir) -> Iterator[None]:
-        """Run the body, which begins to write; a disk that takes nothing is a ConfigError on every rank. Collective."""
+        """Run the body, which begins to write; a disk that takes nothing is a ConfigError on every rank. Collective.
+
+        From then on nothing is written to a run at a URL while another run may have taken it over.
+        """
         failure: Exception | None = None
         try:
+            if self._lease is not None:
+                self._lease.guard(cast("RemoteFiles", run.files))
             self.has_folder()
             yield
         except Exception as error:
@@ -136,7 +158,6 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self.last_call()
             if isinstance(error, OSError):
                 self.has_folder()  # if that is why, it says more than a file that isn't found
         finally:
@@ -144,10 +165,8 @@ class Job:
 
     def release(self, *, refused: bool) -> None:
         """Give the run directory back; if nothing was run there, without the folder that was made for it."""
-        if self._swap_files is not None:
-            self._swap_files.release()
-        if self.also_held is not None:
-            self.also_held.release()
+        for held in self._also_held:
+            held.release()
         if self._lease is not None:
             self._lease.release()
         if self._lock is not None:
@@ -159,12 +178,14 @@ class Job:
         Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
         checkpoint would be missing there. So it does if one has made another model: they would wait for ever.
         """
-        self.place, self.restore, self.note, token = broadcast((self.place, self.restore, self.note, self._token))
+        found = self.origin.checkpoint, self.note, self._token
+        self.place, (checkpoint, self.note, token) = broadcast((self.place, found))
+        self.origin = self.origin._replace(checkpoint=checkpoint)
         is_remote = "://" in self.place  # then each node has a local folder of its own
         sees = is_remote or WriterLock.is_seen(Path(self.place), token, say=_say_once_a_node)
         if not is_remote:
             self._token = token
-        mine = hashlib.sha256(self.model.encode()).hexdigest()
+        mine = hashlib.sha256(self._model.encode()).hexdigest()
         hosts, models = zip(*gather((None if sees else socket.gethostname(), mine)), strict=True)
         if other := [rank for rank, model in enumerate(models) if model != models[0]]:
             raise ConfigError(
@@ -180,21 +201,19 @@ class Job:
 
     def restores_own(self, run: RunDir) -> bool:
         """Return whether the checkpoint is of this run, and not of another that this one goes on from."""
-        own = self.in_memory or (self.restore is not None and self.restore.startswith(f"{run.store.files}/"))
-        return own and not self.partial
-
-    def keep_up_to(self, step: int) -> None:
-        """Let `set_aside_newer` leave the checkpoints up to `step`."""
-        self._newest_kept = step
+        checkpoint, partial, in_memory = self.origin[:3]
+        own = in_memory or (checkpoint is not None and checkpoint.startswith(f"{run.store.files}/"))
+        return own and not partial
 
     def staying(self, store: Store) -> list[int]:
         """Steps of the checkpoints that stay until newer ones take their place."""
-        return [step for step in store.committed() if self._newest_kept is None or step <= self._newest_kept]
+        newest = self.origin.newest_kept
+        return [step for step in store.committed() if newest is None or step <= newest]
 
     def set_aside_newer(self, store: Store) -> None:
         """On rank 0, rename the checkpoints that a run which goes back will write again."""
-        if self._newest_kept is not None:
-            store.set_aside(self._newest_kept)
+        if self.origin.newest_kept is not None:
+            store.set_aside(self.origin.newest_kept)
 
     def add_note(self, text: str | None) -> None:
         """Add to what the opening event says, on rank 0, which alone shows and writes it."""
@@ -203,9 +222,10 @@ class Job:
     def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The `start` or `resume` event."""
         data = {**data, "note": self.note}
-        if self.restore is None:
+        checkpoint, partial = self.origin[:2]
+        if checkpoint is None:
             return "start", data
-        return "start" if self.partial else "resume", {**data, "checkpoint": self.restore}
+        return "start" if partial else "resume", {**data, "checkpoint": checkpoint}
 
     def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
         """Return whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.

@@ -56,7 +56,7 @@ class NodeMemory:
         failure: why this node's last save failed.
     """
 
-    def __init__(self, config: Config, every: int, job: Job, world: World) -> None:
+    def __init__(self, config: Config, every: int, job: Job, world: World, device: torch.device) -> None:
         """Find what is in the nodes' memories, and let `job` go on from it if it is newer. A collective call.
 
         Raises ConfigError on every rank.
@@ -64,6 +64,7 @@ class NodeMemory:
         self.every, self.world, self.restores = every, world, False
         self.failure: str | None = None
         self._saver: Saver | None = None
+        self._device, self._background = device, config.async_checkpoint is not None
         self._rng = _GivenState()
         self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._shards = world.world_size // config.replicas
@@ -101,15 +102,16 @@ class NodeMemory:
         found = os.lstat(self.folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
-        job.also_held = WriterLock(self.folder, flag=f"{FLAG}:")
+        job.hold(WriterLock(self.folder, flag=f"{FLAG}:"))
         self.store.remove_dead()
 
     def _find(self, config: Config, job: Job) -> None:
+        origin = job.origin
         lineage: dict[str, Any] = broadcast(_lineage(RunDir(job.place)) if self.world.rank == 0 else {})
         mine = self._newest(lineage) if self.world.local_rank == 0 else 0
         newest = gather(mine)[:: self.world.local_world_size]
         step = max(newest)
-        if step <= broadcast(read_marker(open_files(job.restore))["step"] if job.restore is not None else 0):
+        if step <= broadcast(read_marker(open_files(origin.checkpoint))["step"] if origin.checkpoint else 0):
             return
         holders = [node for node, there in enumerate(newest) if there == step]
         lacking = [node for node, there in enumerate(newest) if there < step]
@@ -117,13 +119,12 @@ class NodeMemory:
         fetch(self.store, step, pairs, self.world)
         checkpoint = self.store.checkpoint(step)
         marker = read_marker(checkpoint)
-        check_checkpoint(config, config.spec.described(config.model_size), checkpoint, partial=False)
-        job.restore, job.in_memory, self.restores = str(checkpoint), True, True
-        self._start["from"] = [marker["start"], step]
+        check_checkpoint(config, config.spec.described(config.model_size), checkpoint)
+        self.restores, self._start["from"] = True, [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
-        job.add_note(f"step {step} was in memory{got}: {self.folder}")
-        job.before = before(marker)
-        job.add_note(changed_batch(config, self.world, job.before))
+        note = f"step {step} was in memory{got}: {self.folder}"
+        origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=before(marker))
+        job.go_on_from(origin, note, changed_batch(config, self.world, origin.before))
 
     def _newest(self, lineage: Mapping[str, Any]) -> int:
         """The newest step in this node's memory that counts; 0 if there is none."""
@@ -136,8 +137,10 @@ class NodeMemory:
                     return step
         return 0
 
-    def begin(self, run: RunDir) -> None:
-        """Before the first step: invalidate the checkpoints in memory, except the one resumed from."""
+    def begin(self, run: RunDir, app: AppState) -> None:
+        """Before the first step: make ready to save, and invalidate the checkpoints in memory, except the one resumed
+        from. A collective call. Raises ConfigError on every rank if a node has too little memory."""
+        self._open(app)
         if self.world.rank == 0:
             publish(run.files, LINEAGE, json.dumps(self._start).encode())
         if self.world.local_rank == 0:
@@ -147,8 +150,7 @@ class NodeMemory:
         """Return whether the state after this step is kept."""
         return step % self.every == 0
 
-    def open(self, config: Config, app: AppState, device: torch.device) -> None:
-        """Make ready to save. A collective call. Raises ConfigError on every rank if a node has too little memory."""
+    def _open(self, app: AppState) -> None:
         tree = app.state_dict()
         needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
         del tree
@@ -169,9 +171,8 @@ class NodeMemory:
         ranks = list(range(first, first + self._shards))
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        background = config.async_checkpoint is not None
         app = app.with_parts({**app.parts, "rng": self._rng})
-        self._saver = Saver(self.store, app, device, keep=1, background=background, group=group)
+        self._saver = Saver(self.store, app, self._device, keep=1, background=self._background, group=group)
 
     @property
     def busy(self) -> bool:

@@ -18,10 +18,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.options.errors import some
+from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.run.process import runtime
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Replicas:
+    """The comparison of a run's replicas, once for each step that asks for it."""
+
+    def __init__(self, engine: Engine, device: torch.device, step: int) -> None:
+        """`step`: until which the run is done already."""
+        self._engine, self._device = engine, device
+        self.agreed = self._compared = step
+
+    def compare(self, step: int) -> tuple[list[int], str]:
+        """The ranks that differ after this step, and a line about them; ([], "") if none does, or if it is known.
+
+        A collective call. `agreed` is the last step after which none differed.
+        """
+        if self._compared == step:
+            return [], ""
+        self._compared = step
+        held = self._engine.held()
+        wrong, what = compare(held["parameters"] + held["optimizer"], self._device)
+        if not wrong:
+            self.agreed = step
+            return [], ""
+        return wrong, f"{what}; they agreed after step {self.agreed}"
 
 
 @torch.no_grad()
