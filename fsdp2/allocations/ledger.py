@@ -8,6 +8,7 @@ there when backward begins, a tensor made in backward is a gradient if a paramet
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,13 @@ def exchange(operation: str) -> str | None:
     return next((name for start, name in EXCHANGES.items() if plain.startswith(start)), None)
 
 
+@functools.cache
+def name_of(func: Any) -> tuple[str, str]:
+    """The namespace and the name of an operator."""
+    namespace, name = str(func).split(".")[:2]
+    return namespace, name
+
+
 class MemoryLimitReached(torch.OutOfMemoryError):
     """Tensors take more than the limit that was set. An out-of-memory error like a device's own."""
 
@@ -124,6 +132,7 @@ class Ledger(TorchDispatchMode):
         """From now on the rank does this."""
         self.phases.append(Phase(name, step, self._now()))
 
+    @torch.no_grad()  # a DTensor then gives its local tensor as it is, and no view of it
     def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what tensors are for, in hindsight too: it holds for as long as their memory has existed."""
         for tensor in tensors:
@@ -150,8 +159,8 @@ class Ledger(TorchDispatchMode):
         if self._copy is not None:
             self._end_copy(args)
         result = func(*args, **(kwargs or {}))
-        namespace, operation = str(func).split(".")[:2]
-        for tensor in tree_leaves(result):
+        namespace, operation = name_of(func)
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._note(tensor, operation)
                 if self._reduced:

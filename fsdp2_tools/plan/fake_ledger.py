@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.allocations.ledger import Allocation, Ledger
+from fsdp2_tools.plan.fake import device_asked
 from fsdp2_tools.plan.work import Watch
 
 LOSS = "loss"  # what the training loop computes after the model
@@ -48,6 +49,11 @@ class FakeLedger(Ledger):
         return LOSS if self.phases[-1].name in ("forward", "evaluation") else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = device_asked(func, args)
+        if device is not None:
+            if self._copy is not None:
+                self._end_copy(args)
+            return device
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)

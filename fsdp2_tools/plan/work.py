@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from fsdp2.allocations.ledger import exchange
+from fsdp2.allocations.ledger import exchange, name_of
 from fsdp2_tools.plan.speed import Speed
 
 MATRIX, ATTENTION, MEMORY = "matrix", "attention", "memory"
@@ -72,7 +72,7 @@ class Watch:
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, module: str, phase: int
     ) -> None:
         """One operator, after it ran."""
-        namespace, name = str(func).split(".")[:2]
+        namespace, name = name_of(func)
         if namespace in NOTHING or name in NO_KERNEL or func.is_view or name.endswith("_unsafe_view"):
             return
         if namespace in ("c10d", "_c10d_functional"):

@@ -53,3 +53,12 @@ def test_a_strategy_that_cannot_be_planned_is_refused(strategy: str) -> None:
 def test_float8_is_refused_since_a_plan_would_count_its_emulation() -> None:
     with pytest.raises(ConfigError, match=r"--float8 rowwise: .*; plan without it"):
         run(parse(["--float8=rowwise", "--mixed-precision"]), 2, 0, gloo=True)
+
+
+def test_a_device_is_answered_without_asking_torch() -> None:
+    """torch asks for it as often as it computes; elsewhere the answer is the same and takes longer."""
+    with fake.fake_mode():
+        tensor = torch.empty(2, device="cpu")
+    assert fake.device_asked(fake.DEVICE, (tensor,)) == torch.device("cpu")
+    assert fake.device_asked(torch.ops.aten.neg.default, (tensor,)) is None
+    assert fake.device_asked(fake.DEVICE, (torch.empty(2),)) is None
