@@ -27,7 +27,7 @@ from fsdp2 import models
 from fsdp2.checkpoint.full_dtensor import load_full_model_state
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.weights import load_weights
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import allocate, shared_names
@@ -64,7 +64,7 @@ def load(place: str, through_rank_0: bool) -> dict[str, float]:
     if through_rank_0:
         load_full_model_state(model, Path(place))
     else:
-        load_weights(place, targets, place_of, shared_names(model), partial=False)
+        load_weights(place, targets, slices_of, shared_names(model), partial=False)
     seconds = time.perf_counter() - began
     beside = status("VmHWM") - before
     rank = dist.get_rank()

@@ -44,7 +44,7 @@ def sharded(folder: str, device: torch.device, *, trained: bool):
     # Without a backward nothing would free what torch keeps gathered for it after a forward.
     fully_sharded.shard(model, units, mesh=ranks, reshard_after_forward=None if trained else True)
     meta.allocate(model, device)
-    load_weights(folder, model.state_dict(), initial.place_of, meta.shared_names(model))
+    load_weights(folder, model.state_dict(), initial.slices_of, meta.shared_names(model))
     meta.check_initialised(model)
     return model
 

@@ -29,7 +29,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     units = groups.shard_groups(model, blocks.find_blocks(model))
     fully_sharded.shard(model, units, mesh=mesh.make_mesh(device.type, world))
     meta.allocate(model, device)  # memory for this rank's shards alone, NaN until they get a value
-    weights.load_weights(folder, model.state_dict(), initial.place_of, meta.shared_names(model))  # this rank's rows
+    weights.load_weights(folder, model.state_dict(), initial.slices_of, meta.shared_names(model))  # this rank's rows
     meta.check_initialised(model)  # raises if anything still holds that NaN
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})

@@ -37,7 +37,7 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.between import Between
-from fsdp2.run.checkpoints import Checkpoints, agree, resume
+from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.directory.rundir import RunDir, too_large_unasked
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import examine_first, preflight
@@ -45,6 +45,7 @@ from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.runtime import World, process_group
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
+from fsdp2.run.resuming import agree, resume
 from fsdp2.run.start import (
     InitialValues,
     StartWeights,
@@ -79,7 +80,7 @@ def main(
     examine_first(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
-        memory = agree(config, job, world, device)  # rank 0 has chosen the run directory, all ranks what to resume
+        node_memory = agree(config, job, world, device)  # rank 0 has chosen the run directory, all ranks what to resume
         run = RunDir(job.place)
         runtime.set_threads(config.threads, world)
 
@@ -105,33 +106,34 @@ def main(
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
 
-        def place() -> dict[str, int]:
+        def at() -> dict[str, int]:
             return {"step": progress.step, "epoch": batches.epoch}
 
         def test() -> dict[str, Any]:
-            with hang.phase("evaluation"), engine.evaluating():
+            with watch.phase("evaluation"), engine.evaluating():
                 return evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
 
         with job.starting(run):
-            write_start(config, job, run, world, app, memory, engine.files, finished=finished())
+            write_start(config, job, run, world, app, node_memory, engine.files, finished=finished())
             reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
 
-        hang = Watch(config, engine.model, run, reports.last_words)
-        checkpoints = Checkpoints(config, job, run, app, engine, progress, device, memory, reports, hang)
-        seen = observed(config, engine, checkpoints, run, world, device, progress)
-        with reports, StopSignals() as stop, seen as peak, hang, checkpoints:
+        watch = Watch(config, engine.model, run, reports.last_words)
+        checkpoints = Checkpoints(config, job, run, app, engine, progress, device, node_memory, reports, watch)
+        observation = observed(config, engine, checkpoints, run, world, device, progress)
+        with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path) + speed.lines
-            reports.emit(*job.opening_event({"header": opening, **place(), **engine.started, **restored}))
+            reports.emit(*job.opening_event({"header": opening, **at(), **engine.started, **restored}))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
-            between = Between(config, checkpoints, reports, hang, stop, garbage)
-            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, between.look, speed)
+            between = Between(config, checkpoints, reports, watch, stop, garbage)
+            on_nonfinite, on_finite = checkpoints.stop_if_nonfinite, between.look
+            log = StepLog(reports.emit, device, on_nonfinite, on_finite, speed)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
@@ -139,7 +141,7 @@ def main(
                     facts, values = train_step(engine, microbatches, spec, config, world, votes)
                     progress.step += 1
                     schedule.after_step()
-                    log.add({**place(), "step_in_epoch": batches.steps_done(), **facts}, values)
+                    log.add({**at(), "step_in_epoch": batches.steps_done(), **facts}, values)
                     between.after_step(progress.step, log.failed)
                     if log.stop or finished():
                         break
@@ -153,21 +155,20 @@ def main(
                     break
                 result = test()
                 accuracy = result["accuracy"]
-                reports.emit("eval", {**place(), **result})
+                reports.emit("eval", {**at(), **result})
                 if batches.at_end():
                     schedule.after_epoch()
                     batches.next_epoch()
-                if finished() or config.checkpoint_every is None or config.checkpoint_due(progress.step):
-                    checkpoints.save(batches.epoch, last=finished())
+                checkpoints.save_after_epoch(batches.epoch, last=finished())
 
             # What is left behind: one file that any PyTorch program can load.
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
             left_out = too_large_unasked(config, spec) if finished() else None
             full_model = finished() and left_out is None and checkpoints.write_full_model(changed=accuracy is not None)
             left = checkpoints.finish(full_model=full_model)
-            done = {**place(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
+            done = {**at(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
             done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out, "left": left}
-            end = reports.end(done, log, world.world_size, peak)
+            end = reports.end(done, log, world.world_size, peak_bytes)
             checkpoints.upload_metrics()
     return end
 

@@ -29,7 +29,7 @@ from fsdp2.checkpoint.full_model import save_full
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import Config
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.parallelize import parallelize
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, full_files, losses, main_in_ranks, make_engine, of_kind, same, small
@@ -294,7 +294,7 @@ def _full_disk(folder: Path) -> str:
         if dist.get_rank() == 1:
             patch.setattr(full_together.os, "pwrite", _no_space)
         try:
-            full_together.save_together(AppState(engine.model, engine.optimizer, {}), folder, 1, place_of)
+            full_together.save_together(AppState(engine.model, engine.optimizer, {}), folder, 1, slices_of)
         except OSError as error:
             return str(error)
     return "nothing"

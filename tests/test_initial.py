@@ -178,7 +178,7 @@ def _shards(name: str) -> list[str]:
     wrong = []
     for one, tensor in model.named_parameters():
         assert isinstance(tensor, DTensor)
-        rows = initial.place_of(tensor)[0]
+        rows = initial.slices_of(tensor)[0]
         fill = fill_for(spec.initial_values, one)
         expected = as_first_written(fill, one, tensor.shape, tensor.dtype, rows)
         wrong += [] if torch.equal(tensor.to_local(), expected) else [one]
@@ -242,7 +242,7 @@ def _strided() -> str:
     mesh = init_device_mesh("cpu", (2,))
     tensor = DTensor.from_local(torch.zeros(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
     with pytest.raises(ValueError, match="no range of rows, and can't be drawn alone") as caught:
-        initial.place_of(tensor)
+        initial.slices_of(tensor)
     return str(caught.value)
 
 

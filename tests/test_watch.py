@@ -264,12 +264,12 @@ def test_the_limit_of_a_step_follows_from_the_slowest_of_the_last(
         one, limits = _alone(tmp_path, *flags), []
         for step, seconds in enumerate([2.0, 7.0, 300.0, *[0.5] * 17], 1):
             one.begin_step(step)
-            limits.append(one._place.limit)
+            limits.append(one._doing.limit)
             now += seconds
         assert limits == expected
         with one.phase("evaluation"):
-            assert one._place.limit == 1800
-        assert one._place.limit == 1800
+            assert one._doing.limit == 1800
+        assert one._doing.limit == 1800
 
 
 def test_a_run_directory_that_is_gone_does_not_hide_the_stacks(

@@ -28,7 +28,7 @@ from fsdp2.checkpoint.state import AppState, plain_names
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.config import parse
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
@@ -177,7 +177,7 @@ def _tied(folder: Path) -> list[Any]:
                 local(tensor).fill_(-1)
         try:
             file = str(folder / f"{name}.safetensors")
-            load_weights(file, plain_names(model), place_of, shared_names(model), partial=False)
+            load_weights(file, plain_names(model), slices_of, shared_names(model), partial=False)
             assert model.head.weight is model.embedding.weight
             results.append(full_dtensor.full_model_state(model))
         except Refused as error:
@@ -340,7 +340,7 @@ def _killed_between_renames(folder: Path) -> None:
     app = AppState(engine.model, engine.optimizer, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_together, "SHARD_BYTES", 20_000)
-        full_together.save_together(app, folder, 1, place_of)
+        full_together.save_together(app, folder, 1, slices_of)
         if dist.get_rank() == 0:
             with opened(str(folder)) as source:  # whole until then
                 assert source.folder is not None
@@ -354,7 +354,7 @@ def _killed_between_renames(folder: Path) -> None:
 
         patch.setattr(full_together.LocalFiles, "rename", rename)
         with pytest.raises(OSError, match="killed"):
-            full_together.save_together(app, folder, 2, place_of)
+            full_together.save_together(app, folder, 2, slices_of)
 
 
 def test_a_full_model_of_two_steps_is_not_one(ranks: Ranks, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def _tied_together(folder: Path) -> None:
     """Under a wrapper that gives names a prefix."""
     model = torch.nn.parallel.DistributedDataParallel(Tied())
     app = AppState(model, torch.optim.SGD(model.parameters()), {})
-    full_together.save_together(app, folder, 1, place_of, shared_names(model.module))
+    full_together.save_together(app, folder, 1, slices_of, shared_names(model.module))
 
 
 def test_a_tied_weight_is_written_once(ranks: Ranks, tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ def save_together(
     app: AppState,
     folder: Path,
     step: int,
-    place_of: Callable[[Tensor], tuple[slice, ...]],
+    slices_of: Callable[[Tensor], tuple[slice, ...]],
     tied: Sequence[Sequence[str]] = (),
     info: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model's weights as safetensors into a folder that all ranks see. A collective call.
 
     Args:
-        place_of: which range of each dimension of a whole tensor this rank holds.
+        slices_of: which range of each dimension of a whole tensor this rank holds.
         tied: names of one weight, which is written under the first.
         info: what the marker says beside step and files.
 
@@ -51,7 +51,7 @@ def save_together(
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()}
     files, local = shards_of(like, SHARD_BYTES), LocalFiles(folder)
     _together(lambda: _begin(local, files) if dist.get_rank() == 0 else None)
-    _together(lambda: _write_rows(folder, files, targets, place_of))
+    _together(lambda: _write_rows(folder, files, targets, slices_of))
     app.release()
     mine = list(files)[dist.get_rank() :: dist.get_world_size()]
     prints = _together(lambda: {file: fingerprint(local, f"{file}.tmp") for file in mine})
@@ -91,7 +91,7 @@ def _write_rows(
     folder: Path,
     files: dict[str, dict[str, Tensor]],
     targets: dict[str, Tensor],
-    place_of: Callable[[Tensor], tuple[slice, ...]],
+    slices_of: Callable[[Tensor], tuple[slice, ...]],
 ) -> None:
     for file, tensors in files.items():
         _, starts = layout(tensors)
@@ -100,7 +100,7 @@ def _write_rows(
                 tensor = targets[name]
                 if not _is_mine(tensor):
                     continue
-                rows, *others = place_of(tensor) or (slice(0, 1),)
+                rows, *others = slices_of(tensor) or (slice(0, 1),)
                 if any(other != slice(0, size) for other, size in zip(others, tensor.shape[1:], strict=True)):
                     raise ValueError(
                         f"{name}: is split on another dimension than its first; export the checkpoint instead"

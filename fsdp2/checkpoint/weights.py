@@ -20,7 +20,7 @@ from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source, comparable, weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 
-Place = Callable[[Tensor], tuple[slice, ...]]
+Slices = Callable[[Tensor], tuple[slice, ...]]
 
 
 class OtherWeights(Refused):
@@ -72,7 +72,7 @@ def _fitting(source: Source, targets: Mapping[str, Tensor], tied: Sequence[Seque
 def load_weights(
     place: str,
     targets: Mapping[str, Tensor],
-    place_of: Place,
+    slices_of: Slices,
     tied: Sequence[Sequence[str]] = (),
     *,
     partial: bool = False,
@@ -81,7 +81,7 @@ def load_weights(
 
     Args:
         targets: name -> tensor; a floating dtype may be another one than the file's.
-        place_of: which range of each dimension of a whole tensor this rank holds.
+        slices_of: which range of each dimension of a whole tensor this rank holds.
         tied: names of one weight.
         partial: leave out what doesn't fit.
 
@@ -94,11 +94,11 @@ def load_weights(
         with opened(place) as source:
             fitting = _fitting(source, targets, tied, partial=partial)
             for group in tied:
-                _require_one(source, fitting, [name for name in group if name in fitting.names], targets, place_of)
+                _require_one(source, fitting, [name for name in group if name in fitting.names], targets, slices_of)
             for name, original in fitting.names.items():
                 target = targets[name]
                 local = target.to_local() if isinstance(target, DTensor) else target
-                local.copy_(source.read_part(original, place_of(target)))
+                local.copy_(source.read_part(original, slices_of(target)))
     except OtherWeights as error:
         problem = OtherWeights, str(error)
     except (Refused, DamagedCheckpoint, OSError) as error:
@@ -112,12 +112,12 @@ def load_weights(
 
 
 def _require_one(
-    source: Source, fitting: Fitting, names: Sequence[str], targets: Mapping[str, Tensor], place_of: Place
+    source: Source, fitting: Fitting, names: Sequence[str], targets: Mapping[str, Tensor], slices_of: Slices
 ) -> None:
     """Raise Refused if a source holds different weights under the names of one."""
     if len({fitting.names[name] for name in names}) < 2:
         return
-    parts = [comparable(source.read_part(fitting.names[name], place_of(targets[name]))) for name in names]
+    parts = [comparable(source.read_part(fitting.names[name], slices_of(targets[name]))) for name in names]
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise Refused(
             f"{source.place} is of another model; {', '.join(names)} are one weight in the model and differ in the file"

@@ -91,7 +91,7 @@ class Chat:
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The tokens of a text, and 1 for those of the spans."""
-        ends = sorted({place for span in spans for place in span})
+        ends = sorted({position for span in spans for position in span})
         parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)])]
         whole, learn = parts[0], numpy.zeros(len(parts[0]), dtype=numpy.uint8)
         for end, part in zip(ends, parts[1:], strict=True):

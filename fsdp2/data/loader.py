@@ -194,8 +194,8 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: epoch, samples consumed over all ranks, and what decides their order."""
-        place = {"epoch": self.epoch, "position": self.position}
-        return {**place, "seed": self.seed, "size": len(self.split), "content": self.split.content}
+        position = {"epoch": self.epoch, "position": self.position}
+        return {**position, "seed": self.seed, "size": len(self.split), "content": self.split.content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the order of samples would be another one than the checkpoint's, or their content."""

@@ -101,7 +101,7 @@ def _ends(split: Documents | Conversations, number: int) -> list[int]:
         first, *ends = split.ends[split.first[number] : split.first[number + 1] + 1].tolist()
         return [end - first for end in ends]
     begin = number * split.seq_len
-    low, high = (split.ends.searchsorted(place, side="right") for place in (begin, begin + split.seq_len))
+    low, high = (split.ends.searchsorted(one, side="right") for one in (begin, begin + split.seq_len))
     return [int(end) - begin for end in (*split.ends[low:high], begin + split.seq_len + 1)]
 
 

@@ -113,14 +113,14 @@ def _new(elements: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(elements, dtype=dtype)
 
 
-def place_of(tensor: Tensor) -> tuple[slice, ...]:
+def slices_of(tensor: Tensor) -> tuple[slice, ...]:
     """Which range of each dimension of the whole tensor this rank holds.
 
     Raises ValueError for a DTensor whose shard is no such box.
     """
-    place = [slice(0, size) for size in tensor.shape]
+    slices = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return tuple(place)
+        return tuple(slices)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the mesh of its own tensor"
     for dimension, placement in enumerate(tensor.placements):
@@ -132,11 +132,11 @@ def place_of(tensor: Tensor) -> tuple[slice, ...]:
             )
         if isinstance(placement, Shard):
             # As torch.chunk cuts it: the last ranks have less, or nothing.
-            whole = place[placement.dim]
+            whole = slices[placement.dim]
             size = -(-(whole.stop - whole.start) // tensor.device_mesh.size(dimension))
             start = min(whole.start + size * coordinate[dimension], whole.stop)
-            place[placement.dim] = slice(start, min(start + size, whole.stop))
-    return tuple(place)
+            slices[placement.dim] = slice(start, min(start + size, whole.stop))
+    return tuple(slices)
 
 
 def nothing(name: str) -> bool:
@@ -184,13 +184,13 @@ class Part:
     def draw(self, seed: int, memory: Callable[[int, torch.dtype], Tensor]) -> None:
         """Draw the rows in `memory`, and copy to the target what of them is this rank's."""
         drawn = rows_of(self.fill, self.name, self.shape, self.target.dtype, seed, self.rows, memory=memory)
-        place = self.target[self.rows.start - self.first : self.rows.stop - self.first] if self.shape else self.target
-        place.copy_(drawn[:, *self.others] if self.others else drawn)
+        part = self.target[self.rows.start - self.first : self.rows.stop - self.first] if self.shape else self.target
+        part.copy_(drawn[:, *self.others] if self.others else drawn)
 
 
 def parts_of(name: str, tensor: Tensor, fill: Fill) -> Iterator[Part]:
     """This rank's part of a tensor, its shard or all of it, in pieces of about `PART` elements."""
-    rows, *others = place_of(tensor) or (slice(0, 1),)
+    rows, *others = slices_of(tensor) or (slice(0, 1),)
     target = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     step = max(1, PART // max(1, tensor.shape[1:].numel()))
     for start in range(rows.start, rows.stop, step):

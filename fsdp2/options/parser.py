@@ -64,11 +64,11 @@ def make_parser(
 
 def add_options(parser: argparse._ActionsContainer, options: type) -> None:
     """One flag for each field of a dataclass, in a parser or a group of one."""
-    place = parser
+    group = parser
     for field in dataclasses.fields(options):
         meta, flag = field.metadata, flag_of(field.name)
         if meta["section"] is not None:
-            place = parser.add_argument_group(meta["section"])
+            group = parser.add_argument_group(meta["section"])
         no_default = field.default in (None, ()) or field.default is False
         shown_default = "on" if field.default is True else field.default
         default = "" if no_default else f" (default: {shown_default})"
@@ -81,7 +81,7 @@ def add_options(parser: argparse._ActionsContainer, options: type) -> None:
                 settings.update(nargs="?", const=meta["bare"])
             if meta["many"]:
                 settings["action"] = "append"
-        place.add_argument(flag, **settings)
+        group.add_argument(flag, **settings)
 
 
 def read_values(options: type, given: Mapping[str, Any]) -> dict[str, Any]:

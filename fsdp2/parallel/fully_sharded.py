@@ -167,7 +167,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
     for gradient in cast(Iterable[DTensor], gradients):
         assert not any(placement.is_partial() for placement in gradient.placements), "it has no norm before its sum"
-        dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+        dims = tuple(dim for dim, one in enumerate(gradient.placements) if not one.is_replicate())
         groups.setdefault((gradient.device_mesh, dims), []).append(gradient.to_local())
     squares = []
     for (mesh, dims), shards in groups.items():  # in the same order on all ranks

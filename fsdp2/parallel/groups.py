@@ -148,8 +148,8 @@ def shard_groups(model: nn.Module, blocks: Sequence[nn.Module], granularity: int
     else:
         assert isinstance(granularity, int)
         groups = [list(blocks[i : i + granularity]) for i in range(0, len(blocks), granularity)]
-    place = {module: index for index, module in enumerate(model.modules())}
-    start = min((place[group[0]] for group in groups), default=0)
+    index_of = {module: index for index, module in enumerate(model.modules())}
+    start = min((index_of[group[0]] for group in groups), default=0)
     large = large_layers(model, blocks)
-    before = [[layer] for layer in large if place[layer] < start]
-    return before + groups + [[layer] for layer in large if place[layer] > start]
+    before = [[layer] for layer in large if index_of[layer] < start]
+    return before + groups + [[layer] for layer in large if index_of[layer] > start]

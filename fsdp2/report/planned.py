@@ -30,13 +30,13 @@ class Planned:
     Attributes:
         tensors: bytes of a rank's tensors at the peak.
         step_ms: the least, the likely and the most; None if the plan has no time.
-        place: where the peak is.
+        peak_in: where the peak is.
         other: flags that the plan has with other values.
     """
 
     tensors: int
     step_ms: tuple[float, float, float] | None
-    place: str
+    peak_in: str
     other: tuple[str, ...]
 
     @property
@@ -44,7 +44,7 @@ class Planned:
         """For the header."""
         time = "" if self.step_ms is None else f", a step in {_range(self.step_ms)}"
         other = f" (planned with other {', '.join(self.other)})" if self.other else ""
-        return f"plan: {size(self.tensors)} of tensors a rank, in {self.place}{time}{other}"
+        return f"plan: {size(self.tensors)} of tensors a rank, in {self.peak_in}{time}{other}"
 
     def beside(self, tensors: int | None, step_ms: Sequence[float]) -> list[str]:
         """For the end of a run, with what was measured on this rank; `tensors` is None where nobody counts them."""

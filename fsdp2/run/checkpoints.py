@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -12,19 +11,15 @@ import torch
 from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
-from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
-from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.config import Config
-from fsdp2.models.initial import place_of
-from fsdp2.options.errors import ConfigError
+from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.inspect import is_finite
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import RunDir, checkpoint_info, large
-from fsdp2.run.finite import is_finite
-from fsdp2.run.preflight import damaged
 from fsdp2.run.process import runtime
 from fsdp2.run.process.runtime import RunStopped
 from fsdp2.run.watch.hangs import Watch
@@ -146,6 +141,12 @@ class Checkpoints:
         elif self._memory is not None:
             self._keep_in(self._memory)
 
+    def save_after_epoch(self, epoch: int, *, last: bool) -> None:
+        """Save at the end of an epoch, or of the run, as `--checkpoint-every` says. Raises as `save`."""
+        every_epoch = self.config.checkpoint_every is None
+        if last or every_epoch or self.config.checkpoint_due(self.progress.step):
+            self.save(epoch, last=last)
+
     def _keep_in(self, memory: NodeMemory) -> None:
         with self._watch.phase("save"):
             self.compare_replicas()
@@ -191,7 +192,7 @@ class Checkpoints:
                 from fsdp2.checkpoint.full_together import save_together
 
                 tied = shared_names(config.spec.described(config.model_size))
-                save_together(self._app, run.full_model.parent, self.progress.step, place_of, tied, said)
+                save_together(self._app, run.full_model.parent, self.progress.step, slices_of, tied, said)
             else:
                 api = full_state_api(dcp_api=config.dcp_api)
                 save_full(api, self._app, run.full_model, self.progress.step, said)
@@ -324,72 +325,3 @@ class Checkpoints:
         if self._saved_step == ended.step:
             self._saved_step = -1  # so that the end of the run tries again
         self._reports.emit("failure", {"step": ended.step, "error": text, "continues": True})
-
-
-def _settings(app: AppState) -> dict[str, Any]:
-    """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
-    beside = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-    groups = enumerate(app.optimizer.param_groups)
-    found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
-    several = len(app.optimizer.param_groups) > 1
-    return {f"{name} of group {number}" if several else name: _plain(one) for (name, number), one in found.items()}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def agree(config: Config, job: Job, world: runtime.World, device: torch.device) -> NodeMemory | None:
-    """Take over what rank 0 has found out. With `--memory-checkpoint`, find what is in the nodes' memories, and let
-    `job` go on from it if it is newer. A collective call.
-
-    Raises ConfigError on every rank, as `Job.agree` and `NodeMemory` do.
-    """
-    job.agree()
-    if config.memory_checkpoint is None:
-        return None
-    from fsdp2.run.elastic.node_memory import NodeMemory
-
-    return NodeMemory(config, config.memory_checkpoint, job, world, device)
-
-
-def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
-    """Load what the job starts from into `app`, its files' hashes compared or their sizes alone. A collective call.
-
-    Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
-    ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
-    """
-    checkpoint, partial, in_memory, *_ = job.origin
-    if checkpoint is None:
-        return {"random_state_restored": True}
-    from fsdp2.checkpoint.restore import read_fitting_weights, restore
-
-    files = open_files(checkpoint)
-    began = time.perf_counter()
-    try:
-        if not partial:
-            world = runtime.world()
-            sharers = (world.local_rank, world.local_world_size) if in_memory else None
-            ours = _settings(app)
-            restored = restore(files, app, hashes=hashes, sharers=sharers)
-            theirs = _settings(app)
-            if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
-                if not read_marker(files).get("imported"):
-                    raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
-                job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
-            return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
-        loaded, left_out = read_fitting_weights(app.model, files, hashes=hashes)
-    except DamagedCheckpoint as error:
-        if in_memory:
-            fix = "remove it there, and the run goes on from the run directory's newest"
-            raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
-        raise damaged(error) from None
-    except ValueError as error:
-        raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
-    if not loaded:
-        raise ConfigError(
-            f"--resume-partial: no tensor of {checkpoint} fits this model; `python -m fsdp2.checkpoint show` lists "
-            "its names and shapes"
-        )
-    took = time.perf_counter() - began
-    return {"random_state_restored": True, "restore_seconds": took, "loaded": loaded, "left_out": left_out}

@@ -1,8 +1,10 @@
-"""The weights that a run starts from, before anything is started: whether they are whole, and of this model."""
+"""The refusals of weights that a run starts from: they are damaged, of another model, or no numbers."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
@@ -12,9 +14,12 @@ from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
 from fsdp2.models import lora
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
+from fsdp2.run.process.runtime import gather
 
 SCRATCH = "--init-from scratch for none"
+SHOWN = 5
 
 
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
@@ -49,3 +54,20 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
     return f"{flag}: {vouched}", False
+
+
+def require_finite(weights: Mapping[str, Tensor], what: str) -> None:
+    """Raise ConfigError on every rank if weights by name, which `what` brought, are no numbers. A collective call."""
+    tensors = {name: local(tensor) for name, tensor in weights.items()}
+    wrong = {name: tensor for name, tensor in tensors.items() if not is_finite([tensor])}
+    mine = {name: (bool(tensor.isnan().any()), bool(tensor.isinf().any())) for name, tensor in wrong.items()}
+    everywhere = [item for found in gather(mine) for item in found.items()]
+    if not everywhere:
+        return
+    names = sorted({name for name, _ in everywhere})
+    kinds = [word for i, word in enumerate(("NaN", "infinity")) if any(flags[i] for _, flags in everywhere)]
+    shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    raise ConfigError(
+        f"{what}: holds {' and '.join(kinds)}: {len(names)} of {len(tensors)} tensors ({shown}); the run that wrote it "
+        "had diverged: use an older checkpoint of it"
+    )

@@ -72,7 +72,7 @@ def checksum(tensors: list[Tensor]) -> int:
         if isinstance(tensor, DTensor):
             coordinate, sharded = tensor.device_mesh.get_coordinate(), True
             copies = zip(tensor.placements, coordinate or (), strict=True)
-            if any(place.is_replicate() and index for place, index in copies):
+            if any(placement.is_replicate() and index for placement, index in copies):
                 continue  # another rank has the same
             mine = tensor.to_local()
         bits = mine.to(torch.bfloat16).view(torch.int16) if mine.is_floating_point() else mine

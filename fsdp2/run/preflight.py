@@ -18,7 +18,6 @@ from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
-from fsdp2.data.errors import UnusableText
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.parser import files_at, to_flags
@@ -30,7 +29,7 @@ from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
 from fsdp2.run.process.runtime import World
-from fsdp2.run.start import blocks_of, require_mask, require_tokenizer, tokenizer_of
+from fsdp2.run.start import blocks_of
 from fsdp2.schedule import Length, before
 
 OLDEST_TORCH = (2, 11)
@@ -77,14 +76,15 @@ def preflight(config: Config, world: World) -> Job:
     tensors = chain(model.named_parameters(), model.named_buffers())
     made_of = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
     job = Job(place, made_of, Origin(partial=config.resume_partial))
-    if config.nvme_offload is not None:
-        job.hold(SwapFiles(config.nvme_offload, world.rank))
-    if world.rank != 0:
-        if world.local_rank == 0:
-            check_room(config, model, world)
-        return job
     with ExitStack() as on_error:
         on_error.enter_context(job)
+        if config.nvme_offload is not None:
+            job.hold(SwapFiles(config.nvme_offload, world.rank))
+        if world.rank != 0:
+            if world.local_rank == 0:
+                check_room(config, model, world)
+            on_error.pop_all()
+            return job
         run = RunDir(place)
         with _explained(config, place, run):
             job.take(run)
@@ -232,17 +232,9 @@ def check_world(config: Config, world: World) -> None:
 
 def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
-        from fsdp2.data.text import check, encoder_of
+        from fsdp2.run.own_text import check_own_text
 
-        kind, _, place = config.dataset.partition(":")
-        require_tokenizer(config)
-        try:
-            encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
-            words = config.spec.vocab_size(config.model_size) or 0
-            require_mask(config, encoder)
-            check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
-        except UnusableText as error:
-            raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
+        check_own_text(config, read=read)
     if config.data_root is None:
         return
     missing = data.missing_files(config.dataset, config.data_root)

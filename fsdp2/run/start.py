@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,15 @@ from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
-from fsdp2.models.initial import place_of, reset_parameters
+from fsdp2.models.initial import reset_parameters, slices_of
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import LINEAGE, RunDir, write_config
-from fsdp2.run.finite import require_finite
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.process.runtime import World, first_on_node, gather
-
-if TYPE_CHECKING:
-    from fsdp2.data.prepared import Encoder
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
@@ -113,6 +109,7 @@ class StartWeights:
     def __call__(self, model: nn.Module) -> None:
         from fsdp2.checkpoint.weights import OtherWeights, load_weights
         from fsdp2.models import lora
+        from fsdp2.run.init_from import require_finite
 
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
@@ -127,7 +124,7 @@ class StartWeights:
 
                 full_dcp.load_full_model_state(model, Path(place))
             else:
-                fitting = load_weights(place, targets, place_of, tied, partial=config.init_partial and not own)
+                fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and not own)
                 loaded, left_out = len(fitting.names), list(fitting.left_out)
         except OtherWeights as error:
             if spec.load is None or not own:
@@ -203,39 +200,11 @@ def _say(text: str) -> None:
     print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
 
 
-# Forms of a tokenizer beside tokenizer.json.
-OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")
-
-
 def tokenizer_of(config: Config) -> str:
     """The flag's, else the model's own, else bytes."""
     own = config.spec.weights
     has_own = own is not None and (own / "tokenizer.json").is_file()
     return config.tokenizer or (str(own) if has_own else "bytes")
-
-
-def require_tokenizer(config: Config) -> None:
-    """Raise ConfigError if bytes would take the place of a model's own tokenizer, which is in another form."""
-    own = config.spec.weights
-    if config.tokenizer is None and own is not None and not (own / "tokenizer.json").is_file():
-        found = sorted(file.name for form in OTHER_TOKENIZERS for file in own.glob(form))
-        if found:
-            raise ConfigError(
-                f"--model {config.model}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one "
-                "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or say --tokenizer bytes"
-            )
-
-
-def require_mask(config: Config, encoder: Encoder) -> None:
-    """Raise ConfigError if the token that hides others, which the model names, is an ordinary one of the text's."""
-    token = config.spec.special_token
-    if config.spec.task != "masked" or token is None or token >= encoder.size or token in encoder.about["added"]:
-        return
-    raise ConfigError(
-        f"--tokenizer {tokenizer_of(config)}: --model {config.model} hides tokens behind token {token}, which is "
-        f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
-        "model's folder"
-    )
 
 
 def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
@@ -31,7 +31,7 @@ from fsdp2.parallel.baselines.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.rundir import RunDir, kept_files, read_config
-from fsdp2.run.finite import require_finite
+from fsdp2.run.init_from import require_finite
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.process import runtime
@@ -73,7 +73,7 @@ def from_file(config: Config, file: Path) -> Load:
     def load(model: nn.Module) -> None:
         tied = shared_names(config.spec.described(config.model_size))
         try:
-            load_weights(str(file), plain_names(model), place_of, tied, partial=False)
+            load_weights(str(file), plain_names(model), slices_of, tied, partial=False)
         except OtherWeights as error:
             raise ConfigError(
                 f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"

@@ -26,12 +26,11 @@ from fsdp2.checkpoint.staging import Staging
 from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
 from fsdp2.config import Config
 from fsdp2.models import lora
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.rundir import large
-from fsdp2.run.finite import is_finite
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.fake_ledger import FakeLedger
 
@@ -165,7 +164,7 @@ def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[
                 names = {name: (once.get(name, name),) for name in like}
                 source = Source("", like, (), names, lambda name: None, part=part)
                 with _replaced(weights, "opened", lambda place: _opened(source)), _alone():
-                    weights.load_weights("", targets, place_of, tied, partial=config.init_partial)
+                    weights.load_weights("", targets, slices_of, tied, partial=config.init_partial)
         found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
 
     return load

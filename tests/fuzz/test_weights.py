@@ -21,7 +21,7 @@ from fsdp2.checkpoint.refusal import Refused, refusal
 from fsdp2.checkpoint.sources.safetensors_files import INDEX
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.config import parse
-from fsdp2.models.initial import place_of
+from fsdp2.models.initial import slices_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
@@ -52,7 +52,7 @@ def loaded(place: Path) -> State | None:
     """What a model gets of a place, by the way that each rank reads it; None if it is refused in one line."""
     targets = {name: torch.full_like(tensor, 99) for name, tensor in STATE.items()}
     try:
-        load_weights(str(place), targets, place_of, partial=False)
+        load_weights(str(place), targets, slices_of, partial=False)
     except Refused as error:
         one_line(refusal(str(error)))
         return None

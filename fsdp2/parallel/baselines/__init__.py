@@ -11,7 +11,7 @@ NAMES = ("fsdp1", "ddp", "zero1", "zero2", "zero3", "none")
 
 
 def baseline(name: str) -> Baseline:
-    """The strategy of a name, with its rules; imports only that strategy's file."""
+    """The strategy of a name, with its rules; imports only that strategy's file. Raises KeyError for another name."""
     if name == "fsdp1":
         from fsdp2.parallel.baselines import fsdp1
 
@@ -24,6 +24,8 @@ def baseline(name: str) -> Baseline:
         from fsdp2.parallel.baselines import none
 
         return none.BASELINE
-    from fsdp2.parallel.baselines import zero
+    if name in ("zero1", "zero2", "zero3"):
+        from fsdp2.parallel.baselines import zero
 
-    return zero.ZERO3 if name == "zero3" else zero.ZERO
+        return zero.ZERO3 if name == "zero3" else zero.ZERO
+    raise KeyError(name)

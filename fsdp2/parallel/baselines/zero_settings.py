@@ -38,11 +38,11 @@ def deepspeed_config(
     zero |= {"reduce_bucket_size": elements}
     zero |= {"stage3_prefetch_bucket_size": elements} if stage == 3 else {"allgather_bucket_size": elements}
     if cpu_offload:
-        place = {"device": "cpu", "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": place, **({"offload_param": place} if stage == 3 else {})}
+        device = {"device": "cpu", "pin_memory": device_type == "cuda"}
+        zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}
     if nvme_offload is not None:
-        place = {"device": "nvme", "nvme_path": nvme_offload, "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": place, "offload_param": place}
+        device = {"device": "nvme", "nvme_path": nvme_offload, "pin_memory": device_type == "cuda"}
+        zero |= {"offload_optimizer": device, "offload_param": device}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         # The loop says which microbatch is the last, and scales each loss: DeepSpeed must not do so again.

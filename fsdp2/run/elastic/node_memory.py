@@ -111,7 +111,10 @@ class NodeMemory:
         mine = self._newest(lineage) if self.world.local_rank == 0 else 0
         newest = gather(mine)[:: self.world.local_world_size]
         step = max(newest)
-        if step <= broadcast(read_marker(open_files(origin.checkpoint))["step"] if origin.checkpoint else 0):
+        on_disk = 0
+        if self.world.rank == 0 and origin.checkpoint is not None:
+            on_disk = read_marker(open_files(origin.checkpoint))["step"]
+        if step <= broadcast(on_disk):
             return
         holders = [node for node, there in enumerate(newest) if there == step]
         lacking = [node for node, there in enumerate(newest) if there < step]
@@ -209,7 +212,8 @@ class NodeMemory:
         if self.world.local_rank == 0:
             self.store.clear()
             (self.folder / ".lock").unlink()
-            self.folder.rmdir()
+            with suppress(OSError):  # a stranger's file in it; the checkpoints are gone
+                self.folder.rmdir()
 
 
 class _GivenState:

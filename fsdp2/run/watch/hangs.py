@@ -37,7 +37,7 @@ TICK, TALK = 0.05, 1.0
 STEP = "step"
 
 
-class Place(NamedTuple):
+class Doing(NamedTuple):
     """A rank's place since a moment; a new object each time, so that a thread can tell."""
 
     phase: str
@@ -68,7 +68,7 @@ class Watch:
         self._round, self._rank = 0, self._world.rank
         self._pace = Pace(self._rank, self._world.world_size, self._thread)
         self._findings: deque[dict[str, object]] = deque()
-        self._place = Place("start", 0, time.monotonic(), LONG.total_seconds())
+        self._doing = Doing("start", 0, time.monotonic(), LONG.total_seconds())
 
     def __enter__(self) -> Watch:
         if self._world.world_size > 1:
@@ -93,34 +93,34 @@ class Watch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Say that something else than a step begins, which may take long; so may what follows, until the next step."""
-        self._enter(name, self._place.step)
+        self._enter(name, self._doing.step)
         yield
-        self._enter("between steps", self._place.step)
+        self._enter("between steps", self._doing.step)
 
     def _enter(self, phase: str, step: int) -> None:
         now, limit = time.monotonic(), LONG.total_seconds()
-        if self._place.phase == STEP:
-            self._recent.append(now - self._place.began)
+        if self._doing.phase == STEP:
+            self._recent.append(now - self._doing.began)
         if phase == STEP and self._recent:
             limit = self._timeout or min(limit, max(LEAST, FACTOR * max(self._recent)))
-        self._place = Place(phase, step, now, limit)
+        self._doing = Doing(phase, step, now, limit)
 
     def _keep_time(self) -> None:
         """The first thread. It counts only time in which this process runs, so that one which was stopped and goes on
         isn't taken for one that hangs."""
-        place, seen, last = self._place, 0.0, time.monotonic()
+        doing, seen, last = self._doing, 0.0, time.monotonic()
         while not self._closed.wait(TICK):
             now = time.monotonic()
             seen, last = seen + min(now - last, 1.0), now
-            if self._place.phase == STEP:
+            if self._doing.phase == STEP:
                 self._pace.look()
-            if self._place is not place or self._forgiven.is_set():
-                place, seen = self._place, 0.0
+            if self._doing is not doing or self._forgiven.is_set():
+                doing, seen = self._doing, 0.0
                 self._overdue.clear()
                 self._forgiven.clear()
-            elif seen > place.limit:
+            elif seen > doing.limit:
                 self._overdue.set()
-            if seen > place.limit + 3 * ANSWER + 2 * self._rank:  # neither a verdict nor a reason to wait on
+            if seen > doing.limit + 3 * ANSWER + 2 * self._rank:  # neither a verdict nor a reason to wait on
                 standing = self._standing()
                 self._write(f"{standing}\n{standing.stack}\n")
                 self._end(f"the store doesn't answer: rank 0, or its node, has stopped; {standing}")
@@ -176,16 +176,16 @@ class Watch:
     def _goes_on(self, stood: Standing) -> bool:
         """True if this rank stands no longer there: what the ranks waited for, a debugger perhaps, has just ended."""
         time.sleep(STILL)
-        return (self._place.step, collectives_begun(self._groups)) != (stood.step, stood.collectives)
+        return (self._doing.step, collectives_begun(self._groups)) != (stood.step, stood.collectives)
 
     def _standing(self) -> Standing:
-        place = self._place
+        doing = self._doing
         return look(
             self._thread,
             rank=self._rank,
-            step=place.step,
-            phase=place.phase,
-            seconds=time.monotonic() - place.began,
+            step=doing.step,
+            phase=doing.phase,
+            seconds=time.monotonic() - doing.began,
             collectives=collectives_begun(self._groups),
             last=last_collective(self._groups),
         )

@@ -1,0 +1,54 @@
+"""The refusals of one's own text, and of the tokenizer that reads it."""
+
+from __future__ import annotations
+
+from fsdp2.config import Config
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.prepared import Encoder
+from fsdp2.data.text import check, encoder_of
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.start import tokenizer_of
+
+# Forms of a tokenizer beside tokenizer.json.
+OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")
+
+
+def check_own_text(config: Config, *, read: bool) -> None:
+    """Raise ConfigError for text, or a tokenizer, that can't be used.
+
+    Args:
+        read: look into the files too.
+    """
+    kind, _, place = config.dataset.partition(":")
+    require_tokenizer(config)
+    try:
+        encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
+        words = config.spec.vocab_size(config.model_size) or 0
+        require_mask(config, encoder)
+        check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
+    except UnusableText as error:
+        raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
+
+
+def require_tokenizer(config: Config) -> None:
+    """Raise ConfigError if bytes would take the place of a model's own tokenizer, which is in another form."""
+    own = config.spec.weights
+    if config.tokenizer is None and own is not None and not (own / "tokenizer.json").is_file():
+        found = sorted(file.name for form in OTHER_TOKENIZERS for file in own.glob(form))
+        if found:
+            raise ConfigError(
+                f"--model {config.model}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one "
+                "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or say --tokenizer bytes"
+            )
+
+
+def require_mask(config: Config, encoder: Encoder) -> None:
+    """Raise ConfigError if the token that hides others, which the model names, is an ordinary one of the text's."""
+    token = config.spec.special_token
+    if config.spec.task != "masked" or token is None or token >= encoder.size or token in encoder.about["added"]:
+        return
+    raise ConfigError(
+        f"--tokenizer {tokenizer_of(config)}: --model {config.model} hides tokens behind token {token}, which is "
+        f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
+        "model's folder"
+    )
