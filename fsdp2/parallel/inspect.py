@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if this rank's part of the tensors, of any shape, is free of NaN and infinity; integers are. Waits for a GPU."""
+    """True if this rank's part of tensors of any shape is free of NaN and infinity; integers are. Waits for a GPU."""
     extremes: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         part = local(tensor).detach()
