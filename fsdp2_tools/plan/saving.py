@@ -69,6 +69,7 @@ class Saving:
             self._staging.copy(self.app.state_dict())
         self._staging.finish()
 
+    @torch.no_grad()
     def _write(self, state: Any) -> None:
         """Do as `dcp.save` does on this rank. Rank 0 gathers the plans of all as bytes, as often the largest."""
         planner = DefaultSavePlanner()
@@ -96,18 +97,24 @@ class Saving:
             api.full_model_state(self.app.model, Path())
             api.full_optimizer_state(self.app.model, self.app.optimizer, Path())
 
-    def restore(self, step: int) -> None:
-        """As `restore` at the same number of ranks, which comes before the first step."""
+    @torch.no_grad()
+    def restore(self, step: int, *, reads: bool = True) -> None:
+        """As `restore` at the same number of ranks, which comes before the first step.
+
+        Args:
+            reads: the tensors of a file are made, and not only given to their owners.
+        """
         self.ledger.phase(RESTORING, step)
         app = self.app.with_parts(self.engine.parts)  # a random generator takes no state without values
         state = app.state_dict()
-        for tensor in _tensors(state):
-            tensor.copy_(_read(self.ledger, tensor))
+        if reads:
+            for tensor in _tensors(state):
+                _read(self.ledger, tensor)
         app.load_state_dict(state)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """List a rank's part of each tensor of a state."""
+    """List a rank's part of each tensor of a state. One with values, as a random generator's, is counted from here."""
     return (local(leaf).detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
@@ -115,7 +122,9 @@ def _read(ledger: FakeLedger, like: Tensor) -> Tensor:
     """The bytes of a file, and the tensor in them, which is copied where the file doesn't align it."""
     with ledger.named("on its way"):
         content = torch.empty(like.nbytes, dtype=torch.uint8)
-        return content.view(like.dtype).view(like.shape).clone()
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        del content
+    return tensor
 
 
 def _dropped(tensors: Mapping[Any, Tensor], read: Callable[[Any], Tensor], folder: Path) -> dict[Any, Tensor]:
