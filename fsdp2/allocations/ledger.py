@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # let it become the operations on its local tensors, and their collectives
         if self._copy is not None:
             self._end_copy(args)
-        result = func(*args, **(kwargs or {}))
+        result = self._compute(func, args, kwargs or {})
         namespace, operation = name_of(func)
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -170,6 +170,9 @@ class Ledger(TorchDispatchMode):
             if name is not None:
                 self._collective(name, operation, [*args, *(kwargs or {}).values(), result])
         return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
         # Each argument by itself: a list of outputs is one exchange, of which the input may be a part.
@@ -270,15 +273,21 @@ class Ledger(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(self._into),
             nn.modules.module.register_module_forward_hook(self._out_of, always_call=True),
         ]
-        super().__enter__()
+        self._listen()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        self._listen_no_more(*error)
         for hook in self._hooks:
             hook.remove()
         self._patched.__exit__(None, None, None)
         self._settle()
+
+    def _listen(self) -> None:
+        super().__enter__()
+
+    def _listen_no_more(self, *error: Any) -> None:
+        super().__exit__(*error)
 
     def _into(self, module: nn.Module, inputs: Any) -> None:
         self._modules.append(self._names.get(id(module), type(module).__name__))

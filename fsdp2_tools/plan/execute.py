@@ -122,6 +122,7 @@ def _execute(
 ) -> Execution:
     spec = config.spec
     values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
+    ledger.values = values
     load = starting_from(config, starting, STEPS) if config.weights is not None else None
     gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
     engine = make_engine(config, spec, world, device, modes, values, blocks, load)

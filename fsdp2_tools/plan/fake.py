@@ -81,6 +81,7 @@ class Values(TorchDispatchMode):
     def __init__(self, in_model: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self.in_model = in_model
+        self.told: Callable[..., Any] | None = None  # in place of a mode above this one; it calls `compute`
         self._overflows: set[int] = set()
         # Storages of values that something unknown was written into; kept, so that no other gets their number.
         self._unknown: dict[int, Any] = {}
@@ -91,10 +92,13 @@ class Values(TorchDispatchMode):
         return value is not None and value.untyped_storage()._cdata not in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.told is not None:
+            return self.told(func, types, args, kwargs)
         device = device_asked(func, args)
-        if device is not None:
-            return device
-        kwargs = kwargs or {}
+        return self.compute(func, args, kwargs or {}) if device is None else device
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operation's result, or answer it."""
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._overflows.add(args[1].untyped_storage()._cdata)
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.allocations.ledger import Allocation, Ledger
-from fsdp2_tools.plan.fake import device_asked
+from fsdp2_tools.plan.fake import Values, device_asked
 from fsdp2_tools.plan.work import Watch
 
 LOSS = "loss"  # what the training loop computes after the model
@@ -24,10 +24,12 @@ class FakeLedger(Ledger):
 
     Attributes:
         gloo: a reduce-scatter takes a copy of its input, as gloo's does.
+        values: a mode that is entered already: it tells the ledger of operations, which spares each a second mode.
         watching: writes down every operator too.
     """
 
     gloo: bool = False
+    values: Values | None = None
     watching: Watch = field(default_factory=Watch)
 
     steps_done = 0
@@ -58,6 +60,21 @@ class FakeLedger(Ledger):
         if result is not NotImplemented:
             self.watching.note(func, args, kwargs or {}, result, self.module, len(self.phases) - 1)
         return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs) if self.values is None else self.values.compute(func, args, kwargs)
+
+    def _listen(self) -> None:
+        if self.values is None:
+            super()._listen()
+        else:
+            self.values.told = self.__torch_dispatch__
+
+    def _listen_no_more(self, *error: Any) -> None:
+        if self.values is None:
+            super()._listen_no_more(*error)
+        else:
+            self.values.told = None
 
     @contextmanager
     def named(self, operation: str) -> Iterator[None]:

@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.checkpoint import staging
@@ -53,16 +52,19 @@ READS = {
 }
 
 
-class Watch(TorchDispatchMode):
-    """Counts what the CPU waits for, and tells streams and races of each operation. Above `fake.Values`."""
+class Watch:
+    """Counts what the CPU waits for, and tells streams and races of each operation, of which `fake.Values` tells it."""
 
-    def __init__(self, races: streams.Races) -> None:
-        super().__init__()
+    def __init__(self, races: streams.Races, values: fake.Values) -> None:
+        self.values = values
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()  # between the devices, by whether they block
         self.races = races
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def told(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        device = fake.device_asked(func, args)
+        if device is not None:
+            return device
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # its operations on the local tensors come here, too
@@ -72,7 +74,10 @@ class Watch(TorchDispatchMode):
         if func in READS and any(tensor.is_cuda for tensor in given):
             self.waits[f"{func.name()} in {_where()}"] += 1
         self._copies(func, args, kwargs)
-        what = f"{func.name()} in {_where()}"
+
+        def what() -> str:
+            return f"{func.name()} in {_where()}"
+
         on_gpu = any(tensor.is_cuda for tensor in given)
         clock = streams.current().issue() if on_gpu else {}
         for tensor, writes in _accesses(func, args, kwargs):
@@ -80,7 +85,7 @@ class Watch(TorchDispatchMode):
                 self.races.access(tensor, clock, what=what, writes=writes)
             elif not writes:
                 self.races.read_by_cpu(tensor, what=what)
-        result = func(*args, **kwargs)
+        result = self.values.compute(func, args, kwargs)
         if on_gpu and func in (aten.copy_.default, aten._to_copy.default) and not result.is_cuda:
             self.races.arrives(result, clock, what=what)
         return result
@@ -115,7 +120,7 @@ def _accesses(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]
 
 def _where() -> str:
     """The innermost function of ours, else of torch's optimizers and FSDP, that is running."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(2)  # those of this folder are neither
     fallback = "torch"
     while frame is not None:
         file = frame.f_code.co_filename
@@ -135,16 +140,17 @@ class Run:
         self.spec = self.config.spec
         self.world = World(0, RANKS, 0, RANKS)
         self.races = streams.Races()
-        self.watch = Watch(self.races)
-        modes.enter_context(streams.recorded(self.races))
         values = fake.Values()
+        self.watch = Watch(self.races, values)
+        modes.enter_context(streams.recorded(self.races))
         if "hf:" in self.config.model:
             modes.enter_context(fake.seen_by_transformers(values))
 
         def at_once(model: Any, modes: ExitStack, *entered: Any) -> None:
             # The plan enters later, when the model gets memory; on a GPU `fully_shard` makes tensors before.
-            for context in (*entered, self.watch):
+            for context in entered:
                 modes.enter_context(context)
+            values.told = self.watch.told
             for module in model.modules():
                 module._buffers.update({name: torch.empty_like(one) for name, one in module._buffers.items()})
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +153,10 @@ class Memory:
 
 
 class Races:
-    """Looks at each access of watched storages. Its `found` are lines that name both sides."""
+    """Looks at each access of watched storages. Its `found` are lines that name both sides.
+
+    `what` of its methods says who accesses, and is asked only where that is kept.
+    """
 
     def __init__(self) -> None:
         self.memory: dict[int, Memory] = {}
@@ -168,25 +171,25 @@ class Races:
             self.memory[key] = Memory(current())
             weakref.finalize(storage, self._freed, key)
 
-    def access(self, tensor: Tensor, clock: Clock, *, what: str, writes: bool) -> None:
+    def access(self, tensor: Tensor, clock: Clock, *, what: Callable[[], str], writes: bool) -> None:
         memory = self.memory.get(tensor.untyped_storage()._cdata)
         if memory is None:
             return
-        stream = current().number
+        stream, name = current().number, what()
         for earlier in memory.accesses:
             if (writes or earlier.writes) and not earlier.before(clock):
-                self.found.append(f"{what} doesn't wait for {earlier.what}")
-        memory.accesses.append(Access(stream, clock[stream], what, writes))
+                self.found.append(f"{name} doesn't wait for {earlier.what}")
+        memory.accesses.append(Access(stream, clock[stream], name, writes))
 
-    def arrives(self, tensor: Tensor, clock: Clock, *, what: str) -> None:
+    def arrives(self, tensor: Tensor, clock: Clock, *, what: Callable[[], str]) -> None:
         """A copy to the CPU has been issued that nobody waits for yet."""
         storage = tensor.untyped_storage()
-        self.arriving[storage._cdata] = storage, dict(clock), what  # kept, so that no other gets its number
+        self.arriving[storage._cdata] = storage, dict(clock), what()  # kept, so that no other gets its number
 
-    def read_by_cpu(self, tensor: Tensor, *, what: str) -> None:
+    def read_by_cpu(self, tensor: Tensor, *, what: Callable[[], str]) -> None:
         _, clock, copy = self.arriving.get(tensor.untyped_storage()._cdata, (None, {}, ""))
         if any(HOST.clock.get(stream, 0) < count for stream, count in clock.items()):
-            self.found.append(f"{what} reads what {copy} hasn't brought yet")
+            self.found.append(f"{what()} reads what {copy} hasn't brought yet")
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """What `Tensor.record_stream` promises: the tensor's memory isn't given back before the stream has used it."""
