@@ -93,8 +93,7 @@ def exchange(operation: str) -> str | None:
 @functools.cache
 def name_of(func: Any) -> tuple[str, str]:
     """The namespace and the name of an operator."""
-    namespace, name = str(func).split(".")[:2]
-    return namespace, name
+    return tuple(str(func).split(".")[:2])  # type: ignore[return-value]
 
 
 class MemoryLimitReached(torch.OutOfMemoryError):
@@ -273,21 +272,15 @@ class Ledger(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(self._into),
             nn.modules.module.register_module_forward_hook(self._out_of, always_call=True),
         ]
-        self._listen()
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._listen_no_more(*error)
+        super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
         self._patched.__exit__(None, None, None)
         self._settle()
-
-    def _listen(self) -> None:
-        super().__enter__()
-
-    def _listen_no_more(self, *error: Any) -> None:
-        super().__exit__(*error)
 
     def _into(self, module: nn.Module, inputs: Any) -> None:
         self._modules.append(self._names.get(id(module), type(module).__name__))

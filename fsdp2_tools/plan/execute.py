@@ -123,7 +123,7 @@ def _execute(
     spec = config.spec
     values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
     ledger.values = values
-    load = starting_from(config, starting, STEPS) if config.weights is not None else None
+    load = starting_from(config, starting, STEPS, values) if config.weights is not None else None
     gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
     engine = make_engine(config, spec, world, device, modes, values, blocks, load)
     if config.model.startswith("hf:"):

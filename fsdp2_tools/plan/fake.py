@@ -39,10 +39,9 @@ def data_dependent() -> tuple[type[Exception], ...]:
 
 
 def device_asked(func: Any, args: Any) -> torch.device | None:
-    """The device of a fake tensor, if that is what `func` asks for: every second operation does, from within torch.
+    """The device of a fake tensor, if `func` asks for it, as torch does for each operation: a mode needn't ask others.
 
-    Answering here spares its way through the modes below, which is half of what a plan takes. Private, as `fake_mode`
-    is; without these attributes the modes below answer the same.
+    Private, as `fake_mode` is; without these attributes the modes below answer the same.
     """
     if func is not DEVICE or getattr(getattr(args[0], "fake_mode", None), "in_kernel_invocation", True):
         return None
@@ -81,7 +80,6 @@ class Values(TorchDispatchMode):
     def __init__(self, in_model: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self.in_model = in_model
-        self.told: Callable[..., Any] | None = None  # in place of a mode above this one; it calls `compute`
         self._overflows: set[int] = set()
         # Storages of values that something unknown was written into; kept, so that no other gets their number.
         self._unknown: dict[int, Any] = {}
@@ -92,8 +90,6 @@ class Values(TorchDispatchMode):
         return value is not None and value.untyped_storage()._cdata not in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.told is not None:
-            return self.told(func, types, args, kwargs)
         device = device_asked(func, args)
         return self.compute(func, args, kwargs or {}) if device is None else device
 

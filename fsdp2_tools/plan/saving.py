@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.rundir import large
 from fsdp2.run.process.runtime import World
+from fsdp2_tools.plan.fake import Values
 from fsdp2_tools.plan.fake_ledger import FakeLedger
 
 CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "restoring", "--init-from"
@@ -99,11 +100,7 @@ class Saving:
 
     @torch.no_grad()
     def restore(self, step: int, *, reads: bool = True) -> None:
-        """As `restore` at the same number of ranks, which comes before the first step.
-
-        Args:
-            reads: the tensors of a file are made, and not only given to their owners.
-        """
+        """As `restore` at the same number of ranks, which comes before the first step; `reads` a file's tensors."""
         self.ledger.phase(RESTORING, step)
         app = self.app.with_parts(self.engine.parts)  # a random generator takes no state without values
         state = app.state_dict()
@@ -121,10 +118,8 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 def _read(ledger: FakeLedger, like: Tensor) -> Tensor:
     """The bytes of a file, and the tensor in them, which is copied where the file doesn't align it."""
     with ledger.named("on its way"):
-        content = torch.empty(like.nbytes, dtype=torch.uint8)
-        tensor = torch.empty(like.shape, dtype=like.dtype)
-        del content
-    return tensor
+        _content = torch.empty(like.nbytes, dtype=torch.uint8)
+        return torch.empty(like.shape, dtype=like.dtype)
 
 
 def _dropped(tensors: Mapping[Any, Tensor], read: Callable[[Any], Tensor], folder: Path) -> dict[Any, Tensor]:
@@ -134,7 +129,7 @@ def _dropped(tensors: Mapping[Any, Tensor], read: Callable[[Any], Tensor], folde
     return {name: torch.empty(0) for name in tensors}
 
 
-def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[[nn.Module], None]:
+def starting_from(config: Config, found: list[Timeline], step: int, values: Values) -> Callable[[nn.Module], None]:
     """Make a function that loads `--init-from`'s weights, or a model's own, and leaves its timeline in a list.
 
     Their names and dtypes are taken to be the model's. A rank reads its rows of one tensor at a time, as from a sharded
@@ -146,7 +141,7 @@ def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[
     tied = [list(lora.base_weights(config.spec.lora, names)) for names in shared]
 
     def load(model: nn.Module) -> None:
-        ledger = FakeLedger(fake=True)
+        ledger = FakeLedger(fake=True, values=values)
         with ledger:
             ledger.watch(model, {"parameters": model.parameters(), "buffers": model.buffers()})
             ledger.phase(STARTING, step)
@@ -172,16 +167,11 @@ def starting_from(config: Config, found: list[Timeline], step: int) -> Callable[
                 once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
                 names = {name: (once.get(name, name),) for name in like}
                 source = Source("", like, (), names, lambda name: None, part=part)
-                with _replaced(weights, "opened", lambda place: _opened(source)), _alone():
+                with _replaced(weights, "opened", lambda place: nullcontext(source)), _alone():
                     weights.load_weights("", targets, slices_of, tied, partial=config.init_partial)
         found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
 
     return load
-
-
-@contextmanager
-def _opened(source: Source) -> Iterator[Source]:
-    yield source
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp2.checkpoint import staging
@@ -52,18 +53,18 @@ READS = {
 }
 
 
-class Watch:
-    """Counts what the CPU waits for, and tells streams and races of each operation, of which `fake.Values` tells it."""
+class Watch(TorchDispatchMode):
+    """Counts what the CPU waits for, and tells streams and races of each operation. In place of `fake.Values`."""
 
     def __init__(self, races: streams.Races, values: fake.Values) -> None:
+        super().__init__()
         self.values = values
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()  # between the devices, by whether they block
         self.races = races
 
-    def told(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        device = fake.device_asked(func, args)
-        if device is not None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := fake.device_asked(func, args)) is not None:
             return device
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
@@ -148,9 +149,8 @@ class Run:
 
         def at_once(model: Any, modes: ExitStack, *entered: Any) -> None:
             # The plan enters later, when the model gets memory; on a GPU `fully_shard` makes tensors before.
-            for context in entered:
+            for context in (*(one for one in entered if one is not values), self.watch):
                 modes.enter_context(context)
-            values.told = self.watch.told
             for module in model.modules():
                 module._buffers.update({name: torch.empty_like(one) for name, one in module._buffers.items()})
 
