@@ -1,5 +1,7 @@
 """What the progress line says of speed, and what it rests on."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -56,10 +58,10 @@ def test_the_peak_is_that_of_the_arithmetic_and_of_no_other_gpu(
     assert peak_tflops(gpu, precision, matmul) == peak
 
 
-def _speed(monkeypatch: pytest.MonkeyPatch, gpu: str) -> Throughput:
+def _speed(monkeypatch: pytest.MonkeyPatch, gpu: str, spec: ModelSpec = SPEC) -> Throughput:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     config = Config(model_size="seed", mixed_precision="bf16")
-    return Throughput(config, SPEC, SAMPLE, torch.device("cuda", 0), ranks=4)
+    return Throughput(config, spec, SAMPLE, torch.device("cuda", 0), ranks=4)
 
 
 def test_mfu_is_the_share_of_all_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +71,18 @@ def test_mfu_is_the_share_of_all_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> N
     assert figures["tflops"] == pytest.approx(200 * flops_per_sample(SPEC, "seed", SAMPLE) / 1e12 / 4)
     assert figures["mfu"] == figures["tflops"] / 312
     assert "peak of NVIDIA A100-SXM4-40GB: 312 TFLOP/s" in speed.lines[0]
+
+
+class _Looks(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.flatten(1) * inputs.sum().item())
+
+
+def test_a_forward_that_needs_values_trains_without_these_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(SPEC, make=lambda width: _Looks(28 * 28, 10))
+    speed = _speed(monkeypatch, "NVIDIA A100-SXM4-40GB", spec)
+    assert speed.lines[0].startswith("compute: unknown, so no TFLOP/s: a forward on meta fails (RuntimeError: ")
+    assert speed(samples=100, seconds=0.5) == {"samples_per_second": 200}
 
 
 def test_an_unknown_gpu_has_no_mfu_and_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
 from fsdp2.models.spec import Batch, ModelSpec
+from fsdp2.models.tried import wrong_with
 from fsdp2.units import install
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -69,7 +70,9 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         made, in_doubt = described()
         model = made.on_meta("own")
         with installed_code_only(folder, trusted=trust_remote_code):
-            return sees_later(model, made.call, made.logits) if in_doubt else False
+            if wrong := wrong_with(model, made.task, made.call):
+                raise ValueError(f"{file}: a forward of the model fails ({wrong}); lower or mend its numbers")
+            return sees_later(made.on_meta("own"), made.call, made.logits) if in_doubt else False
 
     def alone() -> bool | None:
         torch.set_num_threads(1)  # a fork has none of its parent's
@@ -117,6 +120,8 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             f"{folder / 'config.json'}: transformers_weights names {_line(ValueError(own))}, and only "
             "model.safetensors, pytorch_model.bin or an index of either is read; name that file so, and drop the key"
         )
+    if (nan := _nan(config.to_dict())) is not None:
+        raise ValueError(f"{folder / 'config.json'}: {nan} is NaN, and so would be all of the model; give a number")
     if outside := next(_files_named(config.to_dict()), None):
         raise ValueError(
             f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"
@@ -216,11 +221,15 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
 def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
     """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them.
 
-    Channels are those of its first convolution, the size is in its configuration or that of its part for images.
+    Channels are those of its first convolution. The size is in its configuration, or that of its part for images; of a
+    model of timm's within, in what that says of itself.
     """
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = images.shape[1] if first is None else first.in_channels
     size = getattr(getattr(config, "vision_config", config), "image_size", None)
+    if size is None:
+        of_timm: Any = next((one.pretrained_cfg for one in model.modules() if hasattr(one, "pretrained_cfg")), None)
+        size = of_timm["input_size"][1:] if of_timm else None
     if images.shape[1] == 1 != channels:
         images = images.expand(-1, channels, -1, -1)
     wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)
@@ -234,6 +243,15 @@ def _layerdrop(settings: Mapping[str, Any]) -> Iterator[str]:
             yield from _layerdrop(value)
         elif str(name).endswith("layerdrop") and isinstance(value, float | int) and value > 0:
             yield str(name)
+
+
+def _nan(settings: Mapping[str, Any]) -> str | None:
+    """The first setting that is no number where it should be one; those within others, too."""
+    for name, value in settings.items():
+        found = _nan(value) if isinstance(value, Mapping) else str(name) if value != value else None
+        if found is not None:
+            return found
+    return None
 
 
 def _files_named(settings: Any) -> Iterator[str]:

@@ -71,10 +71,17 @@ class Throughput:
         self.lines: list[str] = []  # for the header
         if device.type == "cuda":
             gpu = torch.cuda.get_device_name(device)
-            self.tflop = flops_per_sample(spec, config.model_size, sample) / 1e12 / ranks
+            try:
+                flops = flops_per_sample(spec, config.model_size, sample)
+            except Exception as error:  # a stranger's forward may look at values, which meta doesn't have
+                why = " ".join(str(error).split())[:160]
+                failed = f"a forward on meta fails ({type(error).__name__}: {why})"
+                self.lines = [f"compute: unknown, so no TFLOP/s: {failed}"]
+                return
+            self.tflop = flops / 1e12 / ranks
             self.peak = peak_tflops(gpu, config.mixed_precision, config.matmul_precision)
             against = f"{self.peak:g} TFLOP/s" if self.peak else "unknown, so no MFU"
-            self.lines = [f"compute: {1000 * self.tflop * ranks:.3g} GFLOP a sample; peak of {gpu}: {against}"]
+            self.lines = [f"compute: {flops / 1e9:.3g} GFLOP a sample; peak of {gpu}: {against}"]
 
     def __call__(self, samples: int, seconds: float) -> dict[str, Any]:
         """Samples a second over all ranks; tokens a second for language; on a GPU TFLOP/s of each, and MFU from 0 to 1

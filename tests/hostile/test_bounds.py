@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ from fsdp2_tools.data.__main__ import cli
 from fsdp2_tools.plan.__main__ import main as plan
 from tests.hostile.common import one_line
 from tests.others.common import save
+from tests.others.tiny import tiny
 from tests.test_chat import PLAIN, encoded, make_tokenizer, talk
 
 SMALL = 200 << 20
@@ -312,6 +314,35 @@ def test_a_table_of_some_kilobytes_that_holds_gigabytes(repeated: bool, tmp_path
 
 
 # --- models ----------------------------------------------------------------------------------------------
+
+
+# A model of transformers, the numbers that somebody has put into its configuration, and what is said of them.
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "heads": ("llama", {"num_key_value_heads": 3}, r"fails \(RuntimeError: The size of tensor"),
+    "dropout": ("llama", {"attention_dropout": math.inf}, "dropout probability has to be between 0 and 1"),
+    "no number": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": math.nan}}, "theta is NaN"),
+    "patch": ("vit", {"patch_size": 64}, "Kernel size can't be greater"),
+    "dropout of a picture": ("vit", {"attention_probs_dropout_prob": math.inf}, "dropout probability"),
+    "pixels": ("resnet", {"image_size": 10**6}, r"fails \(makes a tensor of [\d,]+ GiB\)"),
+    "no pixels": ("resnet", {"image_size": -5}, "a forward of the model fails"),
+    "text for pixels": ("resnet", {"image_size": "a"}, "a forward of the model fails"),
+    "window": ("longformer", {"attention_window": [10**8, 10**8]}, r"makes a tensor of [\d,]+ GiB"),
+    "one layer, often": ("albert", {"num_hidden_layers": 10**7}, "takes more than 2 seconds of a processor"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_forward_that_no_step_could_make(what: str, tmp_path: Path) -> None:
+    """Parameters are few in all of them; each ended in a traceback of the first step, or didn't end."""
+    transformers = pytest.importorskip("transformers")
+    name, numbers, said = WRONG[what]
+    tiny(transformers.CONFIG_MAPPING[name]).save_pretrained(tmp_path)
+    assert hf.spec(str(tmp_path)).weights == tmp_path
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **numbers}))
+    with pytest.raises(ValueError, match=said) as caught:
+        hf.spec(str(tmp_path))
+    one_line(caught.value, str(file))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2 import train
 from fsdp2.config import parse
+from fsdp2.data import digits
 from fsdp2.models.meta import parameters_on_meta
 from tests.harness import Ranks, main_in_ranks, of_kind, same
 from tests.others.common import SEED, WORDS, buffers_of, contents, flags, plain, save, started
@@ -134,3 +137,25 @@ def test_a_class_that_registers_in_its_own_way_is_called(tmp_path: Path) -> None
         model = Counting(2, 2)
     assert seen == ["weight", "bias"]
     assert model.weight.is_meta
+
+
+def test_a_model_of_timms_in_its_published_form_gets_pictures_of_its_own_size(ranks: Ranks, tmp_path: Path) -> None:
+    """timm's config.json has no model_type, and says the size in `pretrained_cfg` alone."""
+    timm, transformers = pytest.importorskip("timm"), pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(SEED)
+    made = timm.create_model("test_vit", num_classes=10)
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    settings = {"architecture": "test_vit", "num_classes": 10, "num_features": 64}
+    settings["pretrained_cfg"] = {**timm.get_pretrained_cfg("test_vit").to_dict(), "num_classes": 10}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    library = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    line = flags(f"hf:{tmp_path}", tmp_path / "run", "--checkpoint-every=never", "--no-save-model", "--max-steps=1")
+    spec, test = parse(line).spec, digits.load().test
+    pictures, _ = test.__getitems__(range(8))
+    large = nn.functional.interpolate(pictures.expand(-1, 3, -1, -1), (160, 160), mode="bilinear")
+    found = spec.call(library, SimpleNamespace(inputs=pictures))
+    assert torch.equal(found.logits, library(pixel_values=large).logits)
+    events, _ = ranks.run(main_in_ranks, line)
+    assert of_kind(events, "end")[0]["steps"] == 1
