@@ -5,23 +5,18 @@ All numbers were counted while the text was prepared, or follow from where docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
 
-from fsdp2.data.splits import IGNORED, Dataset
+from fsdp2.data.splits import Dataset
 from fsdp2.data.turns import NONE
 from fsdp2.data.windows import Conversations, Documents
 from fsdp2.units import printable, short
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
 MOST_CHARACTERS = 40  # of the text of a token
-MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def lines(dataset: Dataset) -> list[str]:
@@ -74,52 +69,6 @@ def _endless(about: dict[str, Any], names: Sequence[str]) -> list[str]:
         f"warning: the end of {sum(wrong.values()):,} of {_answers(about):,} answers isn't learned, so the model won't "
         f"stop there: the chat template in {short(about['template'])} {why}; {fix}"
     ]
-
-
-def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
-    """Lines with the first sequences for training, decoded; what is learned of them stands between ⟦ and ⟧."""
-    split: Any = dataset.train
-    for number in range(min(count, len(split))):
-        inputs, targets = split[number]
-        learned = targets != IGNORED
-        yield f"sequence {number + 1} of {len(split):,}"
-        if isinstance(split, Documents | Conversations):
-            tokens = inputs["input_ids"] if isinstance(inputs, dict) else inputs
-            # A target is the next token, and the last one is of no input.
-            tokens = torch.cat([tokens, targets[-1:][learned[-1:]]])
-            learned = torch.cat([torch.tensor([False]), learned])[: len(tokens)]
-            yield from (f"  {one}" for one in _documents(tokens, learned, _ends(split, number), decode))
-            continue
-        for name, one in (inputs if isinstance(inputs, dict) else {"input_ids": inputs}).items():
-            yield f"  {name}: {_text(one, decode)}"
-        yield f"  ⟦{_text(targets[learned], decode)}⟧"
-
-
-def _ends(split: Documents | Conversations, number: int) -> list[int]:
-    """Where documents end in a sequence; of conversations, the last one where its empty rest begins."""
-    if isinstance(split, Conversations):
-        first, *ends = split.ends[split.first[number] : split.first[number + 1] + 1].tolist()
-        return [end - first for end in ends]
-    begin = number * split.seq_len
-    low, high = (split.ends.searchsorted(one, side="right") for one in (begin, begin + split.seq_len))
-    return [int(end) - begin for end in (*split.ends[low:high], begin + split.seq_len + 1)]
-
-
-def _documents(tokens: Tensor, learned: Tensor, ends: list[int], decode: Decode) -> Iterator[str]:
-    """The text of each document of a sequence, with marks around each run of learned tokens."""
-    ends = sorted({min(end, len(tokens)) for end in ends})
-    for begin, end in list(zip([0, *ends], ends, strict=False))[:MOST_DOCUMENTS]:
-        runs = torch.unique_consecutive(learned[begin:end], return_counts=True)[1].tolist()
-        parts = zip(tokens[begin:end].split(runs), learned[begin:end].split(runs), strict=True)
-        yield "".join(f"⟦{_text(part, decode)}⟧" if marks[0] else _text(part, decode) for part, marks in parts)
-    if len(ends) > MOST_DOCUMENTS:
-        yield f"… {len(ends) - MOST_DOCUMENTS} documents more"
-
-
-def _text(tokens: Tensor, decode: Decode) -> str:
-    """The text of tokens, on one line and without what a terminal would act on."""
-    text = printable(decode(tokens[:MOST_TOKENS].tolist()))
-    return text + (f" … {len(tokens) - MOST_TOKENS:,} tokens more" if len(tokens) > MOST_TOKENS else "")
 
 
 def _sizes(*splits: Documents | Conversations) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.preflight import check_data
 from fsdp2.run.start import open_data, tokenizer_of
+from fsdp2_tools.data.shown import samples
 
 BAR_SECONDS = 0.5
 
@@ -69,7 +70,7 @@ def show(config: Config, count: int) -> dict[str, Any]:
     kind = config.dataset.partition(":")[0]
     try:
         encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
-        for line in (*seen.lines(dataset), *seen.samples(dataset, encoder.decode, count)):
+        for line in (*seen.lines(dataset), *samples(dataset, encoder.decode, count)):
             print(line)
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from None
