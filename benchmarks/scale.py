@@ -44,7 +44,7 @@ from fsdp2.options.parser import Parser, to_flags
 from fsdp2.run.process import agreement
 from fsdp2.units import size as shown_size
 from fsdp2_tools.checkpoint.show import list_checkpoints
-from fsdp2_tools.doctor import network, rows
+from fsdp2_tools.doctor import judging, network
 from fsdp2_tools.plan.fake import fake_group
 
 PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
@@ -296,7 +296,7 @@ def files(ranks: int) -> dict[str, str]:
 
 def doctor(ranks: int) -> dict[str, str]:
     """The tournament of pairs, one of which is slow."""
-    hosts = rows.Hosts(
+    hosts = judging.Hosts(
         {rank: (f"node{rank // GPUS}", f"10.0.{rank // GPUS // 256}.{rank // GPUS % 256}") for rank in range(ranks)}
     )
     rounds = network.schedule(ranks)

@@ -15,7 +15,7 @@ from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process import runtime
 from fsdp2.train import main
 from fsdp2_tools.doctor import examine
-from fsdp2_tools.doctor.rows import BAD, VERDICTS
+from fsdp2_tools.doctor.judging import BAD, VERDICTS
 from fsdp2_tools.tune import trial
 from launchers.ray_console import quiet
 

@@ -23,9 +23,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.run.process.runtime import RunStopped
-from fsdp2.run.watch import replicas, standing
+from fsdp2.run.watch import replicas, waiting
 from fsdp2.run.watch.jumps import FEWEST, REMEMBERED, Jumps
-from fsdp2.run.watch.standing import slow, waits_in
+from fsdp2.run.watch.waiting import slow, waits_in
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 from tests.test_resume import metrics_of
@@ -230,8 +230,8 @@ def _slow_rank(line: list[str]) -> Events:
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standing, "WINDOW", 1.0)
-        patch.setattr(standing, "FEWEST", 10)
+        patch.setattr(waiting, "WINDOW", 1.0)
+        patch.setattr(waiting, "FEWEST", 10)
         patch.setattr(Batches, "__iter__", slow_batches)
         main(parse(line), lambda kind, data: events.append((kind, data)))
     return events

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdp2 import data, models
-from fsdp2.data import source_text, torchvision_sets
+from fsdp2.data import mnist, source_text
 from fsdp2.data.splits import Images, Windows
 from fsdp2.report.header import served_otherwise
 from tests.harness import Ranks, python_environment
@@ -96,7 +96,7 @@ def test_a_download_that_fails_leaves_nothing_and_says_what_to_do(
         (Path(root) / "MNIST" / "raw").mkdir(parents=True)
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(torchvision_sets, "_class_of", lambda name: broken)
+    monkeypatch.setattr(mnist, "_class_of", lambda name: broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(data.DownloadFailed, match=r"--dataset mnist: the download to .* failed .*--data-root"):
         data.load("mnist", root=None, seq_len=1, vocab_size=None)
@@ -117,20 +117,20 @@ def _download_counts(cache: str) -> int:
             done.append(str(root))
             time.sleep(0.5)
             (Path(root) / "MNIST" / "raw").mkdir(parents=True)
-            for file in torchvision_sets.FILES:
+            for file in mnist.FILES:
                 (Path(root) / "MNIST" / "raw" / file).write_bytes(bytes(16 + 2 * 28 * 28))
         assert not data.missing_files("mnist", str(root))
         return SimpleNamespace(data=torch.zeros(2, 28, 28), targets=torch.zeros(2, dtype=torch.int64))
 
     source.classes = ["0"]  # type: ignore[attr-defined]
-    real, torchvision_sets._class_of = torchvision_sets._class_of, lambda name: source
+    real, mnist._class_of = mnist._class_of, lambda name: source
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = cache
     try:
         with runtime.first_on_node(runtime.world()):
             data.load("mnist", root=None, seq_len=1, vocab_size=None)
     finally:
-        torchvision_sets._class_of = real
+        mnist._class_of = real
         del os.environ["XDG_CACHE_HOME"]
         if before is not None:
             os.environ["XDG_CACHE_HOME"] = before

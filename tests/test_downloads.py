@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp2 import data
 from fsdp2.config import parse
-from fsdp2.data import torchvision_sets
+from fsdp2.data import mnist
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import runtime
 from fsdp2.run.process.runtime import RunStopped, World
@@ -28,15 +28,15 @@ WRITERS = 4
 def _source(root: Path | str, wait: Any, file: str) -> None:
     raw = Path(root) / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name in torchvision_sets.FILES:
+    for name in mnist.FILES:
         (raw / name).write_text(file)
     wait()
 
 
 def _downloads(root: Path, wait: Any, failed: Any) -> None:
-    torchvision_sets._class_of = lambda name: lambda folder, download: _source(folder, wait, "whole")
+    mnist._class_of = lambda name: lambda folder, download: _source(folder, wait, "whole")
     try:
-        torchvision_sets.download("mnist", root)
+        mnist.download("mnist", root)
     except BaseException as error:
         failed.put(repr(error))
 
@@ -46,7 +46,7 @@ def test_nodes_that_download_into_one_folder_do_each_other_no_harm(tmp_path: Pat
     """Each begins when none has finished, and all move their files at the same moment."""
     if there == "a half set":
         _source(tmp_path, lambda: None, "half")
-        (tmp_path / "MNIST" / "raw" / torchvision_sets.FILES[2]).unlink()
+        (tmp_path / "MNIST" / "raw" / mnist.FILES[2]).unlink()
     together, failed = FORK.Barrier(WRITERS), FORK.SimpleQueue()
     writers = [FORK.Process(target=_downloads, args=(tmp_path, together.wait, failed)) for _ in range(WRITERS)]
     for writer in writers:
@@ -56,7 +56,7 @@ def test_nodes_that_download_into_one_folder_do_each_other_no_harm(tmp_path: Pat
         assert writer.exitcode == 0
     assert failed.empty(), failed.get()
     raw = tmp_path / "MNIST" / "raw"
-    assert {path.name: path.read_text() for path in raw.iterdir()} == dict.fromkeys(torchvision_sets.FILES, "whole")
+    assert {path.name: path.read_text() for path in raw.iterdir()} == dict.fromkeys(mnist.FILES, "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
 
 
@@ -68,15 +68,15 @@ def test_a_set_that_another_has_completed_stays(tmp_path: Path, monkeypatch: pyt
         if outcome == "fails":
             raise RuntimeError("no network any more")
 
-    monkeypatch.setattr(torchvision_sets, "_class_of", lambda name: source)
-    torchvision_sets.download("mnist", tmp_path)
+    monkeypatch.setattr(mnist, "_class_of", lambda name: source)
+    mnist.download("mnist", tmp_path)
     assert {path.read_text() for path in (tmp_path / "MNIST" / "raw").iterdir()} == {"theirs"}
 
 
 def test_a_set_becomes_whole_with_its_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who looks in between must not take a half file, which was there before, for data."""
     _source(tmp_path, lambda: None, "half")
-    (tmp_path / "MNIST" / "raw" / torchvision_sets.FILES[0]).unlink()
+    (tmp_path / "MNIST" / "raw" / mnist.FILES[0]).unlink()
     seen: list[set[str]] = []
     real = os.replace
 
@@ -87,8 +87,8 @@ def test_a_set_becomes_whole_with_its_last_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", replace)
     whole = lambda folder, download: _source(folder, lambda: None, "whole")  # noqa: E731
-    monkeypatch.setattr(torchvision_sets, "_class_of", lambda name: whole)
-    torchvision_sets.download("mnist", tmp_path)
+    monkeypatch.setattr(mnist, "_class_of", lambda name: whole)
+    mnist.download("mnist", tmp_path)
     assert seen == [{"whole"}]
 
 
@@ -99,7 +99,7 @@ def _offline(run: Path) -> str:
         raise RuntimeError("no\nnetwork")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchvision_sets, "_class_of", lambda name: offline)
+        patch.setattr(mnist, "_class_of", lambda name: offline)
         patch.setenv("XDG_CACHE_HOME", str(run.parent / "cache"))
         patch.setattr(runtime, "world", lambda: World(dist.get_rank(), 2, dist.get_rank(), 2))
         with pytest.raises(ConfigError) as caught:

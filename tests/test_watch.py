@@ -27,9 +27,9 @@ from fsdp2.evaluate import evaluate
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.ending import exit_status
 from fsdp2.run.watch import hangs as watch
-from fsdp2.run.watch import standing
+from fsdp2.run.watch import waiting
 from fsdp2.run.watch.hangs import Watch
-from fsdp2.run.watch.standing import Standing, verdict
+from fsdp2.run.watch.waiting import Standing, verdict
 from fsdp2.train import main
 from tests.harness import _PROCESSES, Ranks, make_engine, one_step, small
 
@@ -307,10 +307,10 @@ def test_who_is_behind(changed: dict[str, Any], said: str) -> None:
 def _counts() -> list[int]:
     """The number of collectives that this rank has begun, as others begin."""
     groups = [dist.group.WORLD]
-    found = [standing.collectives_begun(groups)]
+    found = [waiting.collectives_begun(groups)]
     for collective in (dist.barrier, lambda: dist.all_reduce(torch.ones(1)), lambda: dist.broadcast(torch.ones(1), 0)):
         collective()
-        found.append(standing.collectives_begun(groups))
+        found.append(waiting.collectives_begun(groups))
     return [count - found[0] for count in found]
 
 
@@ -324,9 +324,9 @@ def _last() -> list[str]:
     found = []
     for group in (None, one):
         dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=group)
-        found.append(standing.last_collective([dist.group.WORLD, one]))
+        found.append(waiting.last_collective([dist.group.WORLD, one]))
     dist.all_reduce(torch.ones(2, 3))
-    return [*found, standing.last_collective([])]
+    return [*found, waiting.last_collective([])]
 
 
 def test_torch_records_the_last_collective(ranks: Ranks) -> None:
@@ -344,14 +344,14 @@ def _counted(flags: str) -> tuple[list[int], int]:
 
     torch knows all groups under a private name alone."""
     engine = make_engine(flags)
-    groups = standing.groups_of(engine.model)
+    groups = waiting.groups_of(engine.model)
     every = list(dist.distributed_c10d._world.pg_map)
-    before = {group: standing.collectives_begun([group]) for group in every}
-    found = [standing.collectives_begun(groups)]
+    before = {group: waiting.collectives_begun([group]) for group in every}
+    found = [waiting.collectives_begun(groups)]
     for _ in range(2):
         one_step(engine)
-        found.append(standing.collectives_begun(groups))
-    used = [group for group in every if standing.collectives_begun([group]) > before[group]]
+        found.append(waiting.collectives_begun(groups))
+    used = [group for group in every if waiting.collectives_begun([group]) > before[group]]
     return [found[1] - found[0], found[2] - found[1]], sum(group not in groups for group in used)
 
 
@@ -379,7 +379,7 @@ def _while_compiling() -> list[str]:
     found: list[str] = []
 
     def see(*_: object) -> None:
-        place = standing.look(threading.get_ident(), rank=0, step=1, phase="step", seconds=0.0, collectives=0, last="")
+        place = waiting.look(threading.get_ident(), rank=0, step=1, phase="step", seconds=0.0, collectives=0, last="")
         found.append(place.busy)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -55,9 +55,9 @@ def kind_of(name: str) -> str:
 
 def missing_files(name: str, root: str) -> list[str]:
     """Files of `name` that are not under `root` in torchvision's layout; empty if all are there."""
-    from fsdp2.data import torchvision_sets
+    from fsdp2.data import mnist
 
-    return torchvision_sets.missing_files(name, Path(root))
+    return mnist.missing_files(name, Path(root))
 
 
 def load(
@@ -100,9 +100,9 @@ def load(
 
         return digits.load()
     if name in ON_DISK:
-        from fsdp2.data import torchvision_sets
+        from fsdp2.data import mnist
 
-        return torchvision_sets.load(name, None if root is None else Path(root), fetch=fetch)
+        return mnist.load(name, None if root is None else Path(root), fetch=fetch)
     assert vocab_size is not None, f"{name} is language data: it needs the model's vocabulary size"
     if name == "source-text":
         from fsdp2.data import source_text

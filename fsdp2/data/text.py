@@ -124,7 +124,7 @@ def _require_fit(encoder: Encoder, vocab_size: int) -> None:
 
 def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = True) -> Path:
     """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText, NotHere."""
-    from fsdp2.data.torchvision_sets import cache_folder
+    from fsdp2.data.mnist import cache_folder
 
     files = find(place, encoder.suffixes)
     folder = cache_folder() / f"text-{source_of(files, encoder)}"

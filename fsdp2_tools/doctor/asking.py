@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.config import Config
 from fsdp2.run.process.runtime import RunStopped, World
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row
 
 END = "end"
 GRACE = 2.0  # seconds that an answer takes beyond what it measures

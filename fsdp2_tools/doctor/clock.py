@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row
 
 APART = 1.0  # seconds; more, and logs of two hosts can't be put in order
 REFUSED = 900.0  # seconds; S3 refuses a request that was signed so far off, as RequestTimeTooSkewed

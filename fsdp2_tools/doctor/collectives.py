@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row
 
 KINDS = ("all-reduce", "all-gather")
 # Of the slowest pair's bandwidth that a ring has to reach; below, the ranks are in each other's way. Where ranks share

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import WORSE, Hosts, Row, beside_median, far_above
+from fsdp2_tools.doctor.judging import WORSE, Hosts, Row, beside_median, far_above
 
 TIMES_SLOWER = 2.0  # than the median rank: all ranks wait for the slowest one in each step
 AGAIN = 3  # measurements in which a rank has to be slow: what else runs on a machine makes any rank late once

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fsdp2.data import NotHere
 from fsdp2.run.start import open_data
 from fsdp2_tools.doctor.asking import Here
-from fsdp2_tools.doctor.rows import BAD, Hosts, Row, same
+from fsdp2_tools.doctor.judging import BAD, Hosts, Row, same
 
 
 def measure(here: Here) -> str | None:

@@ -21,8 +21,8 @@ from fsdp2.run.process import runtime
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import clock, collectives, compute, dataset, machine, network, step, storage
 from fsdp2_tools.doctor.asking import STARTING, Asker, Here, Question
+from fsdp2_tools.doctor.judging import BAD, OK, VERDICTS, Hosts, Row, status
 from fsdp2_tools.doctor.options import SECONDS
-from fsdp2_tools.doctor.rows import BAD, OK, VERDICTS, Hosts, Row, status
 
 QUESTIONS: dict[str, Question] = {
     "hello": network.hello,

@@ -18,7 +18,7 @@ from fsdp2.run.process.agreement import code
 from fsdp2.run.process.limits import cpu_quota, free_memory
 from fsdp2.units import size
 from fsdp2_tools.doctor.asking import Here
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above, limit, same
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row, beside_median, far_above, limit, same
 
 # Set alike on all ranks, or some of them compute or communicate in another way.
 PREFIXES = (

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any
 
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row, beside_median, far_above
 
 FEW = 8  # ranks of which every pair is measured, in at most 7 rounds
 PINGS = 30

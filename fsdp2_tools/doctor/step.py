@@ -17,8 +17,8 @@ import torch
 
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
+from fsdp2_tools.doctor.judging import Hosts, Row
 from fsdp2_tools.doctor.network import BETWEEN, INSIDE, Pair, kinds
-from fsdp2_tools.doctor.rows import Hosts, Row
 
 PATIENCE = 60.0  # seconds, in which the other ranks wait for a question
 

@@ -15,7 +15,7 @@ from fsdp2.run.directory.room import Sizes, run_directory
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.units import size as in_units
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import BAD, WORSE, Hosts, Row, beside_median, far_above
+from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row, beside_median, far_above
 
 TIMES_SLOWER = 3.0  # than the median rank
 NOISE = 0.5  # seconds: a disk that others use may be so late at any time

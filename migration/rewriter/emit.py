@@ -7,7 +7,7 @@ import textwrap
 
 import libcst as cst
 
-from migration.rewriter.construct import Construction, Plan
+from migration.rewriter.constructor_calls import Construction, Plan
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
 from migration.rewriter.scene import Scene

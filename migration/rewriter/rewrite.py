@@ -22,7 +22,7 @@ from migration.rewriter import (
     statedicts,
 )
 from migration.rewriter.account import Entry
-from migration.rewriter.construct import code_of, constructions, meta_calls, named
+from migration.rewriter.constructor_calls import code_of, constructions, meta_calls, named
 from migration.rewriter.edits import Edits, Undecided
 from migration.rewriter.emit import make
 from migration.rewriter.module import Module

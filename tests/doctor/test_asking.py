@@ -13,7 +13,7 @@ import torch
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor.asking import Asker, Here, bounded
 from fsdp2_tools.doctor.examine import as_json
-from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row, far_above, same, status
+from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Hosts, Row, far_above, same, status
 from tests.doctor.launch import start
 from tests.doctor.threads import examined
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp2.run.process.runtime import World, gather
 from fsdp2_tools.doctor import compute
 from fsdp2_tools.doctor.asking import Here
-from fsdp2_tools.doctor.rows import OK, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 from tests.harness import Ranks
 

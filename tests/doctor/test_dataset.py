@@ -9,7 +9,7 @@ import pytest
 from fsdp2.config import Config
 from fsdp2_tools.doctor import dataset
 from fsdp2_tools.doctor.asking import Asker
-from fsdp2_tools.doctor.rows import BAD, OK, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, OK, Hosts, Row
 from tests.doctor.threads import examined
 from tests.harness import flip_a_bit, small_mnist
 

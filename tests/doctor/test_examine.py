@@ -11,7 +11,7 @@ import pytest
 from fsdp2.config import Config
 from fsdp2_tools.doctor import examine, machine, storage
 from fsdp2_tools.doctor.asking import Here, Question
-from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Row
+from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Row
 from tests.doctor.test_network import EIGHT, on_shared_links
 from tests.doctor.threads import examined
 

@@ -17,7 +17,7 @@ from fsdp2.run.process import limits
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import clock, machine
 from fsdp2_tools.doctor.asking import Here
-from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 
 HOSTS = Hosts({0: ("a", "10.0.0.1"), 1: ("a", "10.0.0.1"), 2: ("b", "10.0.0.2"), 3: ("b", "10.0.0.2")})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import collectives, network
 from fsdp2_tools.doctor.asking import Asker, Here
-from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts
+from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Hosts
 from tests.doctor.launch import start
 from tests.doctor.threads import examined
 from tests.harness import Ranks

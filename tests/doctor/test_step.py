@@ -9,7 +9,7 @@ import torch
 
 from fsdp2.config import Config
 from fsdp2_tools.doctor import planned_step, step
-from fsdp2_tools.doctor.rows import OK, Hosts
+from fsdp2_tools.doctor.judging import OK, Hosts
 from fsdp2_tools.plan import links
 from fsdp2_tools.plan.device import gpu
 from tests.doctor.test_network import EIGHT, measured

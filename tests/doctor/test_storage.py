@@ -16,7 +16,7 @@ from fsdp2.config import Config
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import storage
 from fsdp2_tools.doctor.asking import Asker, Here, Question
-from fsdp2_tools.doctor.rows import BAD, OK, WORSE, Hosts, Row
+from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 
 HOSTS = Hosts({rank: ("ab"[rank // 2], f"10.0.0.{rank // 2}") for rank in range(4)})

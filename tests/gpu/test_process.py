@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp2.data.loader import Batches
 from fsdp2.data.random_tokens import load
 from fsdp2.run.process import runtime
-from fsdp2.run.watch.standing import last_collective
+from fsdp2.run.watch.waiting import last_collective
 from tests.gpu.harness import DEVICE, ON_GPU, ROOT, Ranks, launched, needs, rank, small
 
 

@@ -332,7 +332,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_forward_that_no_step_could_make(what: str, tmp_path: Path) -> None:
+def test_a_forward_that_no_step_could_hold(what: str, tmp_path: Path) -> None:
     """Parameters are few in all of them; each ended in a traceback of the first step, or didn't end."""
     transformers = pytest.importorskip("transformers")
     name, numbers, said = WRONG[what]

@@ -25,7 +25,7 @@ from torch import nn
 from fsdp2.config import Config
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.runtime import LONG, broadcast, world
-from fsdp2.run.watch.standing import Pace, Standing, collectives_begun, groups_of, last_collective, look, verdict
+from fsdp2.run.watch.waiting import Pace, Standing, collectives_begun, groups_of, last_collective, look, verdict
 
 EXIT_STATUS = 3
 FILE = "hang.txt"
