@@ -100,6 +100,22 @@ def test_answers_are_learned_and_nothing_else(tmp_path: Path) -> None:
         assert by_marks._tokenizer().apply_chat_template(one["messages"], return_dict=False) == tokens
 
 
+def test_the_file_of_the_template_is_the_one_that_transformers_reads(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "of-a-processor", PLAIN)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    chat = Chat(str(folder))
+    assert chat.about["template"] == str(folder / "tokenizer_config.json")
+    assert chat._tokenizer().chat_template == PLAIN
+    (folder / "chat_template.jinja").write_text(GENERATION)
+    chat = Chat(str(folder))
+    assert chat.about["template"] == str(folder / "chat_template.jinja")
+    assert chat._tokenizer().chat_template == GENERATION
+    (bare := make_tokenizer(tmp_path / "bare", None)).joinpath("chat_template.json").write_text("{}")
+    with pytest.raises(UnusableText, match="its tokenizer has no chat template"):
+        Chat(str(bare))
+
+
 def test_what_the_template_prints_begins_a_conversation_once(tmp_path: Path) -> None:
     """Whatever the tokenizer begins a text with: a model is asked by the template's tokens alone."""
     pytest.importorskip("transformers")

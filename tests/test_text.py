@@ -325,6 +325,8 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
         ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
         ("short.txt", b"abc", "which fill no sequence of 8"),
         ("half.jsonl", b'{"text": "a\\ud800"}\n', "line 1: has half of a character in its field text"),
+        ("twice.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}\n', "line 2: an object has 'text' twice; keep one"),
+        ("deep.jsonl", b'{"text": "a", "of": [{"b": 1, "b": 1}]}\n', "line 1: an object has 'b' twice; keep one"),
         ("junk.parquet", b"PAR1junkPAR1", "can't be read as text"),
     ],
 )

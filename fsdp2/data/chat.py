@@ -29,6 +29,8 @@ from fsdp2.units import install
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
+# Those of them that hold a tokenizer's template in transformers. The folder has further ones, which have names.
+OWN_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
 TODAY = datetime(2024, 7, 26)
@@ -223,13 +225,16 @@ def _with_one_date(template: str) -> str:
 
 
 def _template_file(folder: Path) -> Path:
-    """Where a folder's chat template is: in a file of its own, which counts first, or among the settings."""
-    found = sorted(folder.glob("*chat_template*"), key=lambda file: (file.is_dir(), file.name))
-    return found[0] if found else folder / "tokenizer_config.json"
+    """Where a tokenizer's chat template is: in a file of its own, which counts first, or among the settings.
+
+    chat_template.json isn't it: in that one transformers looks for the template of a processor.
+    """
+    found = (folder / name for name in OWN_TEMPLATES if (folder / name).exists())
+    return next(found, folder / "tokenizer_config.json")
 
 
 def _has_template(folder: Path) -> bool:
-    if any(folder.glob("*chat_template*")):
+    if any((folder / name).exists() for name in OWN_TEMPLATES):
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))

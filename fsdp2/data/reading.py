@@ -30,6 +30,10 @@ class _Ended(OSError):
     """A stream that ended before its file does."""
 
 
+class _Twice(ValueError):
+    """An object of JSON that has a key twice."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A document, or a piece of one that is large.
@@ -110,9 +114,21 @@ def _lines(file: File, field: str | None, start: Place) -> Iterator[Row]:
                 line = line.removeprefix(MARK.encode())
             at, number = at + size, number + 1
             if line.strip():
-                content = json.loads(line.decode())
+                try:
+                    content = json.loads(line.decode(), object_pairs_hook=_once)
+                except _Twice as error:
+                    raise UnusableText(f"{where}: {error}; keep one of them") from None
                 text = _whole_in(content, line, where) if field is None else _text_in(content, field, where)
                 yield Row(text, where, (at, number), at / file.size, size)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises _Twice for a key that stands in it twice, of which the last would count."""
+    if len(found := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise _Twice(f"an object has {twice[:40]!r} twice")
+    return found
 
 
 def _table(file: File, field: str | None, start: Place) -> Iterator[Row]:
