@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import numpy
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import Bytes, Tokenizer, foreign, require_regular
+from fsdp2.foreign.kept import files_to_keep
 from fsdp2.units import install
 
+# What of a tokenizer's folder its class in transformers reads, and a chat template.
+FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("*chat_template*", "*chat_templates/*"),
+)
+SETTINGS = "config.json"  # of a model; it names the tokens that no file of its tokenizer does
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
 
 
@@ -29,6 +37,26 @@ def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
     from fsdp2.foreign.bounds import in_bounds
 
     return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
+
+
+def tokenizer_files(name: str) -> dict[str, bytes]:
+    """Path in the folder -> content of the files that a run keeps of a tokenizer. Raises UnusableText.
+
+    A file under any name is `tokenizer.json` among them.
+    """
+    place = Path(name)
+    folder = place if place.is_dir() else place.parent
+    try:
+        found = files_to_keep(folder, (*FILES, SETTINGS), place)
+    except ValueError as error:
+        raise UnusableText(str(error)) from None
+    files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
+    return files if place.is_dir() else {**files, "tokenizer.json": place.read_bytes()}
+
+
+def is_tokenizers(name: str) -> bool:
+    """Return whether a file beside a model is its tokenizer's."""
+    return any(fnmatch(name, pattern) for pattern in FILES)
 
 
 class FromFile:

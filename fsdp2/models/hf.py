@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2.foreign.bounds import Foreign, run_in_bounds
 from fsdp2.foreign.code import ForeignCode, installed_code_only
+from fsdp2.foreign.kept import files_to_keep
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
@@ -39,7 +40,6 @@ TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
-MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
 MEMORY = 16 << 30  # for its description, and for two blocks of a model of which it isn't known what they see
 # What transformers calls the tensors of a file that aren't the model's.
 DIFFERENCES = {
@@ -200,7 +200,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         weights=folder,
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
-        files=lambda size: {path.name: path.read_bytes() for path in _kept(folder)},
+        files=lambda size: {path.name: path.read_bytes() for path in files_to_keep(folder, KEPT)},
         methods=("generate",) if _generates(model_class) else (),
         attentions=("auto", *KERNELS) if _uses_torchs_attention(config, model_class) else ("auto",),
     )
@@ -343,13 +343,7 @@ def _folder(place: str) -> Path:
             )
         if not (path / "config.json").is_file():
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
-        for file in (found for pattern in KEPT for found in path.glob(pattern)):
-            if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
-                raise ValueError(f"{file}: is no regular file; put a copy of its content there")
-            if not _stays(file, path.resolve()):
-                raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
-            if file.stat().st_size > MOST_KEPT:
-                raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
+        files_to_keep(path, KEPT)
         return path.absolute()
     if path.exists() or place.startswith(("/", ".", "~")) or place.count("/") > 1:
         raise ValueError(
@@ -368,16 +362,6 @@ def _folder(place: str) -> Path:
             f"{place}: is not in the hub's cache, and can't be downloaded ({_line(error)}); download it where there is "
             "a network and give its folder"
         ) from None
-
-
-def _stays(file: Path, folder: Path) -> bool:
-    """Return whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
-    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
-    return any(place in file.resolve().parents for place in (folder, *blobs))
-
-
-def _kept(folder: Path) -> list[Path]:
-    return [path for pattern in KEPT for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def _line(error: BaseException) -> str:

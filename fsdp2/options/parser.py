@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import re
 import shlex
 import sys
@@ -114,7 +115,7 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
         if not isinstance(values["flags"], dict):
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}
-        values |= _kept_model(values, place, reads_weights=called != "")
+        values |= _kept(values, place, reads_weights=called != "")
     if is_of_a_run:
         require_named(values, given, where)
     return flags_of_table(options, values, where)
@@ -131,23 +132,36 @@ def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict
     return {known[key]: value for key, value in values.items()}
 
 
-def _kept_model(values: Mapping[str, Any], place: str, *, reads_weights: bool) -> dict[str, str]:
-    """The copy of a model's files that a run keeps beside its config.json, where the model's own folder is gone.
+def _kept(values: Mapping[str, Any], place: str, *, reads_weights: bool) -> dict[str, str]:
+    """The copies of a model's and a tokenizer's files that a run keeps beside its config.json, where theirs are gone.
 
-    Who reads no weights there has the copy anyway, and asks no hub: it is as the run had it.
+    Who reads no weights there has the copies anyway, and asks no hub: they are as the run had them.
     """
-    model, kept = values.get("model"), Path(place).parent / "model"
-    reads_weights = reads_weights or values.get("lora") is not None
-    try:
-        without_links(kept)
-    except Refused as error:
-        raise ConfigError(str(error)) from None
+    model, tokenizer = values.get("model"), values.get("tokenizer")
+    copies: dict[str, str] = {}
+    kept = _plain_folder(Path(place).parent / "model")
     if isinstance(model, str) and model.startswith("hf:") and (kept / "config.json").is_file():
         named = model.removeprefix("hf:")
         is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
-        if not reads_weights or (is_path and not Path(named).expanduser().exists()):
-            return {"model": f"hf:{kept.absolute()}"}
-    return {}
+        needs_own = reads_weights or values.get("lora") is not None
+        if not needs_own or (is_path and not Path(named).expanduser().exists()):
+            copies["model"] = f"hf:{kept.absolute()}"
+    kept = _plain_folder(Path(place).parent / "tokenizer")
+    wants_copy = (
+        isinstance(tokenizer, str) and tokenizer != "bytes" and not (reads_weights and os.path.exists(tokenizer))
+    )
+    if wants_copy and (kept / "tokenizer.json").is_file():
+        copies["tokenizer"] = str(kept.absolute())
+    return copies
+
+
+def _plain_folder(folder: Path) -> Path:
+    """A folder that a run keeps. Raises ConfigError for links in it."""
+    try:
+        without_links(folder)
+    except Refused as error:
+        raise ConfigError(str(error)) from None
+    return folder
 
 
 def files_at(place: str, flag: str) -> Files:

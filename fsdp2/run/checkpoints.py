@@ -185,7 +185,7 @@ class Checkpoints:
             return False
         if not self.job.wants_full_model(run, self.progress.step, changed=changed):
             return True
-        said = {kept.PART: self._info[kept.PART]}
+        said = {part: self._info[part] for part in (kept.PART, kept.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:

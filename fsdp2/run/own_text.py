@@ -6,6 +6,7 @@ from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.prepared import Encoder
 from fsdp2.data.text import check, encoder_of
+from fsdp2.data.tokenizer_file import tokenizer_files
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.start import tokenizer_of
 
@@ -25,6 +26,8 @@ def check_own_text(config: Config, *, read: bool) -> None:
         encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
         words = config.spec.vocab_size(config.model_size) or 0
         require_mask(config, encoder)
+        if config.tokenizer not in (None, "bytes"):
+            tokenizer_files(str(config.tokenizer))  # a run keeps them
         check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2 import data
+from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.full_dtensor import scatter
 from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState, plain_names
 from fsdp2.config import Config
@@ -27,7 +28,7 @@ from fsdp2.options.errors import ConfigError, some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import LINEAGE, RunDir, write_config
+from fsdp2.run.directory.rundir import LINEAGE, RunDir, kept_files, write_config
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.process.runtime import World, first_on_node, gather
 
@@ -294,7 +295,8 @@ def write_start(
         write_config(run, config, world.world_size)
         for name, content in files.items():
             run.files.write(name, content)
-        if kept := config.spec.files(config.model_size):
+        if model := config.spec.files(config.model_size):
             run.files.mkdir("model")
-        for name, content in kept.items():
+        for name, content in model.items():
             run.files.write(f"model/{name}", content)
+        kept.replace(run.files.at(kept.TOKENIZER), kept_files(config).get(kept.TOKENIZER, {}))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import verdict, vouched_step
-from fsdp2.checkpoint.kept import require_kept
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
@@ -170,13 +169,16 @@ def other_ways(config: Config) -> str:
 
 
 def require_same_files(config: Config, folder: Files) -> None:
-    """Raise ConfigError if files that go with a model of Hugging Face's have changed since its weights were saved."""
-    if config.model.startswith("hf:") and is_there(folder, MARKER):
-        try:
-            files = kept_files(config.spec, str(config.model_size))
-            require_kept(read_marker(folder), files, config.model.removeprefix("hf:"))
-        except (DamagedCheckpoint, Refused) as error:
-            raise ConfigError(str(error)) from None
+    """Raise ConfigError if what a run keeps of its model and tokenizer has changed since the weights were saved."""
+    if not is_there(folder, MARKER):
+        return
+    try:
+        marker, files = read_marker(folder), kept_files(config)
+        if config.model.startswith("hf:"):
+            kept.require_kept(marker, files[kept.PART], config.model.removeprefix("hf:"))
+        kept.require_kept(marker, files.get(kept.TOKENIZER, {}), config.tokenizer or kept.TOKENIZER, kept.TOKENIZER)
+    except (DamagedCheckpoint, ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def require_same_adapters(config: Config, checkpoint: Files) -> None:

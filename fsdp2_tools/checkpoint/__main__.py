@@ -20,8 +20,12 @@ if __name__ == "__main__":
     early.answer(parse, "fsdp2.checkpoint")
 
 from fsdp2 import models
+from fsdp2.checkpoint.kept import TOKENIZER
 from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.tokenizer_file import tokenizer_files
+from fsdp2.options.settings_file import read_table
 from fsdp2.units import printable
 from fsdp2_tools.checkpoint.adapters import FILE, Adapters, read_adapters
 from fsdp2_tools.checkpoint.diff import diff
@@ -56,6 +60,41 @@ def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
     return spec.on_meta(size), spec.files(size)
 
 
+def tokenizer_of(place: str) -> tuple[Mapping[str, bytes] | None, str]:
+    """The files of the tokenizer that a run was given, and a note if they aren't there. Raises Refused.
+
+    None = it was trained with its model's own; {} = with bytes, or by a version that kept no copy.
+    """
+    file = model_file(place, "config.json")
+    if file is None:
+        return None, ""
+    run = file.parents[1]
+    kept = run / TOKENIZER
+    for folder in (kept, *kept.glob("*/")):
+        without_links(folder)
+    if (kept / "tokenizer.json").is_file():
+        try:
+            return tokenizer_files(str(kept)), ""
+        except UnusableText as error:
+            raise Refused(str(error)) from None
+    given = _flags(run / "config.json").get("tokenizer")
+    if given is None:
+        return None, ""
+    why = "the run was trained on bytes" if given == "bytes" else f"the run keeps no copy of --tokenizer {given}"
+    return {}, f"no tokenizer, because {why}"
+
+
+def _flags(file: Path) -> Mapping[str, Any]:
+    """The flags of a run by its config.json; none if there is no such file. Raises Refused."""
+    if not file.is_file():
+        return {}
+    try:
+        flags = read_table(str(file)).get("flags", {})
+    except ValueError as error:
+        raise Refused(f"{file}: {error}") from None
+    return flags if isinstance(flags, dict) else {}
+
+
 def adapters_of(place: str, to: str) -> Adapters | None:
     """Read the adapters' description in a run, None if it has no adapters. Raises Refused for `peft` then."""
     file = model_file(place, FILE)
@@ -82,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "safetensors" and model_file(arguments.place, "config.json") is not None:
             with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
                 like = hf_model(arguments.place)
+        tokenizer, without = tokenizer_of(arguments.place) if arguments.format == "hf" else (None, "")
         line = export(
             arguments.place,
             arguments.out,
@@ -89,10 +129,12 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             max_shard_size=limit,
             like=like,
+            tokenizer=tokenizer,
             adapters=adapters_of(arguments.place, arguments.format),
             average=arguments.ema,
         )
-        print(f"wrote {line}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
+        line += f"; {without}" if without else ""
+        print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
         return 0
     for line in import_(arguments.place, arguments.out, arguments.kind):
         print(printable(line))

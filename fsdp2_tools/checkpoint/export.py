@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fsdp2.checkpoint.disk import chain, explained
 from fsdp2.checkpoint.files import LocalFiles, is_there
-from fsdp2.checkpoint.kept import require_kept
+from fsdp2.checkpoint.kept import TOKENIZER, require_kept
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import write_pt
 from fsdp2.checkpoint.sources.safetensors_files import write_safetensors
 from fsdp2.checkpoint.sources.source import averaged, weights
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
+from fsdp2.data.tokenizer_file import SETTINGS, is_tokenizers
 from fsdp2_tools.checkpoint.adapters import Adapters, merged, vouched, write_peft
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, without_copies, write_hf
@@ -41,6 +42,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     like: tuple[Any, Mapping[str, bytes]] | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
     adapters: Adapters | None = None,
     average: bool = False,
 ) -> str:
@@ -56,6 +58,8 @@ def export(
         like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it. With it
             `safetensors` too writes what is tied once.
         average: the average of the weights in their place.
+        tokenizer: for `hf`, path -> content of the tokenizer that is written in the place of that of `like`; empty =
+            none is. Unset = the model was trained with its own.
         adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
@@ -70,7 +74,10 @@ def export(
         checked = require_undamaged(source)
         trained = source
         if like is not None and trained.folder is not None and is_there(trained.folder, MARKER):
-            require_kept(read_marker(trained.folder), like[1], f"{place}: model")
+            marker = read_marker(trained.folder)
+            require_kept(marker, like[1], f"{place}: model")
+            if to == "hf":
+                require_kept(marker, tokenizer or {}, f"{place}: {TOKENIZER}", TOKENIZER)
         if adapters is not None:
             adapters = vouched(adapters, source)
         if average:
@@ -101,7 +108,8 @@ def export(
                     write_peft(LocalFiles(aside), adapters, tensors, read)
                 elif to == "hf":
                     assert like is not None
-                    write_hf(aside, tensors, read, *like, max_shard_size)
+                    model, beside = like
+                    write_hf(aside, tensors, read, model, _with_tokenizer(beside, tokenizer), max_shard_size)
                 else:
                     write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
             folder.fsync(aside.name)
@@ -113,6 +121,14 @@ def export(
     if implied is not None:
         said += " as in the model's config.json (--dtype chooses another)"
     return "; ".join([said, f"the source is {checked}", *nonfinite.note()])
+
+
+def _with_tokenizer(beside: Mapping[str, bytes], tokenizer: Mapping[str, bytes] | None) -> Mapping[str, bytes]:
+    """The files beside a model with another tokenizer in the place of its own. config.json stays the model's."""
+    if tokenizer is None:
+        return beside
+    of_model = {name: content for name, content in beside.items() if not is_tokenizers(name)}
+    return {**{name: content for name, content in tokenizer.items() if name != SETTINGS}, **of_model}
 
 
 def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:

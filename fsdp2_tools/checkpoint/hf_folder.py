@@ -46,6 +46,7 @@ def write_hf(
         ours, said = list(tensors[other].shape), list(shapes[other])
         raise Refused(f"--format hf: {other} is {ours}, and config.json makes it {said}; use --format safetensors")
     for name, content in beside.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     model.save_pretrained(folder, state_dict=spool(tensors, read, folder), max_shard_size=max_shard_size)
     # They say the dtype of the model, which lies on meta in fp32, and not that of the tensors; and that it is trained
@@ -58,9 +59,10 @@ def write_hf(
             _keep_cache(written, json.loads(beside.get(file.name, b"{}")))
             _say(written, dtype)
             file.write_text(json.dumps(written, indent=2) + "\n")
-    for file in folder.iterdir():
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
 
 
 def _keep_cache(now: dict[str, Any], before: dict[str, Any]) -> None:

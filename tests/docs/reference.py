@@ -209,6 +209,8 @@ RUN/
   hang.txt                    where each rank stood, if the run hung
   checkpoints/step-00000120/  __0_0.distcp …, .metadata, and COMMIT.json, written last
   full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json
+  model/                      the model's configuration and tokenizer
+  tokenizer/                  with --tokenizer, that one
   tensorboard/                with --tensorboard
   rank0_memory_timeline.json.gz, rank0_memory_snapshot.pickle     with --memory-snapshot
   rank0_trace.json.gz, rank0_memory_profile.html                  with --profile

@@ -239,18 +239,27 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
         "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
         "environment": environment(world_size),
         "model": shapes_of(model),
-        kept.PART: kept.hashes(kept_files(spec, config.model_size)),
+        **{part: kept.hashes(files) for part, files in kept_files(config).items()},
         **_adapters(spec, config.model_size),
     }
 
 
-def kept_files(spec: ModelSpec, size: str) -> dict[str, bytes]:
-    """The files that a run keeps with its model and a marker has hashes of. Of adapters it has what they mean."""
-    if spec.lora is None:
-        return dict(spec.files(size))
-    from fsdp2.models import lora
+def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
+    """The parts of a marker for files that a run keeps -> name -> content. Of adapters it has what they mean.
 
-    return {name: content for name, content in spec.files(size).items() if name != lora.FILE}
+    A model's own tokenizer is among its files. The one of `--tokenizer` is apart, so that the model stays as it was:
+    which token hides others, the tokenizer in its folder says, whichever one reads the text.
+    """
+    files, spec = dict(config.spec.files(str(config.model_size))), config.spec
+    if spec.lora is not None:
+        from fsdp2.models import lora
+
+        files.pop(lora.FILE)
+    if config.tokenizer in (None, "bytes"):
+        return {kept.PART: files}
+    from fsdp2.data.tokenizer_file import tokenizer_files
+
+    return {kept.PART: files, kept.TOKENIZER: tokenizer_files(str(config.tokenizer))}
 
 
 # What a resumed run may change, and computes other numbers with.
@@ -269,11 +278,13 @@ def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
 
 
 def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """Name the files of a model's folder that have changed since: weights may mean something else then."""
-    if not config.model.startswith("hf:"):
-        return None
-    found = kept.others(marker, kept_files(config.spec, str(config.model_size)))
-    return f"since the checkpoint {', '.join(map(shown, found[:3]))} of {config.model} changed" if found else None
+    """Name the files of a model or a tokenizer that have changed since: weights may mean something else then."""
+    words, files = [], kept_files(config)
+    for part, name in ((kept.PART, config.model), (kept.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
+        found = kept.others(marker, files.get(part, {}), part)
+        if found and (part != kept.PART or name.startswith("hf:")):
+            words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
+    return f"since the checkpoint {' and '.join(words)} changed" if words else None
 
 
 def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
@@ -307,6 +318,12 @@ def read_config(
     named = {"model": model, "trust_remote_code": trust_remote_code or None, "dataset": dataset}
     given = {name: value for name, value in named.items() if value is not None}
     values = read_file(Config, place, given, called="")
+    if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
+        there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
+        if files := {name: there.read(name) for name in kept.names(there)}:
+            run.path.mkdir(parents=True, exist_ok=True)
+            kept.replace(LocalFiles(here), files)
+            values["tokenizer"] = str(here)
     try:
         return Config(**{**values, **given})
     except ConfigError as error:

@@ -1,0 +1,33 @@
+"""Files of a folder that a run keeps a copy of, because they decide what its weights mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
+
+
+def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = None) -> list[Path]:
+    """The files of a folder that match the patterns.
+
+    Args:
+        named: a file that the user has named, which may be a link to anywhere.
+
+    Raises ValueError for what a run can't keep: no regular file, a link out of its folder, or more than fits.
+    """
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    for file in found:
+        if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
+            raise ValueError(f"{file}: is no regular file; put a copy of its content there")
+        if file != named and not _stays(file, folder.resolve()):
+            raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
+        if file.stat().st_size > MOST_KEPT:
+            raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
+    return [file for file in found if file.is_file()]
+
+
+def _stays(file: Path, folder: Path) -> bool:
+    """Return whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
+    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    return any(place in file.resolve().parents for place in (folder, *blobs))
