@@ -136,7 +136,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
 
     def make(vocab_size: int | None = None) -> nn.Module:
         # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
-        auto = getattr(transformers, TASKS[task][0])
+        auto = _forgetful(getattr(transformers, TASKS[task][0]))
         try:
             with guarded():
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -153,7 +153,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
 
     def load(*, partial: bool = False, read: bool = True) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
-        auto, words = getattr(transformers, TASKS[task][0]), transformers.utils.logging
+        auto, words = _forgetful(getattr(transformers, TASKS[task][0])), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if not read:
@@ -208,6 +208,12 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
     # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
     in_doubt = task == "causal" and not getattr(config, "is_decoder", encoder is None)
     return made, model_class.__name__ if in_doubt else ""
+
+
+def _forgetful(auto: Any) -> Any:
+    """A class of transformers that makes models by their configuration, and keeps no class of a folder's own: it would
+    make later folders' models of it too, whose code nobody trusts."""
+    return type(auto.__name__, (auto,), {"register": classmethod(lambda *_, **__: None)})
 
 
 def loss(outputs: Any, targets: Tensor) -> Tensor:

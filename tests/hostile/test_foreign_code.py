@@ -157,17 +157,21 @@ def test_the_flag_runs_the_code_of_the_folder(tmp_path: Path, mark: Path) -> Non
     """The corpus above is hostile indeed: what is refused there runs here."""
     folder = _folder(tmp_path, mark)
     _only_the_model("")(folder)
-    # In a process of its own, since transformers keeps a class that it has been given.
-    process = multiprocessing.get_context("fork").Process(target=_trusted, args=(folder,))
+    # In a process of its own: a module that is imported stays.
+    process = multiprocessing.get_context("fork").Process(target=_trusted, args=(folder, tmp_path / "other"))
     process.start()
     process.join(120)
     assert process.exitcode == 0
     assert mark.exists()
 
 
-def _trusted(folder: Path) -> None:
+def _trusted(folder: Path, other: Path) -> None:
     spec = models.get(f"hf:{folder}", trust_remote_code=True)
     assert type(spec.on_meta("own")).__name__ == "Model"
+    # And nobody has trusted the next folder.
+    name = save("llama", other)
+    _change(other / "config.json", architectures=["TheirModel"])
+    assert type(models.get(name).on_meta("own")).__name__ == "LlamaForCausalLM"
 
 
 def test_a_known_architecture_with_code_of_its_own_has_the_librarys_class(tmp_path: Path, mark: Path) -> None:
