@@ -37,7 +37,8 @@ def evaluate(
     total, correct, count = sums.tolist()
     result = {"loss": total / count, "accuracy": correct / count, "count": int(count)}
     if spec.kind == "language":
-        result["perplexity"] = float(numpy.exp(numpy.float64(result["loss"])))
+        with numpy.errstate(over="ignore"):  # of a run that diverges it is infinite
+            result["perplexity"] = float(numpy.exp(numpy.float64(result["loss"])))
     return result
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.models.initial import fill_for, normal, ones, reset_parameters, zeros
+from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.meta import check_initialised, poison
 from fsdp2.parallelize import parallelize
 from tests.harness import Ranks, main_in_ranks, make_engine, small
@@ -212,3 +213,12 @@ def test_a_run_changes_nothing_of_what_describes_its_model(ranks: Ranks, tmp_pat
         _described_after_a_run, small(tmp_path / "run", "--freeze=heads*", "--max-steps=1")
     ):
         assert described == fresh
+
+
+def test_a_tied_weight_is_frozen_by_the_name_that_it_has() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
+    model["head"].weight = model["embedding"].weight
+    with pytest.raises(ValueError, match=r"head\.weight is tied to embedding\.weight; name that, which freezes both"):
+        freeze(model, ["head.weight"])
+    freeze(model, ["embedding*"])
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == ["head.bias"]

@@ -94,7 +94,7 @@ def _removal(folder: Path, background: bool) -> dict[str, Any]:
     """Old checkpoints are removed only after the save has returned on all ranks; the third can't be."""
     app, engine, _ = _app()
     one_step(engine)
-    let_go, removed = threading.Event(), list[Sequence[int]]()
+    let_go, removed = threading.Semaphore(0), list[Sequence[int]]()  # a removal for each release, however late
 
     class SlowStore(Store):
         def commit(self, step: int, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _removal(folder: Path, background: bool) -> dict[str, Any]:
             super().commit(step, files, info)
 
         def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
-            if not let_go.wait(60):
+            if not let_go.acquire(timeout=60):
                 raise OSError("the save waited for the removal")
             if self.committed()[-1] == 3:
                 raise OSError("the disk is tired")
@@ -110,10 +110,9 @@ def _removal(folder: Path, background: bool) -> dict[str, Any]:
 
     saver = Saver(SlowStore(LocalFiles(folder)), app, CPU, keep=1, background=background)
     for step in (1, 2, 3):
-        let_go.clear()
         ended = saver.save(step, {}) or saver.wait()
         dist.barrier()  # every rank has come here before anything is removed
-        let_go.set()
+        let_go.release()
         assert ended is not None
         assert ended.error is None
     saver.close()

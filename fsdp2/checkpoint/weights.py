@@ -120,5 +120,6 @@ def _require_one(
     parts = [comparable(source.read_part(fitting.names[name], slices_of(targets[name]))) for name in names]
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise Refused(
-            f"{source.place} is of another model; {', '.join(names)} are one weight in the model and differ in the file"
+            f"{source.place} is of another model; {', '.join(names)} are one weight in the model and differ in the "
+            "file; untie them in its configuration, or leave one out of the file"
         )

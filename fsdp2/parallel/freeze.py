@@ -13,10 +13,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises ValueError if a pattern matches nothing, or if nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{pattern}: no parameter of the model has such a name; the names are like {names[0]}")
+        if any(fnmatchcase(name, pattern) for name in names.values()):
+            continue
+        for other, parameter in model.named_parameters(remove_duplicate=False):
+            if fnmatchcase(other, pattern):
+                raise ValueError(f"{pattern}: {other} is tied to {names[parameter]}; name that, which freezes both")
+        like = next(iter(names.values()))
+        raise ValueError(f"{pattern}: no parameter of the model has such a name; the names are like {like}")
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)

@@ -34,6 +34,7 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
+MOST_FETCHED = 256 << 20  # bytes of a file of a tokenizer
 
 
 class RunDir:
@@ -319,12 +320,21 @@ def read_config(
     given = {name: value for name, value in named.items() if value is not None}
     values = read_file(Config, place, given, called="")
     if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
-        there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
-        if files := {name: there.read(name) for name in kept.names(there)}:
-            run.path.mkdir(parents=True, exist_ok=True)
-            kept.replace(LocalFiles(here), files)
-            values["tokenizer"] = str(here)
+        values |= _fetched_tokenizer(run)
     try:
         return Config(**{**values, **given})
     except ConfigError as error:
         raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None
+
+
+def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
+    """The flag for a copy of a remote run's tokenizer, made here; none if it keeps none. Raises ConfigError."""
+    there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
+    names = list(kept.names(there))
+    if wrong := [name for name in names if ".." in name or (there.size(name) or 0) > MOST_FETCHED]:
+        raise ConfigError(f"{there}: {shown(wrong[0])} is no file of a tokenizer, by its name or size; remove it there")
+    if not names:
+        return {}
+    run.path.mkdir(parents=True, exist_ok=True)
+    kept.replace(LocalFiles(here), {name: there.read(name) for name in names})
+    return {"tokenizer": str(here)}
