@@ -110,7 +110,8 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             f"{place}: its weights are quantised: packed integers and scales have no rows to shard; give "
             "the model in bf16 or fp32"
         )
-    if dropped := sorted(_layerdrop(config.to_dict())):
+    settings = list(_settings(config.to_dict()))
+    if dropped := sorted(name for name, value in settings if _drops_layers(name, value)):
         raise ValueError(
             f"{folder / 'config.json'}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
             "the others to gather them; set it to 0"
@@ -120,9 +121,9 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             f"{folder / 'config.json'}: transformers_weights names {_line(ValueError(own))}, and only "
             "model.safetensors, pytorch_model.bin or an index of either is read; name that file so, and drop the key"
         )
-    if (nan := _nan(config.to_dict())) is not None:
+    if (nan := next((name for name, value in settings if value != value), None)) is not None:
         raise ValueError(f"{folder / 'config.json'}: {nan} is NaN, and so would be all of the model; give a number")
-    if outside := next(_files_named(config.to_dict()), None):
+    if outside := next((value for _, value in settings if _is_file(value)), None):
         raise ValueError(
             f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"
         )
@@ -234,7 +235,7 @@ def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
     channels = images.shape[1] if first is None else first.in_channels
     size = getattr(getattr(config, "vision_config", config), "image_size", None)
     if size is None:
-        of_timm: Any = next((one.pretrained_cfg for one in model.modules() if hasattr(one, "pretrained_cfg")), None)
+        of_timm: Any = next((one.pretrained_cfg for one in model.modules() if "pretrained_cfg" in vars(one)), None)
         size = of_timm["input_size"][1:] if of_timm else None
     if images.shape[1] == 1 != channels:
         images = images.expand(-1, channels, -1, -1)
@@ -242,32 +243,25 @@ def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
     return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
 
 
-def _layerdrop(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The settings of a configuration, and of those within it, by which whole layers are skipped at random."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _layerdrop(value)
-        elif str(name).endswith("layerdrop") and isinstance(value, float | int) and value > 0:
-            yield str(name)
+def _settings(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The name and the value of each setting of a configuration, those within others and in lists too."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            yield from _settings(value, str(key))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _settings(value, name)
+    else:
+        yield name, settings
 
 
-def _nan(settings: Mapping[str, Any]) -> str | None:
-    """The first setting that is no number where it should be one; those within others, too."""
-    for name, value in settings.items():
-        found = _nan(value) if isinstance(value, Mapping) else str(name) if value != value else None
-        if found is not None:
-            return found
-    return None
+def _drops_layers(name: str, value: Any) -> bool:
+    return name.endswith("layerdrop") and isinstance(value, float | int) and value > 0
 
 
-def _files_named(settings: Any) -> Iterator[str]:
-    """The paths of files of this machine in a configuration: timm and others open such, whatever they hold."""
-    if isinstance(settings, str):
-        if "/" in settings and os.path.isfile(os.path.expanduser(settings)):
-            yield settings
-    elif isinstance(settings, Mapping | list | tuple):
-        for value in settings.values() if isinstance(settings, Mapping) else settings:
-            yield from _files_named(value)
+def _is_file(value: Any) -> bool:
+    """True for the path of a file of this machine: timm and others open such, whatever they hold."""
+    return isinstance(value, str) and "/" in value and os.path.isfile(os.path.expanduser(value))
 
 
 def _without_cache(config: Any) -> None:

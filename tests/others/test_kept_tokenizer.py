@@ -13,8 +13,8 @@ from fsdp2 import infer
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import HASH, read_marker, write_marker
 from fsdp2.config import parse
+from fsdp2.foreign import kept as foreign_kept
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory import rundir
 from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.train import main as train
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
@@ -196,8 +196,8 @@ def test_a_run_at_a_url_keeps_it_there(trained: Path, tmp_path: Path, monkeypatc
     shutil.rmtree(other)
     assert infer.main("memory://kept-tokenizer")["count"] > 0
     assert _prompt("memory://kept-tokenizer")["text"] == before
-    monkeypatch.setattr(rundir, "MOST_FETCHED", 10)
-    with pytest.raises(ConfigError, match=r"tokenizer: .* is no file of a tokenizer, by its name or size"):
+    monkeypatch.setattr(foreign_kept, "MOST_KEPT", 10)
+    with pytest.raises(ConfigError, match=r"tokenizer: .* has more than 0 MiB; remove it there"):
         read_config(RunDir("memory://kept-tokenizer"))
 
 

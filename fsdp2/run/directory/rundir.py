@@ -34,7 +34,6 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
-MOST_FETCHED = 256 << 20  # bytes of a file of a tokenizer
 
 
 class RunDir:
@@ -329,12 +328,18 @@ def read_config(
 
 def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
     """The flag for a copy of a remote run's tokenizer, made here; none if it keeps none. Raises ConfigError."""
+    from fsdp2.foreign.kept import MOST_KEPT
+
     there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
-    names = list(kept.names(there))
-    if wrong := [name for name in names if ".." in name or (there.size(name) or 0) > MOST_FETCHED]:
-        raise ConfigError(f"{there}: {shown(wrong[0])} is no file of a tokenizer, by its name or size; remove it there")
-    if not names:
+    try:
+        names = list(kept.names(there))
+        if large := [name for name in names if (there.size(name) or 0) > MOST_KEPT]:
+            raise ValueError(f"{shown(large[0])} has more than {MOST_KEPT >> 20} MiB; remove it there")
+        files = {name: there.read(name) for name in names}
+    except ValueError as error:  # a name that leads elsewhere, too
+        raise ConfigError(f"{there}: {error}") from None
+    if not files:
         return {}
     run.path.mkdir(parents=True, exist_ok=True)
-    kept.replace(LocalFiles(here), {name: there.read(name) for name in names})
+    kept.replace(LocalFiles(here), files)
     return {"tokenizer": str(here)}
