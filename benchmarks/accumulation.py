@@ -21,6 +21,7 @@ from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import parse
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import process_group
 
 ROUNDS, MICROBATCHES = 8, 4
 
@@ -57,7 +58,7 @@ def main() -> None:
     world = runtime.world()
     runtime.set_threads(1, world)
     device = torch.device("cpu")
-    with runtime.process_group(world, device):
+    with process_group(world, device):
         engines, size = {}, 0
         for mode, replicas in (("every", 1), ("last", 1), ("every", 2), ("last", 2), ("replica", 2)):
             own = [f"--grad-accumulation={MICROBATCHES}", f"--grad-accumulation-sync={mode}"]

@@ -31,6 +31,8 @@ from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
+from fsdp2.run.process.together import broadcast, gather
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "checkpoint-benchmark.md"
 WIDTH = 2048  # of a block: a Linear of WIDTH x WIDTH
@@ -68,7 +70,7 @@ def plain_step_seconds(job: Job) -> float:
     for _ in range(PLAIN_STEPS):
         job.step()
     job.synchronize()
-    return max(runtime.gather(time.perf_counter() - began)) / PLAIN_STEPS
+    return max(gather(time.perf_counter() - began)) / PLAIN_STEPS
 
 
 def measure(job: Job, side: Side, folder: Path, expected: int) -> Figures:
@@ -97,7 +99,7 @@ def _save_once(job: Job, save: Save, folder: Path) -> Figures:
     returned = time.perf_counter()
     durable = returned
     if under_way is not None:
-        while steps == 0 or any(runtime.gather(under_way.busy())):
+        while steps == 0 or any(gather(under_way.busy())):
             job.step()
             steps += 1
         job.synchronize()
@@ -113,7 +115,7 @@ def _save_once(job: Job, save: Save, folder: Path) -> Figures:
         "trained": trained,
         "steps": float(steps),
     }
-    ranks = runtime.gather(mine)
+    ranks = gather(mine)
     return {key: max(figures[key] for figures in ranks) for key in mine}
 
 
@@ -174,9 +176,9 @@ def main() -> None:
     runtime.set_threads(None, world)
     # So that rank 0 removes what it has written when torchrun ends it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with runtime.process_group(world, device):
+    with process_group(world, device):
         mine = tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=given.dir) if world.rank == 0 else None
-        folder = Path(runtime.broadcast(str(mine)))
+        folder = Path(broadcast(str(mine)))
         try:
             job = make_job(parameters, device)
             for number, found in enumerate(run(job, given.rounds, folder, size), 1):
@@ -184,7 +186,7 @@ def main() -> None:
                     facts = facts_of(device, parameters, number, given.dir, load)
                     write_page(given.page, page(found, facts, gpu=device.type == "cuda"))
                 late = given.seconds is not None and time.perf_counter() - began > given.seconds
-                if any(runtime.gather(late)):
+                if any(gather(late)):
                     break
         finally:
             if world.rank == 0:

@@ -26,7 +26,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
+from fsdp2.run.process.together import gather
 from fsdp2.train import make_engine, train_step
 from fsdp2_tools.compare.report import markdown_table
 
@@ -74,9 +76,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     runtime.set_threads(None, world)
     rows: list[tuple[str, ...]] = []
-    with runtime.process_group(world, device):
+    with process_group(world, device):
         for flags in ROWS:
-            if any(runtime.gather(given.seconds is not None and time.perf_counter() - began > given.seconds)):
+            if any(gather(given.seconds is not None and time.perf_counter() - began > given.seconds)):
                 break
             cells = row([*given.flags.split(), *flags.split(), f"--device={device.type}"], world, device)
             rows.append((f"`{flags}`" if flags else "none", *cells))

@@ -21,8 +21,10 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import process_settings
+from fsdp2.run.process.together import gather
 from fsdp2.train import make_engine, train_step
 
 WARM_UP = 3  # steps: cuBLAS's workspaces, compiling, the optimizer's state
@@ -46,7 +48,7 @@ def main(out: Path, seconds: float, flags: list[str]) -> None:
     settings = to_flags(config)
     draw_all(config)
     device = runtime.pick_device(config.device, world)
-    with runtime.process_group(world, device, config), process_settings(config):
+    with process_group(world, device, config), process_settings(config):
         runtime.set_threads(config.threads, world)
         try:
             measure(config, world, device, out, began, seconds, settings)
@@ -99,7 +101,7 @@ def measure(
         step()
         wait()
         times.append(1000 * (time.perf_counter() - start))
-    worst = runtime.gather(times)
+    worst = gather(times)
     steps = [max(ranks) for ranks in zip(*worst, strict=False)]
     middle = statistics.median(steps)
     speed = Throughput(config, config.spec, (batch.inputs[0], batch.targets[0]), device, world.world_size)

@@ -31,6 +31,8 @@ from fsdp2.data.loader import Batch, Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
+from fsdp2.run.process.together import gather
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3
@@ -74,7 +76,7 @@ def main() -> None:
     # Autocast, hooks and deprecations of eleven libraries warn; what matters is measured.
     warnings.simplefilter("ignore")
     runtime.set_threads(None, world)
-    with runtime.process_group(world, device), tempfile.TemporaryDirectory() as folder:
+    with process_group(world, device), tempfile.TemporaryDirectory() as folder:
         flags = [*arguments.flags.split(), f"--device={device.type}"]
         job = Job(flags, world, device, Path(folder))
         batches = batches_of(job)
@@ -89,7 +91,7 @@ def main() -> None:
                 print(f"round {number + 1} of {rounds}", flush=True)
                 if not arguments.quick:
                     write_page(arguments.page, text)
-            if any(runtime.gather(arguments.seconds is not None and time.perf_counter() - began > arguments.seconds)):
+            if any(gather(arguments.seconds is not None and time.perf_counter() - began > arguments.seconds)):
                 break
         if world.rank == 0:
             print(text)
@@ -175,7 +177,7 @@ def turn(
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
         # The first finds the caches full of another side's tensors.
-        found[name].step_ms.append(1000 * max(runtime.gather(statistics.median(times[1:]))))
+        found[name].step_ms.append(1000 * max(gather(statistics.median(times[1:]))))
     gc.enable()
 
 
@@ -191,11 +193,11 @@ def peak(side: Side, batches: Sequence[Batch], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         side.step(batches[0])
         side.step(batches[1])
-        return int(max(runtime.gather(torch.cuda.max_memory_allocated(device) - others)))
+        return int(max(gather(torch.cuda.max_memory_allocated(device) - others)))
     with ledger:
         side.step(batches[0])
         side.step(batches[1])
-    return int(max(runtime.gather(ledger.peak_bytes)))
+    return int(max(gather(ledger.peak_bytes)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp2.config import Config, parse
 from fsdp2.run.process import early
+from fsdp2.run.process.group import process_group
 
 if __name__ == "__main__":
     early.answer(parse)
@@ -42,7 +43,7 @@ from fsdp2.run.directory.rundir import RunDir, too_large_unasked
 from fsdp2.run.parts import add_parts
 from fsdp2.run.preflight import examine_first, preflight
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.runtime import World, process_group
+from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
 from fsdp2.run.resuming import agree, resume

@@ -13,6 +13,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process import runtime
+from fsdp2.run.process.together import RunStopped, broadcast
 from fsdp2.train import main
 from fsdp2_tools.doctor import examine
 from fsdp2_tools.doctor.judging import BAD, VERDICTS
@@ -39,7 +40,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
         reporter.always["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
     try:
         return main(config, reporter)
-    except runtime.RunStopped as error:
+    except RunStopped as error:
         return {"stopped": str(error)}
 
 
@@ -121,7 +122,7 @@ class Reporter:
 
     def _end(self, data: dict[str, Any]) -> None:
         full = self.run.files.at(self.run.full_model.parent.name)
-        if runtime.broadcast(self.run.has_full_model(data["step"])):
+        if broadcast(self.run.has_full_model(data["step"])):
             here = self._at(str(full)) if runtime.world().rank == 0 else None
             self._hand_over({"step": data["step"]}, here, full_model=True)
         # Last, so that this and not the full model is what Ray calls the newest.
@@ -130,7 +131,7 @@ class Reporter:
     def _report(self) -> None:
         self._evaluated = False
         loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
-        newest = runtime.broadcast(self._newest)
+        newest = broadcast(self._newest)
         self._hand_over({**self._facts, **loss, **self.always}, self._at(newest) if newest else None)
 
     def _at(self, place: str) -> Checkpoint:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run.process import agreement, ending, runtime
+from fsdp2.run.process import agreement, ending, group
 from fsdp2.run.process.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.process.variables import check_variables, require_address, speaks
 from fsdp2.train import main
@@ -158,7 +158,7 @@ def _come(rank: int, port: int, output: Path, line: list[str], ranks: int = 4) -
     names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
     with pytest.MonkeyPatch.context() as patch, ending.exit_status():
-        patch.setattr(runtime, "LONG", timedelta(seconds=3))
+        patch.setattr(group, "LONG", timedelta(seconds=3))
         patch.setattr(ending, "_ended_by_launcher", lambda: False)  # nobody ends the others
         patch.setattr(agreement, "SECONDS_IN_SILENCE", 1.0)
         patch.setattr(agreement, "SECONDS_TO_READ", 3.0)

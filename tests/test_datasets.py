@@ -109,6 +109,7 @@ def _download_counts(cache: str) -> int:
     from types import SimpleNamespace
 
     from fsdp2.run.process import runtime
+    from fsdp2.run.process.together import first_on_node
 
     done: list[str] = []
 
@@ -127,7 +128,7 @@ def _download_counts(cache: str) -> int:
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = cache
     try:
-        with runtime.first_on_node(runtime.world()):
+        with first_on_node(runtime.world()):
             data.load("mnist", root=None, seq_len=1, vocab_size=None)
     finally:
         mnist._class_of = real

@@ -17,7 +17,8 @@ from fsdp2.config import parse
 from fsdp2.data import mnist
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import runtime
-from fsdp2.run.process.runtime import RunStopped, World
+from fsdp2.run.process.runtime import World
+from fsdp2.run.process.together import RunStopped, first_on_node
 from fsdp2.train import main
 from tests.harness import Ranks, small
 
@@ -118,7 +119,7 @@ def _fails(where: int, error: Exception) -> tuple[str, str]:
     rank = dist.get_rank()
     world = SimpleNamespace(rank=rank, local_rank=rank)
     try:
-        with runtime.first_on_node(world):  # type: ignore[arg-type]
+        with first_on_node(world):  # type: ignore[arg-type]
             torch.zeros(1)
             if rank == where:
                 raise error

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import process_group
 from tests.harness import Ranks, main_in_ranks, of_kind, python_environment
 from tests.programs import in_a_process
 
@@ -260,6 +261,6 @@ def test_make_without_a_run_says_so(tmp_path: Path) -> None:
 def test_a_process_alone_may_begin_again_after_an_error() -> None:
     world = runtime.World(rank=0, world_size=1, local_rank=0, local_world_size=1)
     for _ in range(2):
-        with pytest.raises(ValueError, match="in the run"), runtime.process_group(world, torch.device("cpu")):
+        with pytest.raises(ValueError, match="in the run"), process_group(world, torch.device("cpu")):
             raise ValueError("in the run")
     assert not dist.is_initialized()

@@ -7,9 +7,9 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.parallel.compiling import Compiled, compiled
 from fsdp2.run.checkpoints import Checkpoints, Reports
-from fsdp2.run.process import runtime
 from fsdp2.run.process.settings import GarbageCollection
 from fsdp2.run.process.signals import StopSignals
+from fsdp2.run.process.together import broadcast
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.run.watch.jumps import REMEMBERED, Jumps
 
@@ -33,7 +33,7 @@ class Between:
         self._watch, self._stop, self._garbage = watch, stop, garbage
         self._compiled: Compiled | None = None
         self._jumps = Jumps()
-        for record in runtime.broadcast(reports.last_steps(REMEMBERED)):  # they say what is usual
+        for record in broadcast(reports.last_steps(REMEMBERED)):  # they say what is usual
             self._jumps.look(record)
 
     def before_step(self, step: int) -> list[bool]:

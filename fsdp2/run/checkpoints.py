@@ -21,7 +21,7 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import RunDir, checkpoint_info, large
 from fsdp2.run.process import runtime
-from fsdp2.run.process.runtime import RunStopped
+from fsdp2.run.process.together import RunStopped, broadcast, gather
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.units import printable
 
@@ -110,12 +110,12 @@ class Checkpoints:
         step = self.progress.step
         if step == self._saved_step or not (self.config.saves or last):
             return
-        if self.config.async_checkpoint == "skip" and not last and any(runtime.gather(self._saver.busy)):
+        if self.config.async_checkpoint == "skip" and not last and any(gather(self._saver.busy)):
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
         self._end(self._failed or self._saver.wait())
         self.compare_replicas()
-        known = runtime.gather((self._reports.position(), is_finite(self._weights())))
+        known = gather((self._reports.position(), is_finite(self._weights())))
         finite = all(finite for _, finite in known)
         if not finite:
             self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
@@ -152,7 +152,7 @@ class Checkpoints:
             self.compare_replicas()
             rng, position = self._app.parts["rng"].state_dict(), self._reports.position(durable=False)
             mine = (position, is_finite(self._weights()), memory.failure, memory.busy, rng)
-            positions, finite, failures, busy, generators = zip(*runtime.gather(mine), strict=True)
+            positions, finite, failures, busy, generators = zip(*gather(mine), strict=True)
             step = self.progress.step
             if not all(finite):
                 self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
@@ -261,7 +261,7 @@ class Checkpoints:
                 text += f"; {error}"
             self._saver.close()
             self._warn()
-            last = runtime.broadcast(self._newest(wanted, until) if runtime.world().rank == 0 else "")
+            last = broadcast(self._newest(wanted, until) if runtime.world().rank == 0 else "")
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
 
     def _newest(self, wanted: str, until: int) -> str:

@@ -30,7 +30,8 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import LINEAGE, RunDir, kept_files, write_config
 from fsdp2.run.parts import elsewhere
-from fsdp2.run.process.runtime import World, first_on_node, gather
+from fsdp2.run.process.runtime import World
+from fsdp2.run.process.together import first_on_node, gather
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:

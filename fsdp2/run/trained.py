@@ -34,6 +34,7 @@ from fsdp2.run.init_from import require_finite
 from fsdp2.run.parts import elsewhere
 from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.start import InitialValues, StartWeights, blocks_of
 from fsdp2.units import short
@@ -243,7 +244,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         weights = f"{short(run.full_weights)}, {vouched(config, run)}"
         require_same_files(config, LocalFiles(run.full_model.parent))
     device = runtime.pick_device(config.device, world)
-    with runtime.process_group(world, device):
+    with process_group(world, device):
         runtime.set_threads(config.threads, world)
         if checkpoint is not None:
             forward = load_sharded(config, from_checkpoint(config, checkpoint), world, device)

@@ -18,6 +18,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import default_path
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import meeting_point
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import clock, collectives, compute, dataset, machine, network, step, storage
 from fsdp2_tools.doctor.asking import STARTING, Asker, Here, Question
@@ -114,7 +115,7 @@ def run(
     Raises RunStopped on a rank to which rank 0 is silent.
     """
     runtime.set_threads(options.config.threads, world)
-    store = runtime.meeting_point(world, STARTING + options.seconds, "doctor")
+    store = meeting_point(world, STARTING + options.seconds, "doctor")
     asker = Asker(Here(world, device, store, options.seconds, config=options.config), QUESTIONS)
     atexit.register(_leave_what_hangs, asker.here.left)  # a training that is refused ends by sys.exit
     if world.rank != 0:

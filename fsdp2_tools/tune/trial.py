@@ -30,8 +30,10 @@ from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
+from fsdp2.run.process.together import gather
 from fsdp2.run.start import load_data, training_batches
 from fsdp2.train import make_engine, train_step
 
@@ -96,9 +98,9 @@ class Trial:
         """Of the slowest rank at each step, and of the fullest."""
         return {
             "losses": self.losses,
-            "step_ms": [max(ranks) for ranks in zip(*runtime.gather(self.step_ms), strict=True)],
+            "step_ms": [max(ranks) for ranks in zip(*gather(self.step_ms), strict=True)],
             "samples": self._batches[0][0].samples,
-            "peak_bytes": max(runtime.gather(self.peak_bytes)),
+            "peak_bytes": max(gather(self.peak_bytes)),
         }
 
 
@@ -110,7 +112,7 @@ def main(job: dict[str, Any]) -> None:
     world = runtime.world()
     device = runtime.pick_device(configs[0].device, world)
     runtime.set_threads(configs[0].threads, world)
-    with runtime.process_group(world, device), process_settings(configs[0]):
+    with process_group(world, device), process_settings(configs[0]):
         # The settings differ in how they compute alone, so the samples and their order are the same.
         dataset = load_data(configs[0], configs[0].spec, world)
         trials: dict[int, Trial] = {}

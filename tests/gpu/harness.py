@@ -28,6 +28,7 @@ import torch
 from fsdp2.config import Config, parse
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.train import main, make_engine
 from tests.gpu.deadline import print_stacks
 
@@ -128,7 +129,7 @@ def rank() -> Iterator[tuple[runtime.World, torch.device]]:
     """The process group of a test that needs no run: this rank and its device."""
     world = runtime.world()
     device = runtime.pick_device(DEVICE, world)
-    with runtime.process_group(world, device):
+    with process_group(world, device):
         yield world, device
 
 

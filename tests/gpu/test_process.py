@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp2.data.loader import Batches
 from fsdp2.data.random_tokens import load
-from fsdp2.run.process import runtime
+from fsdp2.run.process.together import broadcast, gather
 from fsdp2.run.watch.waiting import last_collective
 from tests.gpu.harness import DEVICE, ON_GPU, ROOT, Ranks, launched, needs, rank, small
 
@@ -25,8 +25,8 @@ def _collectives() -> tuple[list[float], list[str]]:
             dist.all_reduce(tensor)
             assert "all_reduce" in last_collective([dist.group.WORLD])
         placed = [str(tensor.device.type) for tensor in tensors]
-        assert runtime.gather({"rank": world.rank}) == [{"rank": i} for i in range(world.world_size)]
-        assert runtime.broadcast(device.type) == DEVICE
+        assert gather({"rank": world.rank}) == [{"rank": i} for i in range(world.world_size)]
+        assert broadcast(device.type) == DEVICE
         if ON_GPU:
             assert torch.cuda.current_device() == world.local_rank
         return [float(tensor.sum()) for tensor in tensors], placed

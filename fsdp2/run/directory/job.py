@@ -15,7 +15,8 @@ from fsdp2.checkpoint.store import Store
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import Held, LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.process.runtime import RunStopped, broadcast, end_together, gather, world
+from fsdp2.run.process.runtime import world
+from fsdp2.run.process.together import RunStopped, broadcast, end_together, gather
 from fsdp2.schedule import Length
 
 if TYPE_CHECKING:

@@ -40,7 +40,8 @@ from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.elastic.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
 from fsdp2.run.process.limits import free_memory
-from fsdp2.run.process.runtime import World, broadcast, end_together, gather
+from fsdp2.run.process.runtime import World
+from fsdp2.run.process.together import broadcast, end_together, gather
 from fsdp2.schedule import before
 from fsdp2.units import size
 

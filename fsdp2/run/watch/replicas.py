@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.options.errors import some
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
-from fsdp2.run.process import runtime
+from fsdp2.run.process.together import gather
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -97,7 +97,7 @@ def compare(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[int],
     wrong, majority = different(sums.tolist(), copies(tensors, len(sums)))
     if not wrong:
         return [], ""
-    hosts = runtime.gather(socket.gethostname())
+    hosts = gather(socket.gethostname())
     names = some([f"rank {rank} ({hosts[rank]})" for rank in wrong])
     hold = "hold other bits than most of their replicas" if majority else "differ, and which is right isn't known"
     return wrong, f"replicas differ: parameters or optimizer state of {names} {hold}"
