@@ -31,8 +31,7 @@ from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.group import process_group
-from fsdp2.run.process.together import broadcast, gather
+from fsdp2.run.process.group import broadcast, gather, process_group
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "checkpoint-benchmark.md"
 WIDTH = 2048  # of a block: a Linear of WIDTH x WIDTH

@@ -26,9 +26,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.group import process_group
+from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import gather
 from fsdp2.train import make_engine, train_step
 from fsdp2_tools.compare.report import markdown_table
 

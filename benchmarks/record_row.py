@@ -21,10 +21,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.group import process_group
+from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import process_settings
-from fsdp2.run.process.together import gather
 from fsdp2.train import make_engine, train_step
 
 WARM_UP = 3  # steps: cuBLAS's workspaces, compiling, the optimizer's state

@@ -31,8 +31,7 @@ from fsdp2.data.loader import Batch, Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.group import process_group
-from fsdp2.run.process.together import gather
+from fsdp2.run.process.group import gather, process_group
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3

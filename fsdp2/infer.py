@@ -29,10 +29,10 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import checked, dataset_name, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
+from fsdp2.run.dataset import load_data, tokenizer_of
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.start import load_data, tokenizer_of
 from fsdp2.run.trained import opened
 from fsdp2.units import short
 

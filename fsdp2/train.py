@@ -13,7 +13,6 @@ from typing import Any
 
 from fsdp2.config import Config, parse
 from fsdp2.run.process import early
-from fsdp2.run.process.group import process_group
 
 if __name__ == "__main__":
     early.answer(parse)
@@ -28,6 +27,7 @@ from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.models.spec import ModelSpec
+from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import baseline
 from fsdp2.parallel.baselines.rules import Start
@@ -39,24 +39,16 @@ from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.between import Between
 from fsdp2.run.checkpoints import Checkpoints
-from fsdp2.run.directory.rundir import RunDir, too_large_unasked
-from fsdp2.run.parts import add_parts
+from fsdp2.run.dataset import load_data, training_batches
+from fsdp2.run.directory.rundir import too_large_unasked
+from fsdp2.run.initial_weights import InitialValues, StartWeights
 from fsdp2.run.preflight import examine_first, preflight
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
-from fsdp2.run.resuming import agree, resume
-from fsdp2.run.start import (
-    InitialValues,
-    StartWeights,
-    blocks_of,
-    load_data,
-    state_of_run,
-    training_batches,
-    try_out,
-    write_start,
-)
+from fsdp2.run.start import agree, resume, state_of_run, try_out, write_start
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.schedule import Schedule
 
@@ -82,7 +74,7 @@ def main(
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
         node_memory = agree(config, job, world, device)  # rank 0 has chosen the run directory, all ranks what to resume
-        run = RunDir(job.place)
+        run = job.run
         runtime.set_threads(config.threads, world)
 
         # Data: the same order of samples on all ranks, and this rank's part of it.
@@ -114,15 +106,15 @@ def main(
             with watch.phase("evaluation"), engine.evaluating():
                 return evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device)
 
-        with job.starting(run):
-            write_start(config, job, run, world, app, node_memory, engine.files, finished=finished())
+        with job.starting():
+            write_start(config, job, world, app, node_memory, engine.files, finished=finished())
             reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
-            job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own(run) else 0, progress.step))
+            job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
 
         watch = Watch(config, engine.model, run, reports.last_words)
-        checkpoints = Checkpoints(config, job, run, app, engine, progress, device, node_memory, reports, watch)
-        observation = observed(config, engine, checkpoints, run, world, device, progress)
+        checkpoints = Checkpoints(config, job, app, engine, progress, device, node_memory, reports, watch)
+        observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path) + speed.lines
@@ -232,7 +224,10 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     else:
         engine = baseline(config.strategy).build(config, Start(**arguments))
     engine.call, engine.started = spec.call, weights.facts
-    add_parts(config, engine)
+    if config.ema is not None or config.lora is not None:
+        from fsdp2.run.parts import add_parts
+
+        add_parts(config, engine)
     return engine
 
 

@@ -24,8 +24,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process import ending
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import RunStopped
 from fsdp2.units import install
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet

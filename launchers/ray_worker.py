@@ -13,7 +13,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process import runtime
-from fsdp2.run.process.together import RunStopped, broadcast
+from fsdp2.run.process.group import RunStopped, broadcast
 from fsdp2.train import main
 from fsdp2_tools.doctor import examine
 from fsdp2_tools.doctor.judging import BAD, VERDICTS

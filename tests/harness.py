@@ -223,7 +223,7 @@ def peak_at_start(flags: str) -> tuple[int, int]:
         seen.append(held() - before)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp2.run.start.reset_parameters", counting)
+        patch.setattr("fsdp2.run.initial_weights.reset_parameters", counting)
         make_engine(flags)
     return whole, max(seen)
 

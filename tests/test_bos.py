@@ -22,10 +22,10 @@ from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import preflight
+from fsdp2.run.dataset import open_data
 from fsdp2.run.directory.rundir import shapes_of
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import runtime
-from fsdp2.run.start import open_data
 from fsdp2_tools.data import __main__ as command
 
 

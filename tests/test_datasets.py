@@ -109,7 +109,7 @@ def _download_counts(cache: str) -> int:
     from types import SimpleNamespace
 
     from fsdp2.run.process import runtime
-    from fsdp2.run.process.together import first_on_node
+    from fsdp2.run.process.group import first_on_node
 
     done: list[str] = []
 

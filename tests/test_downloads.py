@@ -17,8 +17,8 @@ from fsdp2.config import parse
 from fsdp2.data import mnist
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import RunStopped, first_on_node
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import RunStopped, first_on_node
 from fsdp2.train import main
 from tests.harness import Ranks, small
 

@@ -21,8 +21,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import LostRunDir, SwapFiles, WriterLock
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process import ending
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import RunStopped
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 

@@ -21,7 +21,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
 from fsdp2.run.process import runtime
-from fsdp2.run.process.together import RunStopped
+from fsdp2.run.process.group import RunStopped
 from fsdp2.train import main, train_step
 from tests.harness import Ranks, losses, make_engine, of_kind, same, small
 from tests.test_resume import metrics_of

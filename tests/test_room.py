@@ -17,9 +17,8 @@ from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory import host_memory, room
-from fsdp2.run.directory.host_memory import memory_needs, on_node, pinned
+from fsdp2.run.directory.host_memory import Sizes, memory_needs, on_node, pinned
 from fsdp2.run.directory.room import checkpoints_at_once
-from fsdp2.run.directory.sizes import Sizes
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from tests.harness import small

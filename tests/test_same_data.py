@@ -16,8 +16,8 @@ from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Images, Split, Windows
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.dataset import load_data, open_data
 from fsdp2.run.process import runtime
-from fsdp2.run.start import load_data, open_data
 from fsdp2.train import main
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small, small_mnist
 

@@ -72,7 +72,7 @@ def test_epochs_say_how_long_the_run_is_where_no_steps_do() -> None:
 def _whole(flags: list[str], steps: int, decays: Callable[[nn.Parameter], bool]) -> dict[str, torch.Tensor]:
     """The same training by torch's own AdamW on the whole model, in this process."""
     from fsdp2.models.initial import reset_parameters
-    from fsdp2.run import start
+    from fsdp2.run.dataset import load_data, training_batches
     from fsdp2.run.process.runtime import World
 
     config = parse(flags)
@@ -86,7 +86,7 @@ def _whole(flags: list[str], steps: int, decays: Callable[[nn.Parameter], bool])
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.8, 0.95), foreach=True)
     warm = LinearLR(optimizer, 1 / 3, 1.0, 2)
     world = World(0, 1, 0, 1)
-    batches = start.training_batches(config, start.load_data(config, config.spec, world), world, torch.device("cpu"))
+    batches = training_batches(config, load_data(config, config.spec, world), world, torch.device("cpu"))
     for _, (batch,) in zip(range(steps), batches, strict=False):
         (config.spec.loss(model(batch.inputs), batch.targets) / batch.target_count).backward()
         optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp2.checkpoint.state import Progress
 from fsdp2.config import Config
+from fsdp2.options.own_model import blocks_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.report import planned
 from fsdp2.run.checkpoints import Checkpoints
-from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.runtime import World
-from fsdp2.run.start import blocks_of
 
 if TYPE_CHECKING:
     from fsdp2.allocations.recorder import Recorder
@@ -28,10 +25,8 @@ def observed(
     config: Config,
     engine: Engine,
     checkpoints: Checkpoints,
-    run: RunDir,
     world: World,
     device: torch.device,
-    progress: Progress,
 ) -> Iterator[Callable[[], int | None]]:
     """Record the training as `--memory-snapshot`, `--memory-limit` and `--profile` ask.
 
@@ -49,12 +44,12 @@ def observed(
         "blocks": blocks,
     }
     recorder: Recorder | None = None
-    record = functools.partial(checkpoints.job.write, run)
+    run, record = checkpoints.run, checkpoints.job.write
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
             from fsdp2.allocations.phases import Phases
 
-            phases = observers.enter_context(Phases(engine, checkpoints, lambda: progress.step))
+            phases = observers.enter_context(Phases(engine, checkpoints, lambda: checkpoints.progress.step))
         if config.memory_snapshot or config.memory_limit:
             from fsdp2.allocations.recorder import Recorder
 

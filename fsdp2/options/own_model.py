@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
@@ -12,6 +13,7 @@ from fsdp2.options.values import LONGEST_PATH
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fsdp2.models.spec import ModelSpec
 
@@ -113,3 +115,12 @@ def complete(config: Config) -> None:
     if config.test_batch_size is None:
         # A forward of language gives a number for each token and each word of the vocabulary.
         object.__setattr__(config, "test_batch_size", 1000 if found.kind == "image" else config.batch_size)
+
+
+def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
+    """The function that finds the blocks of the model: the flag's, or the model's specification."""
+    if config.shard_modules:
+        from fsdp2.models.blocks import named_blocks
+
+        return partial(named_blocks, patterns=config.shard_modules)
+    return config.spec.blocks

@@ -7,9 +7,9 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.parallel.compiling import Compiled, compiled
 from fsdp2.run.checkpoints import Checkpoints, Reports
+from fsdp2.run.process.group import broadcast
 from fsdp2.run.process.settings import GarbageCollection
 from fsdp2.run.process.signals import StopSignals
-from fsdp2.run.process.together import broadcast
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.run.watch.jumps import REMEMBERED, Jumps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -19,9 +19,9 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import is_finite
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import RunDir, checkpoint_info, large
+from fsdp2.run.directory.rundir import checkpoint_info, large
 from fsdp2.run.process import runtime
-from fsdp2.run.process.together import RunStopped, broadcast, gather
+from fsdp2.run.process.group import RunStopped, broadcast, gather
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.units import printable
 
@@ -55,7 +55,6 @@ class Checkpoints:
         self,
         config: Config,
         job: Job,
-        run: RunDir,
         app: AppState,
         engine: Engine,
         progress: Progress,
@@ -65,7 +64,7 @@ class Checkpoints:
         watch: Watch,
     ) -> None:
         """`reports`: where to report to. `watch`: must know that a save may take long."""
-        self.config, self.job, self.run, self.progress = config, job, run, progress
+        self.config, self.job, self.run, self.progress = config, job, job.run, progress
         self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
         self._info = checkpoint_info(config, runtime.world().world_size, config.spec)
         self._replicas: Replicas | None = None
@@ -74,7 +73,7 @@ class Checkpoints:
 
             self._replicas = Replicas(engine, device, progress.step)
         self._saver = Saver(
-            run.store,
+            self.run.store,
             app,
             device,
             keep=config.keep,
@@ -125,7 +124,8 @@ class Checkpoints:
         # The same on all ranks: DCP writes a plain value from whichever rank it likes.
         self.progress.metrics_position = known[0][0]
         info = {**self._info, "finite": finite}
-        self._end(self._saver.save(step, info, self.job.has_folder, self._before_commit()))
+        before_commit = partial(self._before_commit, self.progress.metrics_position)
+        self._end(self._saver.save(step, info, self.job.has_folder, before_commit))
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
@@ -166,14 +166,10 @@ class Checkpoints:
             self.progress.metrics_position = positions[0]
             memory.save(step, {**self._info, "finite": all(finite)}, list(generators))
 
-    def _before_commit(self) -> Callable[[], None]:
-        position = self.progress.metrics_position
-
-        def on_rank_0() -> None:
-            self.run.upload_metrics(position)
-            self.job.still_ours()
-
-        return on_rank_0
+    def _before_commit(self, position: int) -> None:
+        """On rank 0, perhaps in the background, when the metrics file already has later steps than `position`."""
+        self.run.upload_metrics(position)
+        self.job.still_ours()
 
     def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
@@ -183,7 +179,7 @@ class Checkpoints:
         config, run = self.config, self.run
         if config.writes_full_model is False:
             return False
-        if not self.job.wants_full_model(run, self.progress.step, changed=changed):
+        if not self.job.wants_full_model(self.progress.step, changed=changed):
             return True
         said = {part: self._info[part] for part in (kept.PART, kept.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):

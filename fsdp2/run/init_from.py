@@ -16,7 +16,7 @@ from fsdp2.models import lora
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
-from fsdp2.run.process.together import gather
+from fsdp2.run.process.group import gather
 
 SCRATCH = "--init-from scratch for none"
 SHOWN = 5

@@ -8,7 +8,7 @@ from fsdp2.data.prepared import Encoder
 from fsdp2.data.text import check, encoder_of
 from fsdp2.data.tokenizer_file import tokenizer_files
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.start import tokenizer_of
+from fsdp2.run.dataset import tokenizer_of
 
 # Forms of a tokenizer beside tokenizer.json.
 OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")

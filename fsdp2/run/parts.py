@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
-
-
-def elsewhere(config: Config) -> Callable[[str], bool]:
-    """Which weights are in no checkpoint of a run: those that its adapters go beside."""
-    if config.lora is None:
-        return lambda name: False
-    from fsdp2.models.lora import is_adapter
-
-    return lambda name: not is_adapter(name)
+from fsdp2.run.initial_weights import elsewhere
 
 
 def add_parts(config: Config, engine: Engine) -> None:
@@ -77,8 +68,8 @@ def checksum(tensors: list[Tensor]) -> int:
             mine = tensor.to_local()
         bits = mine.to(torch.bfloat16).view(torch.int16) if mine.is_floating_point() else mine
         total += bits.sum(dtype=torch.int64).cpu()
+    of_ranks = [int(total)]
     if sharded:
-        everywhere = [0] * dist.get_world_size()
-        dist.all_gather_object(everywhere, int(total))
-        return sum(everywhere) % (1 << 63)
-    return int(total) % (1 << 63)
+        of_ranks = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, int(total))
+    return sum(of_ranks) % (1 << 63)

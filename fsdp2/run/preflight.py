@@ -20,6 +20,7 @@ from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker
 from fsdp2.config import Config
 from fsdp2.options import strategies
 from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.parallel.freeze import freeze
@@ -29,7 +30,6 @@ from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
 from fsdp2.run.process.runtime import World
-from fsdp2.run.start import blocks_of
 from fsdp2.schedule import Length, before
 
 OLDEST_TORCH = (2, 11)
@@ -85,13 +85,12 @@ def preflight(config: Config, world: World) -> Job:
                 check_room(config, model, world)
             on_error.pop_all()
             return job
-        run = RunDir(place)
-        with _explained(config, place, run):
-            job.take(run)
-            origin, notes = find_checkpoint(config, run.store)
+        with _explained(config, place, job.run):
+            job.take()
+            origin, notes = find_checkpoint(config, job.run.store)
             done, origin, changes = _going_on(config, world, model, origin)
             job.go_on_from(origin, *notes, *changes)
-            stays = job.staying(run.store)
+            stays = job.staying()
         starts = origin.checkpoint is None
         loads_whole = (starts or origin.partial) and not config.spec.initial_values
         if starts and config.weights is not None:
@@ -100,7 +99,7 @@ def preflight(config: Config, world: World) -> Job:
             note, by_library = check_init_from(config, model)
             job.add_note(note)
             loads_whole = by_library or (loads_whole and config.init_partial)
-        job.add_note(check_room(config, model, world, run, stays, done, loads_whole=loads_whole))
+        job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
 

@@ -24,6 +24,7 @@ from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import slices_of
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.baselines.autocast import autocast
@@ -31,12 +32,11 @@ from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.rundir import RunDir, kept_files, read_config
 from fsdp2.run.init_from import require_finite
-from fsdp2.run.parts import elsewhere
+from fsdp2.run.initial_weights import InitialValues, StartWeights, elsewhere
 from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
-from fsdp2.run.start import InitialValues, StartWeights, blocks_of
 from fsdp2.units import short
 
 # What says which model it is, and how it computes.

@@ -18,7 +18,7 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.compiling import uncompiled
 from fsdp2.parallel.engine import Engine
-from fsdp2.run.process.together import gather
+from fsdp2.run.process.group import gather
 
 # As many as are looked at, so that their whole logits take less than a step does: 33 MB of fp32 for 128,000 classes.
 TOKENS = 64

@@ -29,8 +29,8 @@ from fsdp2.data.preparing import SAY_SECONDS, prepare
 from fsdp2.data.text import encoder_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
+from fsdp2.run.dataset import open_data, tokenizer_of
 from fsdp2.run.preflight import check_data
-from fsdp2.run.start import open_data, tokenizer_of
 from fsdp2_tools.data.shown import samples
 
 BAR_SECONDS = 0.5

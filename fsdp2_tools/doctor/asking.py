@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.config import Config
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import RunStopped
 from fsdp2_tools.doctor.judging import BAD, WORSE, Hosts, Row
 
 END = "end"

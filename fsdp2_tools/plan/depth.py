@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.config import Config
-from fsdp2.run.start import blocks_of
+from fsdp2.options.own_model import blocks_of
 
 PLAIN = (int, float, str, bool, type(None))
 

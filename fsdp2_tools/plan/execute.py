@@ -22,6 +22,7 @@ from fsdp2.models.attention import kernels
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import refuse
 from fsdp2.parallel.baselines import baseline
 from fsdp2.parallel.baselines.rules import Start
@@ -30,7 +31,6 @@ from fsdp2.parallel.inspect import local
 from fsdp2.parallelize import parallelize
 from fsdp2.run.parts import add_parts
 from fsdp2.run.process.runtime import World
-from fsdp2.run.start import blocks_of
 from fsdp2.train import train_step
 from fsdp2_tools.plan import batches, fake
 from fsdp2_tools.plan.depth import shorten

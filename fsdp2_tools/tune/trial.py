@@ -29,12 +29,11 @@ from fsdp2.config import Config, parse
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.dataset import load_data, training_batches
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.process.group import process_group
+from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
-from fsdp2.run.process.together import gather
-from fsdp2.run.start import load_data, training_batches
 from fsdp2.train import make_engine, train_step
 
 # The first step makes what later ones find: gradients' memory, DTensor's rules, the allocator's blocks.

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2.run.process.group import gather
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import gather
 from fsdp2_tools.doctor import compute
 from fsdp2_tools.doctor.asking import Here
 from fsdp2_tools.doctor.judging import OK, WORSE, Hosts, Row

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.directory.host_memory import Sizes
 from fsdp2.run.directory.room import checkpoints_at_once
-from fsdp2.run.directory.sizes import Sizes
 from fsdp2_tools.doctor import examine
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small, small_mnist
 

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.process.together import RunStopped
+from fsdp2.run.process.group import RunStopped
 from fsdp2.train import main as train
 from fsdp2_tools.checkpoint.__main__ import main as commands
 from fsdp2_tools.memory.__main__ import main as memory_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp2.data.loader import Batches
 from fsdp2.data.random_tokens import load
-from fsdp2.run.process.together import broadcast, gather
+from fsdp2.run.process.group import broadcast, gather
 from fsdp2.run.watch.waiting import last_collective
 from tests.gpu.harness import DEVICE, ON_GPU, ROOT, Ranks, launched, needs, rank, small
 

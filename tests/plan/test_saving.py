@@ -17,7 +17,7 @@ from fsdp2.checkpoint.saver import save_now
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
-from fsdp2.run import start
+from fsdp2.run import initial_weights
 from fsdp2.run.process import runtime
 from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 from tests.harness import Ranks
@@ -94,7 +94,7 @@ def test_a_restore_takes_what_is_planned(ranks: Ranks, tmp_path: Path) -> None:
 def _started(flags: str) -> int:
     """The most bytes while the weights to start from are loaded. In `Ranks`."""
     config, ledger = parse(flags.split()), Ledger()
-    real = start.StartWeights.__call__
+    real = initial_weights.StartWeights.__call__
 
     def counting(self: Any, model: Any) -> None:
         with ledger:
@@ -102,7 +102,7 @@ def _started(flags: str) -> int:
             real(self, model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start.StartWeights, "__call__", counting)
+        patch.setattr(initial_weights.StartWeights, "__call__", counting)
         train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
     return ledger.peak_bytes
 

@@ -14,9 +14,9 @@ import torch
 
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.dataset import load_data
 from fsdp2.run.process import runtime
 from fsdp2.run.process.settings import process_settings
-from fsdp2.run.start import load_data
 from fsdp2_tools.tune import __main__ as tune
 from fsdp2_tools.tune import launch, trial
 from fsdp2_tools.tune.rounds import Candidate

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdp2.checkpoint.disk import disk_errors, explained
-from fsdp2.checkpoint.store import Store
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import Held, LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process.group import RunStopped, broadcast, end_together, gather
 from fsdp2.run.process.runtime import world
-from fsdp2.run.process.together import RunStopped, broadcast, end_together, gather
 from fsdp2.schedule import Length
 
 if TYPE_CHECKING:
@@ -48,16 +47,15 @@ class Job:
     As a context it gives the run directory back at the end.
 
     Attributes:
-        place: where the run is written.
+        run: where it is written, as rank 0 has chosen once all ranks agree.
         origin: what it goes on from.
         note: what the opening event says of these decisions.
     """
 
     def __init__(self, place: str, model: str = "", origin: Origin = Origin()) -> None:  # noqa: B008 - never changes
         """`model`: what the model on this rank is made of."""
-        self.place, self.origin, self._model = place, origin, model
+        self.run, self.origin, self._model = RunDir(place), origin, model
         self.note: str | None = None
-        self._run: RunDir | None = None
         self._token = ""  # of the folder's one writer, known to all ranks that see it
         self._lock: WriterLock | None = None
         self._lease: Lease | None = None
@@ -73,9 +71,9 @@ class Job:
         """Keep something beside the run directory, such as the lock of another folder, until the end."""
         self._also_held.append(held)
 
-    def take(self, run: RunDir) -> None:
-        """Become the one writer of a run directory. Raises ConfigError if another run is, or it can't be used."""
-        self._run, self._lock = run, WriterLock(run.path)
+    def take(self) -> None:
+        """Become the one writer of the run directory. Raises ConfigError if another run is, or it can't be used."""
+        run, self._lock = self.run, WriterLock(self.run.path)
         self._token = self._lock.token
         run.require_plain()
         if run.is_remote:
@@ -92,17 +90,16 @@ class Job:
     def has_folder(self) -> None:
         """Raise LostRunDir if the folder was removed, moved or taken; rank 0 knows which, and what is left of it."""
         if self._lock is not None:
-            lost = self._lock.lost()
-            if lost is not None:
+            if (lost := self._lock.lost()) is not None:
                 how, now = lost
                 raise LostRunDir(f"--run-dir {self._lock.folder}: it {how} during this run; {self._left(now)}")
-        elif self._token and not WriterLock.is_seen(Path(self.place), self._token, seconds=0):
-            raise LostRunDir(f"--run-dir {self.place}: it was removed, moved or taken during this run")
+        elif self._token and not WriterLock.is_seen(self.run.path, self._token, seconds=0):
+            raise LostRunDir(f"--run-dir {self.run.place}: it was removed, moved or taken during this run")
 
     def _left(self, now: Path | None) -> str:
         """Say what a run leaves whose folder is lost, for the user who wants to go on with it."""
-        if self._run is not None and self._run.is_remote:
-            return f"its checkpoints are in {self._run.store.files}; the same command goes on with them"
+        if self.run.is_remote:
+            return f"its checkpoints are in {self.run.store.files}; the same command goes on with them"
         store = None if now is None else RunDir(now).store
         steps = [] if store is None else store.committed()
         if store is None or not steps:
@@ -127,14 +124,14 @@ class Job:
         if lost is not None:
             raise RunStopped(lost)
 
-    def write(self, run: RunDir, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Write a file of the run, from any rank. Raises LostRunDir rather than write into another run's folder."""
         self.has_folder()
-        with disk_errors(run.files):
-            run.files.write(name, content)
+        with disk_errors(self.run.files):
+            self.run.files.write(name, content)
 
     @contextmanager
-    def starting(self, run: RunDir) -> Iterator[None]:
+    def starting(self) -> Iterator[None]:
         """Run the body, which begins to write; a disk that takes nothing is a ConfigError on every rank. Collective.
 
         From then on nothing is written to a run at a URL while another run may have taken it over.
@@ -142,14 +139,16 @@ class Job:
         failure: Exception | None = None
         try:
             if self._lease is not None:
-                self._lease.guard(cast("RemoteFiles", run.files))
+                self._lease.guard(cast("RemoteFiles", self.run.files))
             self.has_folder()
             yield
         except Exception as error:
             failure = error
-            full = explained(error, run.path)
+            full = explained(error, self.run.path)
             if full is not None:
-                failure = ConfigError(f"--run-dir {run.place}: {full.strerror}; make room or choose another folder")
+                failure = ConfigError(
+                    f"--run-dir {self.run.place}: {full.strerror}; make room or choose another folder"
+                )
             elif isinstance(error, LostRunDir):
                 failure = ConfigError(str(error))
         end_together(failure)
@@ -179,12 +178,14 @@ class Job:
         Raises ConfigError on every rank if one doesn't see the folder that rank 0 writes to: its shards of a
         checkpoint would be missing there. So it does if one has made another model: they would wait for ever.
         """
-        found = self.origin.checkpoint, self.note, self._token
-        self.place, (checkpoint, self.note, token) = broadcast((self.place, found))
+        found = self.run.place, self.origin.checkpoint, self.note, self._token
+        place, checkpoint, self.note, token = broadcast(found)
+        if place != self.run.place:
+            self.run = RunDir(place)
         self.origin = self.origin._replace(checkpoint=checkpoint)
-        is_remote = "://" in self.place  # then each node has a local folder of its own
-        sees = is_remote or WriterLock.is_seen(Path(self.place), token, say=_say_once_a_node)
-        if not is_remote:
+        remote = self.run.is_remote  # then each node has a local folder of its own
+        sees = remote or WriterLock.is_seen(self.run.path, token, say=_say_once_a_node)
+        if not remote:
             self._token = token
         mine = hashlib.sha256(self._model.encode()).hexdigest()
         hosts, models = zip(*gather((None if sees else socket.gethostname(), mine)), strict=True)
@@ -196,25 +197,25 @@ class Job:
         blind = [host for host in hosts if host is not None]
         if blind:
             raise ConfigError(
-                f"--run-dir {self.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what rank "
-                "0 writes there; give a folder that all nodes share, or a URL"
+                f"--run-dir {self.run.place}: {len(blind)} ranks, on {', '.join(sorted(set(blind)))}, don't see what "
+                "rank 0 writes there; give a folder that all nodes share, or a URL"
             )
 
-    def restores_own(self, run: RunDir) -> bool:
+    def restores_own(self) -> bool:
         """Return whether the checkpoint is of this run, and not of another that this one goes on from."""
         checkpoint, partial, in_memory = self.origin[:3]
-        own = in_memory or (checkpoint is not None and checkpoint.startswith(f"{run.store.files}/"))
+        own = in_memory or (checkpoint is not None and checkpoint.startswith(f"{self.run.store.files}/"))
         return own and not partial
 
-    def staying(self, store: Store) -> list[int]:
-        """Steps of the checkpoints that stay until newer ones take their place."""
+    def staying(self) -> list[int]:
+        """Steps of the run's checkpoints that stay until newer ones take their place."""
         newest = self.origin.newest_kept
-        return [step for step in store.committed() if newest is None or step <= newest]
+        return [step for step in self.run.store.committed() if newest is None or step <= newest]
 
-    def set_aside_newer(self, store: Store) -> None:
+    def set_aside_newer(self) -> None:
         """On rank 0, rename the checkpoints that a run which goes back will write again."""
         if self.origin.newest_kept is not None:
-            store.set_aside(self.origin.newest_kept)
+            self.run.store.set_aside(self.origin.newest_kept)
 
     def add_note(self, text: str | None) -> None:
         """Add to what the opening event says, on rank 0, which alone shows and writes it."""
@@ -228,13 +229,13 @@ class Job:
             return "start", data
         return "start" if partial else "resume", {**data, "checkpoint": checkpoint}
 
-    def wants_full_model(self, run: RunDir, step: int, *, changed: bool) -> bool:
+    def wants_full_model(self, step: int, *, changed: bool) -> bool:
         """Return whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.
 
         Raises RunStopped on every rank if the folder is lost.
         """
         self.stop_if_lost()
-        return broadcast(changed or not run.has_full_model(step))
+        return broadcast(changed or not self.run.has_full_model(step))
 
 
 def _say_once_a_node(text: str) -> None:

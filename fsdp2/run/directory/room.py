@@ -17,9 +17,8 @@ from torch import nn
 from fsdp2.checkpoint.disk import bytes_of, temporary_folder
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory.host_memory import check_memory, memory_needs
+from fsdp2.run.directory.host_memory import Sizes, check_memory, memory_needs
 from fsdp2.run.directory.rundir import RunDir, large, too_large_unasked
-from fsdp2.run.directory.sizes import Sizes
 from fsdp2.run.process.runtime import World, pick_device
 from fsdp2.units import size
 

@@ -16,8 +16,8 @@ from fsdp2.checkpoint.files import Files, publish
 from fsdp2.checkpoint.safe_reader import read_slice
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.process.group import end_together
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import end_together
 
 _PIECE_BYTES = 64 << 20
 

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -33,15 +33,15 @@ from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import local
-from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.lock import WriterLock
+from fsdp2.run.directory.job import Origin
+from fsdp2.run.directory.lock import Held, WriterLock
 from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.elastic.node_fetch import fetch
 from fsdp2.run.preflight import changed_batch, check_checkpoint
+from fsdp2.run.process.group import broadcast, end_together, gather
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World
-from fsdp2.run.process.together import broadcast, end_together, gather
 from fsdp2.schedule import before
 from fsdp2.units import size
 
@@ -53,14 +53,17 @@ class NodeMemory:
     """The checkpoints in memory of a run with `--memory-checkpoint`.
 
     Attributes:
-        restores: whether the run goes on from one.
+        restores: whether the run goes on from one of these.
         failure: why this node's last save failed.
     """
 
-    def __init__(self, config: Config, every: int, job: Job, world: World, device: torch.device) -> None:
-        """Find what is in the nodes' memories, and let `job` go on from it if it is newer. A collective call.
+    def __init__(
+        self, config: Config, every: int, run: RunDir, world: World, device: torch.device, hold: Callable[[Held], None]
+    ) -> None:
+        """Take this node's folder. A collective call. Raises ConfigError on every rank.
 
-        Raises ConfigError on every rank.
+        Args:
+            hold: is given the folder's lock, to release it at the end of the run.
         """
         self.every, self.world, self.restores = every, world, False
         self.failure: str | None = None
@@ -72,17 +75,15 @@ class NodeMemory:
         self.sharers = world.local_rank, world.local_world_size
         self._node = world.rank // world.local_world_size
         self._check_world(config)
-        self.folder = ROOT / folder_of(RunDir(job.place).place)
-        self.store = Store(LocalFiles(self.folder))
+        self.folder = ROOT / folder_of(run.place)
+        self._run, self.store = run, Store(LocalFiles(self.folder))
         failure: Exception | None = None
         try:
             if world.local_rank == 0:
-                self._take(job)
+                self._take(hold)
         except Exception as error:
             failure = error
         end_together(failure)
-        if config.resume == "auto":
-            self._find(config, job)
 
     def _check_world(self, config: Config) -> None:
         places = gather((self.world.local_rank, self.world.local_world_size))
@@ -95,7 +96,7 @@ class NodeMemory:
                 f"drop {FLAG}"
             )
 
-    def _take(self, job: Job) -> None:
+    def _take(self, hold: Callable[[Held], None]) -> None:
         if file_system(ROOT) not in ("tmpfs", "ramfs"):
             raise ConfigError(f"{FLAG}: {ROOT} isn't a file system in memory here; drop {FLAG}")
         with suppress(FileExistsError):
@@ -103,12 +104,16 @@ class NodeMemory:
         found = os.lstat(self.folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
-        job.hold(WriterLock(self.folder, flag=f"{FLAG}:"))
+        hold(WriterLock(self.folder, flag=f"{FLAG}:"))
         self.store.remove_dead()
 
-    def _find(self, config: Config, job: Job) -> None:
-        origin = job.origin
-        lineage: dict[str, Any] = broadcast(_lineage(RunDir(job.place)) if self.world.rank == 0 else {})
+    def find(self, config: Config, origin: Origin) -> tuple[Origin, str, str | None] | None:
+        """Find the newest checkpoint of all nodes' memories, and bring it to each. A collective call.
+
+        Returns what the run goes on from and two notes, or None if `origin` is as new. Raises ConfigError on every
+        rank.
+        """
+        lineage: dict[str, Any] = broadcast(_lineage(self._run) if self.world.rank == 0 else {})
         mine = self._newest(lineage) if self.world.local_rank == 0 else 0
         newest = gather(mine)[:: self.world.local_world_size]
         step = max(newest)
@@ -116,7 +121,7 @@ class NodeMemory:
         if self.world.rank == 0 and origin.checkpoint is not None:
             on_disk = read_marker(open_files(origin.checkpoint))["step"]
         if step <= broadcast(on_disk):
-            return
+            return None
         holders = [node for node, there in enumerate(newest) if there == step]
         lacking = [node for node, there in enumerate(newest) if there < step]
         pairs = [(holders[i % len(holders)], node) for i, node in enumerate(lacking)]
@@ -128,7 +133,7 @@ class NodeMemory:
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         note = f"step {step} was in memory{got}: {self.folder}"
         origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=before(marker))
-        job.go_on_from(origin, note, changed_batch(config, self.world, origin.before))
+        return origin, note, changed_batch(config, self.world, origin.before)
 
     def _newest(self, lineage: Mapping[str, Any]) -> int:
         """The newest step in this node's memory that counts; 0 if there is none."""
@@ -141,12 +146,12 @@ class NodeMemory:
                     return step
         return 0
 
-    def begin(self, run: RunDir, app: AppState) -> None:
+    def begin(self, app: AppState) -> None:
         """Before the first step: make ready to save, and invalidate the checkpoints in memory, except the one resumed
         from. A collective call. Raises ConfigError on every rank if a node has too little memory."""
         self._open(app)
         if self.world.rank == 0:
-            publish(run.files, LINEAGE, json.dumps(self._start).encode())
+            publish(self._run.files, LINEAGE, json.dumps(self._start).encode())
         if self.world.local_rank == 0:
             self.store.clear(keep=self._start["from"][1] if self.restores else None)
 

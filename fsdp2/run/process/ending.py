@@ -20,9 +20,8 @@ from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.process.group import tell_others
+from fsdp2.run.process.group import RunStopped, tell_others
 from fsdp2.run.process.runtime import world
-from fsdp2.run.process.together import RunStopped
 from fsdp2.run.process.variables import speaks
 
 # How much later than another rank rank 0 may come to the same refusal.

@@ -1,4 +1,4 @@
-"""The process group: where ranks meet, what they agree on before their first collective, and its end."""
+"""The process group: where ranks meet, and how they exchange Python objects and end with the same reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,19 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run.process import agreement
 from fsdp2.run.process.runtime import World, end_with_launcher, of_torchrun, world
-from fsdp2.run.process.together import broadcast
 from fsdp2.run.process.variables import require_address
+
+T = TypeVar("T")
 
 # How long ranks wait for each other where nothing else says so: a download, a compilation, a shard on a slow disk.
 LONG = timedelta(minutes=30)
+
+
+class RunStopped(RuntimeError):
+    """Ends a run by intention, on all ranks after the same step: no fault of the program, so no traceback.
+
+    The message is one line that says what happened, what is left, and what to do.
+    """
 
 
 @contextmanager
@@ -148,3 +156,49 @@ def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: boo
         if say and not waited.last:
             print(f"fsdp2: waiting for rank 0: MASTER_ADDR={address}: {why}", file=sys.stderr, flush=True)
     raise ConfigError(f"MASTER_ADDR={address}: {why}")
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's Python object on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's Python object, in the order of ranks, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def end_together(error: Exception | None) -> None:
+    """Raise on every rank if one comes with an error: its own there, on the others a line that names it.
+
+    A ConfigError is one on all of them. A collective call, which is also a barrier.
+    """
+    errors = gather(None if error is None else (isinstance(error, ConfigError), str(error), type(error).__name__))
+    if error is not None:
+        raise error
+    for rank, found in enumerate(errors):
+        if found is not None:
+            refused, text, kind = found
+            raise ConfigError(text) if refused else RunStopped(f"rank {rank} has failed: {kind}: {text}")
+
+
+@contextmanager
+def first_on_node(world: World) -> Iterator[None]:
+    """Let one rank of each node run the body while the others wait; then those run it. A collective call.
+
+    If the body fails on a rank, every rank ends with the reason, by `end_together`.
+    """
+    if world.local_rank != 0:
+        end_together(None)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    end_together(failure)
+    if world.local_rank == 0:
+        end_together(None)

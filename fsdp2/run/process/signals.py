@@ -11,8 +11,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from fsdp2.run.process.group import gather
 from fsdp2.run.process.runtime import World, launcher_gone, of_torchrun
-from fsdp2.run.process.together import gather
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_GONE = "the launcher (torchrun) has gone"

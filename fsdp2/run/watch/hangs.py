@@ -24,9 +24,8 @@ from torch import nn
 
 from fsdp2.config import Config
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.process.group import LONG
+from fsdp2.run.process.group import LONG, broadcast
 from fsdp2.run.process.runtime import world
-from fsdp2.run.process.together import broadcast
 from fsdp2.run.watch.waiting import Pace, Standing, collectives_begun, groups_of, last_collective, look, verdict
 
 EXIT_STATUS = 3

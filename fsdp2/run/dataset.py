@@ -1,0 +1,82 @@
+"""The data of a run: the same on all ranks, and this rank's part of each global batch."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import torch
+
+from fsdp2 import data
+from fsdp2.config import Config
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.loader import Batches
+from fsdp2.data.splits import Dataset
+from fsdp2.models.spec import ModelSpec
+from fsdp2.options.errors import ConfigError, some
+from fsdp2.run.process.group import first_on_node, gather
+from fsdp2.run.process.runtime import World
+
+
+def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
+    """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
+    with first_on_node(world):
+        dataset = open_data(config, spec)
+    hosts, contents = zip(*gather((socket.gethostname(), (dataset.train.content, dataset.test.content))), strict=True)
+    others = [rank for rank, content in enumerate(contents) if content != contents[0]]
+    if others:
+        theirs = some(sorted({hosts[rank] for rank in others}))
+        raise ConfigError(
+            f"--dataset {config.dataset}: the data of rank{'s' * (len(others) > 1)} {some(others)} ({theirs}) isn't "
+            f"rank 0's ({hosts[0]}), so samples would be repeated or left out; give files that are the same on all "
+            "nodes"
+        )
+    return dataset
+
+
+def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset:
+    """The dataset of this process. Raises ConfigError, and NotHere where `fetch` is false and it has to be fetched."""
+    try:
+        return data.load(
+            config.dataset,
+            root=config.data_root,
+            seq_len=config.seq_len,
+            vocab_size=spec.vocab_size(config.model_size),
+            task=spec.task,
+            special_token=spec.special_token,
+            tokenizer=tokenizer_of(config),
+            text_field=config.text_field,
+            bos=config.bos,
+            apart=config.documents == "apart",
+            fetch=fetch,
+            say=_say,
+        )
+    except data.DownloadFailed as error:
+        raise ConfigError(str(error)) from None
+    except UnusableText as error:
+        raise ConfigError(f"--dataset: {error}") from None
+
+
+def _say(text: str) -> None:
+    print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
+
+
+def tokenizer_of(config: Config) -> str:
+    """The flag's, else the model's own, else bytes."""
+    own = config.spec.weights
+    has_own = own is not None and (own / "tokenizer.json").is_file()
+    return config.tokenizer or (str(own) if has_own else "bytes")
+
+
+def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:
+    """This rank's part of each global batch."""
+    return Batches(
+        dataset.train,
+        global_batch=config.global_batch(world.world_size),
+        accumulation=config.grad_accumulation,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        device=device,
+        workers=config.loader_workers,
+    )

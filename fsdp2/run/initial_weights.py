@@ -1,0 +1,144 @@
+"""The weights that a model begins with: drawn, or of a file, or beside the adapters that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2.checkpoint.full_dtensor import scatter
+from fsdp2.checkpoint.state import plain_names
+from fsdp2.config import Config
+from fsdp2.models.initial import reset_parameters, slices_of
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.meta import shared_names
+
+
+def elsewhere(config: Config) -> Callable[[str], bool]:
+    """Which weights are in no checkpoint of a run: those that its adapters go beside."""
+    if config.lora is None:
+        return lambda name: False
+    from fsdp2.models.lora import is_adapter
+
+    return lambda name: not is_adapter(name)
+
+
+class InitialValues:
+    """Sets the initial values of a model, or of a part of one. A collective call where the model has no table.
+
+    Without a table a model's own code says what it starts from. Rank 0 makes it a second time, in its memory and from
+    the seed alone, and sends each rank what that holds, one tensor after the other.
+
+    Args:
+        brought: whether something else brings what has this name in the state dict: a checkpoint, or a file.
+    """
+
+    def __init__(self, config: Config, *, brought: Callable[[str], bool]) -> None:
+        self._config, self._brought = config, brought
+        self._own: dict[str, Tensor] | None = None
+
+    def __call__(self, model: nn.Module) -> None:
+        config, spec, brought = self._config, self._config.spec, self._brought
+        if spec.lora is not None:
+            from fsdp2.models import lora
+
+            lora.draw_adapters(model, config.seed, brought=brought)
+
+            def brought(name: str) -> bool:
+                return lora.is_adapter(name) or self._brought(name)
+
+        if spec.initial_values:
+            reset_parameters(model, spec.initial_values, config.seed, brought=brought)
+            return
+        # A part of a model that a strategy makes has buffers too that the model keeps out of its state dict.
+        saved = spec.described(config.model_size).state_dict()
+        wanted = {name for name in saved if not brought(name)}
+        targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
+        if targets:
+            scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
+
+    def _drawn(self) -> dict[str, Tensor]:
+        if self._own is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._config.seed)
+                self._own = self._config.spec.build(self._config.model_size).state_dict()
+        return self._own
+
+
+class StartWeights:
+    """Puts the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
+
+    Of a model with adapters, these are all weights but the adapters, also where the run goes on from a checkpoint.
+
+    Attributes:
+        facts: with `--init-partial`, how many tensors were loaded from where, and a line for each that was left out.
+    """
+
+    def __init__(self, config: Config, *, restoring: bool) -> None:
+        self._config, self._restoring = config, restoring
+        self.wanted = config.weights is not None and (not restoring or config.lora is not None)
+        self.facts: dict[str, Any] = {}
+
+    def brings(self, name: str) -> bool:
+        """Return whether these, or the checkpoint that the run goes on from, set the weight of this name."""
+        config = self._config
+        if self._restoring:
+            return not config.resume_partial
+        if not self.wanted or config.init_partial:
+            return False
+        return config.lora is None or elsewhere(config)(name)  # of a model with adapters all but these
+
+    def __call__(self, model: nn.Module) -> None:
+        from fsdp2.checkpoint.weights import OtherWeights, load_weights
+        from fsdp2.models import lora
+        from fsdp2.run.init_from import require_finite
+
+        config, place, spec = self._config, str(self._config.weights), self._config.spec
+        flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+        targets = lora.base_weights(spec.lora, plain_names(model))
+        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(spec.described(config.model_size))]
+        own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
+        by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
+        loaded, left_out = len(targets), list[str]()
+        try:
+            if by_torch and not place.endswith(".safetensors"):
+                from fsdp2.checkpoint import full_dcp
+
+                full_dcp.load_full_model_state(model, Path(place))
+            else:
+                fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and not own)
+                loaded, left_out = len(fitting.names), list(fitting.left_out)
+        except OtherWeights as error:
+            if spec.load is None or not own:
+                raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
+            full, wrong = _by_its_library(partial(spec.load, partial=config.init_partial), flag)
+            targets = {name: target for name, target in targets.items() if name not in wrong}
+            scatter(full, targets)
+            loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+        require_finite(targets, flag)
+        if config.init_partial:
+            self.facts = {"weights": place, "loaded": loaded, "left_out": left_out}
+
+
+def _by_its_library(
+    load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
+) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
+    full: Mapping[str, Tensor] = {}
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            full, answer[1] = load()
+        except ValueError as error:
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise ConfigError(f"{flag}: {answer[0]}; use --init-partial for what fits, or --init-from scratch for none")
+    return full, answer[1]
