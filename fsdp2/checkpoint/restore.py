@@ -22,6 +22,7 @@ from fsdp2.checkpoint.store import (
     HASH,
     MARKER,
     METADATA,
+    ChangedFile,
     DamagedCheckpoint,
     Store,
     read_marker,
@@ -41,7 +42,7 @@ def open_together(
 
     Raises DamagedCheckpoint on every rank if any of them found damage.
     """
-    marker, reader, problem = None, None, None
+    marker, reader, problem = dict[str, Any](), None, None
     try:
         marker = read_marker(checkpoint)
         require_metadata(checkpoint, marker)
@@ -54,7 +55,6 @@ def open_together(
         problem = str(error)
     if problems := _of_all_ranks(problem):
         raise DamagedCheckpoint(problems)
-    assert marker is not None
     assert reader is not None
     return marker, reader
 
@@ -173,10 +173,9 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
     except CheckpointException as error:
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
         causes = [cause for cause, _ in error.failures.values()]
-        if damage := sorted({str(one) for one in causes if isinstance(one, DamagedCheckpoint)}):
-            # Another rank may stumble over the changed bytes: that the file was changed says more.
-            changed = [text for text in damage if text.endswith("differs from what was committed")]
-            raise DamagedCheckpoint("; ".join(changed or damage)) from None
+        for kind in (ChangedFile, DamagedCheckpoint):
+            if damage := sorted({str(one) for one in causes if isinstance(one, kind)}):
+                raise DamagedCheckpoint("; ".join(damage)) from None
         cause = causes[0]
         if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
             raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.dcp_files import DcpFiles, HashedRead
 from fsdp2.checkpoint.files import Files, NotAFile
 from fsdp2.checkpoint.metadata import load_metadata
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, new_hash
+from fsdp2.checkpoint.store import MARKER, METADATA, ChangedFile, DamagedCheckpoint, new_hash
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -97,7 +97,7 @@ class SafeReader(dcp.FileSystemReader):
 
     def _compare(self, name: str, digest: Callable[[], str]) -> None:
         if name in self.hashes and digest() != self.hashes[name]:
-            raise DamagedCheckpoint(f"{self.files}: {name} differs from what was committed")
+            raise ChangedFile(f"{self.files}: {name} differs from what was committed")
 
     def _place(self, item: ReadItem) -> Any:
         try:

@@ -39,6 +39,10 @@ class DamagedCheckpoint(RuntimeError):
     """A committed checkpoint whose files are missing or don't match its marker."""
 
 
+class ChangedFile(DamagedCheckpoint):
+    """One whose bytes have another hash than its marker says: any other damage that a reader meets follows from it."""
+
+
 def fingerprint(files: Files, name: str) -> dict[str, Any]:
     """{"size": bytes, HASH: BLAKE3 in hexadecimal digits} of a file. Raises as `Files.open` does."""
     with files.open(name) as file:

@@ -183,9 +183,8 @@ class Job:
         if place != self.run.place:
             self.run = RunDir(place)
         self.origin = self.origin._replace(checkpoint=checkpoint)
-        remote = self.run.is_remote  # then each node has a local folder of its own
-        sees = remote or WriterLock.is_seen(self.run.path, token, say=_say_once_a_node)
-        if not remote:
+        sees = self.run.is_remote or WriterLock.is_seen(self.run.path, token, say=_say_once_a_node)
+        if not self.run.is_remote:  # else each node has a local folder of its own
             self._token = token
         mine = hashlib.sha256(self._model.encode()).hexdigest()
         hosts, models = zip(*gather((None if sees else socket.gethostname(), mine)), strict=True)
