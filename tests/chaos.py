@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import multiprocessing
 import random
 import re
 import shutil
@@ -41,7 +40,9 @@ import torch
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
 from tests.chaos_rank import FAULTS, PATIENCE, Point, moved, rank_main
-from tests.harness import SMALL
+from tests.harness import PROCESSES, SMALL, imported_once
+
+imported_once("tests.chaos_rank")
 
 STEPS, EVERY, KEEP = 6, 2, 2
 # Damage to metrics.jsonl: each takes what is there and gives what is left.
@@ -64,8 +65,6 @@ FLAGS += [f"--max-steps={STEPS}", f"--checkpoint-every={EVERY}", f"--keep={KEEP}
 
 def run(folder: Path, name: str, flags: list[str], point: Point | None = None) -> list[int]:
     """Start two ranks and wait for their end; their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos_rank"])  # torch is imported once, and each rank is a fork
     with tempfile.TemporaryDirectory() as meeting:
         line = [*FLAGS, *flags, f"--run-dir={folder / name}"]
         ranks: list[Any] = []
@@ -74,7 +73,7 @@ def run(folder: Path, name: str, flags: list[str], point: Point | None = None) -
                 rank, f"{meeting}/store", str(folder / f"{name}-rank{rank}.log"), line, point,
                 str(folder / f"{name}-moments{rank}.json"),
             )  # fmt: skip
-            ranks.append(context.Process(target=rank_main, args=arguments, daemon=True))
+            ranks.append(PROCESSES.Process(target=rank_main, args=arguments, daemon=True))
             ranks[-1].start()
         deadline = time.monotonic() + 2 * PATIENCE
         try:

@@ -15,7 +15,6 @@ run ends, and:
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import shutil
 import signal
@@ -35,16 +34,17 @@ from fsdp2.run.elastic import node_memory
 from tests.chaos import a_moment, arguments, flags_of, hold, records, steps_of
 from tests.chaos_rank import PATIENCE
 from tests.chaos_replicas_rank import PER_NODE, RANKS, STEPS, Loss, rank_main
+from tests.harness import PROCESSES, imported_once
+
+imported_once("tests.chaos_replicas_rank")
 
 
 def run(folder: Path, name: str, memory: Path, flags: list[str], point: Loss | None = None) -> list[int]:
     """Start four ranks and wait for their end; their exit codes. A node dies as a whole."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos_replicas_rank"])  # torch is imported once, and each rank is a fork
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", folder, name, memory, flags, point)
         ranks: list[Any] = [
-            context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
+            PROCESSES.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
         ]
         for process in ranks:
             process.start()

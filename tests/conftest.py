@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import lanes
-from tests.harness import Ranks, main_in_ranks, small
+from tests.harness import LEAVES_NOTHING, Ranks, losses, main_in_ranks, small
 
 ROOT = Path(__file__).parent.parent
 # Real subsets of MNIST and Fashion-MNIST in torchvision's layout, where a checkout has them.
@@ -53,20 +53,41 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def train(ranks: Ranks, tmp_path: Path) -> Callable[..., Events]:
+def train(ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Events]:
     """Run `fsdp2.train` on N ranks with a command line; rank 0's events.
 
     It is the smallest model on few steps, and its run directory is below the test's folder.
     """
+    writes = LEAVES_NOTHING if request.node.get_closest_marker("losses_alone") else ()
 
     def run(*flags: str, n: int = 2, run: str = "run", steps: int | None = 6, timeout: float = 120) -> Events:
-        line = small(tmp_path / run)
+        line = small(tmp_path / run, *writes)
         if steps is not None:
             line.append(f"--max-steps={steps}")
         events: Events = ranks.run(main_in_ranks, [*line, *flags], ranks=n, timeout=timeout)[0]
         return events
 
     return run
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[float]]:
+    """Losses that several tests of a module compare with, by what they are of; filled when first needed."""
+    return {}
+
+
+@pytest.fixture
+def reference(train: Callable[..., Events], known: dict[str, list[float]]) -> Callable[..., list[float]]:
+    """The losses of a run with flags that is undisturbed, from one run for all tests of a module."""
+
+    def of(*flags: str, n: int = 2, steps: int = 6) -> list[float]:
+        name = f"{n} ranks, {steps} steps: {' '.join(flags)}"
+        if name not in known:
+            events = train(*flags, *LEAVES_NOTHING, n=n, steps=steps, run=f"reference-{len(known)}")
+            known[name] = losses(events)
+        return known[name]
+
+    return of
 
 
 @pytest.fixture

@@ -44,11 +44,20 @@ from fsdp2.parallel.engine import Engine
 
 TIMEOUT = 120.0
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-# Besides what the tests import: what a first training run imports on its way.
-_PROCESSES.set_forkserver_preload(
-    ["tests.harness", "fsdp2.train", "torchvision.datasets", "torch._dynamo", "torch._inductor"]
-)
+PROCESSES = multiprocessing.get_context("forkserver")
+_IMPORTED = ["tests.forked"]
+
+
+def imported_once(*modules: str) -> None:
+    """Have ranks and programs find these modules imported: the server that they're forked from imports them, once.
+
+    Tests say so where they're collected, before the first rank; a module that isn't installed is passed over.
+    """
+    _IMPORTED.extend(module for module in modules if module not in _IMPORTED)
+    PROCESSES.set_forkserver_preload(_IMPORTED)
+
+
+imported_once()
 
 
 def _serve(pipe: Connection, output: str) -> None:
@@ -105,10 +114,10 @@ class Ranks:
 
     def _worker(self, index: int) -> tuple[Any, Connection, Path]:
         while len(self._workers) <= index:
-            ours, theirs = _PROCESSES.Pipe()
+            ours, theirs = PROCESSES.Pipe()
             self._count += 1
             output = self.folder / f"rank{len(self._workers)}-{self._count}.log"
-            process = _PROCESSES.Process(target=_serve, args=(theirs, str(output)), daemon=True)
+            process = PROCESSES.Process(target=_serve, args=(theirs, str(output)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours, output))
@@ -174,6 +183,7 @@ class Launches:
 
 
 SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
+LEAVES_NOTHING = ("--no-save-model", "--checkpoint-every=never")  # half of the smallest run is what it leaves
 
 
 def small(run: Path | str, *flags: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp2.run.process import ending
-from tests.harness import _PROCESSES
+from tests.harness import PROCESSES
 
 
 def program(
@@ -80,8 +80,8 @@ def _alone(pipe: Any, *what: Any) -> None:
 
 def started(*what: Any) -> tuple[Any, Any]:
     """`program` in a process of its own, forked from one that has torch imported."""
-    ours, theirs = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=_alone, args=(theirs, *what))
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_alone, args=(theirs, *what))
     process.start()
     theirs.close()
     return process, ours

@@ -182,6 +182,7 @@ def test_an_overflow_in_one_microbatch_skips_the_step_on_all_ranks(ranks: Ranks,
     assert ranks.run(_overflow, line, ranks=n) == [(False, 0.5, True)] * n
 
 
+@pytest.mark.losses_alone
 def test_losses_of_the_modes(train: Train) -> None:
     # A global batch of 33 on 2 ranks: shares of 17 and 16, in microbatches of 9, 8 and 8, 8.
     flags = ["--grad-accumulation=2", "--global-batch-size=33"]

@@ -23,7 +23,7 @@ from fsdp2.run.process import agreement, ending, group
 from fsdp2.run.process.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.process.variables import check_variables, require_address, speaks
 from fsdp2.train import main
-from tests.harness import _PROCESSES, Ranks, small
+from tests.harness import PROCESSES, Ranks, small
 from tests.programs import in_a_process
 from tests.test_launch import SMALL, finish, start
 
@@ -182,7 +182,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, came: Sequence[int], w
     outputs = [tmp_path / f"rank{rank}.log" for rank in came]
     line = small(tmp_path / "run", "--max-steps=1")
     processes = [
-        _PROCESSES.Process(target=_come, args=(rank, port, output, line))
+        PROCESSES.Process(target=_come, args=(rank, port, output, line))
         for rank, output in zip(came, outputs, strict=True)
     ]
     for process in processes:
@@ -206,7 +206,7 @@ def test_a_rank_that_refuses_tells_those_that_would_wait_for_it(tmp_path: Path, 
     processes = []
     for rank, output in enumerate(outputs):
         line = small(tmp_path / "run", "--max-steps=1", *(["--lr=-1"] if rank in refusing else []))
-        processes.append(_PROCESSES.Process(target=_come, args=(rank, port, output, line, 2)))
+        processes.append(PROCESSES.Process(target=_come, args=(rank, port, output, line, 2)))
         processes[-1].start()
     for process in processes:
         process.join(60)

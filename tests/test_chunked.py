@@ -79,6 +79,7 @@ def test_the_logits_never_exist_as_a_whole() -> None:
     assert found[4] == 4096 * 8  # the embedding
 
 
+@pytest.mark.losses_alone
 @pytest.mark.parametrize(
     "way", [[], ["--mixed-precision"], ["--strategy=ddp"], ["--strategy=fsdp1"], ["--cpu-offload"]]
 )

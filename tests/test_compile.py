@@ -20,7 +20,7 @@ from fsdp2.models import llama
 from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.compiling import Compiled, compile_blocks, compiled
 from fsdp2.report.console import Console
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import LEAVES_NOTHING, Ranks, losses, main_in_ranks, of_kind
 from tests.others.common import save
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -81,7 +81,8 @@ def _text(folder: Path) -> str:
 def _check(ranks: Ranks, folder: Path, flags: tuple[str, ...], kinds: int, count: int = 1) -> list[list[int]]:
     """The graphs of each step on each rank. Fails if the losses aren't those of the same run without `--compile`."""
     line = [*flags, "--threads=1", "--device=cpu", "--lr=0.01"]
-    plain = losses(ranks.run(main_in_ranks, [*line, f"--run-dir={folder / 'plain'}"], ranks=count)[0])
+    alone = [*line, f"--run-dir={folder / 'plain'}", *LEAVES_NOTHING]
+    plain = losses(ranks.run(main_in_ranks, alone, ranks=count)[0])
     assert len(set(plain)) == len(plain)
     found = []
     results = ranks.run(_compiled, [*line, f"--run-dir={folder / 'compiled'}"], ranks=count)

@@ -23,9 +23,10 @@ from fsdp2.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from fsdp2_tools.checkpoint.adapters import Adapters, merged
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, imported_once, losses, main_in_ranks, of_kind
 
 pytest.importorskip("peft", reason="adapters are peft's layers")
+imported_once("peft")
 
 Events = list[tuple[str, dict[str, Any]]]
 

@@ -31,7 +31,7 @@ from fsdp2.run.watch import waiting
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.run.watch.waiting import Standing, verdict
 from fsdp2.train import main
-from tests.harness import _PROCESSES, Ranks, make_engine, one_step, small
+from tests.harness import PROCESSES, Ranks, make_engine, one_step, small
 
 SECONDS = 3.0  # that rank 1 takes by itself, where --timeout is 2
 
@@ -165,7 +165,7 @@ def _start(
     line = small(folder / "run", "--timeout=2", "--max-steps=8", "--no-save-model", *flags)
     outputs = [folder / f"rank{rank}.log" for rank in range(2)]
     processes = [
-        _PROCESSES.Process(target=_run_rank, args=(rank, port, agent, line, fault, outputs[rank])) for rank in range(2)
+        PROCESSES.Process(target=_run_rank, args=(rank, port, agent, line, fault, outputs[rank])) for rank in range(2)
     ]
     for process in processes:
         process.start()

@@ -23,6 +23,10 @@ from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.precision import with_statistics
 from fsdp2.run.process import runtime
+from tests.harness import imported_once
+
+imported_once("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+imported_once("peft", "timm.models")
 
 SEED = 3
 BATCH = 4  # of each of two ranks

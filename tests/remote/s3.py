@@ -27,6 +27,10 @@ from types import TracebackType
 
 from moto.server import ThreadedMotoServer
 
+from tests.harness import imported_once
+
+imported_once("s3fs")
+
 EVER = 1_000_000
 CHUNK = 1 << 14
 
