@@ -140,6 +140,15 @@ train-hsdp: NPROC = 4
 train-hsdp: $(VENV)/.installed  ## HSDP: two replicas of a model sharded over two ranks, 4 ranks
 	$(TRAIN) --replicas 2 $(ARGS)
 
+.PHONY: train-tp
+train-tp: $(VENV)/.installed  ## tensor parallelism: two ranks split each layer of a small Llama
+	$(TRAIN) --model llama --model-size debug --seq-len 64 --max-steps 100 --tp 2 $(ARGS)
+
+.PHONY: train-2d
+train-2d: NPROC = 4
+train-2d: $(VENV)/.installed  ## FSDP2 x tensor parallelism, 4 ranks
+	$(TRAIN) --model llama --model-size debug --seq-len 64 --max-steps 100 --tp 2 $(ARGS)
+
 ##@ Other models and data
 
 .PHONY: train-vit-fashion

@@ -157,6 +157,7 @@ class Config:
         section="sharding",
     )
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
+    tp: int = option(1, "tensor parallel: ranks that split each layer between them, beside FSDP2", whole(1))
     shard_modules: tuple[str, ...] = option(
         (), "name pattern of the blocks, instead of finding them; repeatable", patterns, many=True
     )
@@ -357,7 +358,7 @@ class Config:
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""
-        return self.global_batch_size or self.batch_size * self.grad_accumulation * world_size
+        return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp)
 
     def checkpoint_due(self, step: int) -> bool:
         """Return whether `--checkpoint-every` asks for a checkpoint after this step."""

@@ -23,6 +23,7 @@ def evaluate(
     batch_size: int,
     world: World,
     device: torch.device,
+    tp: int = 1,
 ) -> dict[str, float]:
     """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
 
@@ -30,8 +31,14 @@ def evaluate(
 
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
+
+    Args:
+        tp: so many ranks, neighbours, split the model's layers between them and get the same samples.
     """
-    sums = scored(forward, spec, evaluation_batches(split, batch_size, world.rank, world.world_size, device), device)
+    share = world.share(tp)
+    sums = scored(forward, spec, evaluation_batches(split, batch_size, share.index, share.of, device), device)
+    if not share.counts:
+        sums.zero_()
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()

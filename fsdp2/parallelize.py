@@ -6,8 +6,8 @@ strategies that FSDP2 is compared with are built elsewhere, in `parallel/baselin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
-from fsdp2.parallel.mesh import make_mesh
+from fsdp2.parallel.mesh import make_mesh, of_fsdp
 from fsdp2.parallel.meta import allocate, check_initialised, nothing
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
@@ -39,6 +39,7 @@ def parallelize(
     training: bool = True,
     brought: Callable[[str], bool] = nothing,
     methods: Sequence[str] = (),
+    splits: Callable[[], Mapping[str, Any]] | None = None,
 ) -> FSDP2Engine:
     """Build, shard and initialise a model as `config` says. A collective call.
 
@@ -51,6 +52,7 @@ def parallelize(
         brought: whether a checkpoint that the caller will load, or `load_weights`, sets what has this name in the state
             dict. `set_weights` sets the rest, such as non-persistent buffers.
         methods: the model's own beside `forward` that need its parameters; see `gather_for`.
+        splits: makes the plan by which ranks of `tp` split its layers; see `split_layers`.
 
     Returns an engine whose parameters are DTensors in the dtype in which `build` makes them, fp32 unless it says more,
     and whose optimizer has state at step 0. Raises RuntimeError if a parameter or buffer is left on `meta` or unset,
@@ -61,12 +63,18 @@ def parallelize(
     assert config.strategy == "fsdp2", f"{config.strategy} is built by parallel.baselines"
 
     # The mesh comes first: everything below is placed on it.
-    mesh = make_mesh(device.type, world_size, config.replicas)
+    mesh = make_mesh(device.type, world_size, config.replicas, config.tp)
 
     # On meta, a model has shapes and no memory, so it may be larger than any one device.
     model = build()
     # Freezing before anything looks at requires_grad: fully_shard and the optimizer do.
     freeze(model, config.freeze)
+    # Splitting layers first: what follows takes a rank's part of each as the layer.
+    if config.tp > 1:
+        from fsdp2.parallel.tensor import split_layers
+
+        assert splits is not None, "the model has no plan"
+        split_layers(model, splits(), mesh["tp"])
     blocks = blocks_of(model)
 
     # Other modules with the same parameters, so before anything keeps a module or its forward.
@@ -89,7 +97,7 @@ def parallelize(
     groups = shard(
         model,
         shard_groups(model, blocks, config.shard_granularity),
-        mesh=mesh,
+        mesh=of_fsdp(mesh),
         precision=fsdp2_policy(config.mixed_precision, config.reduce_dtype),
         offload=offload_policy(config.cpu_offload, device.type),
         reshard_after_forward=config.reshard_after_forward,
@@ -130,4 +138,5 @@ def parallelize(
         scaler,
         early_unshard=any(config.prefetches),
         accumulation_sync=config.grad_accumulation_sync,
+        splits_words=config.tp > 1,
     )

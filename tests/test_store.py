@@ -85,7 +85,7 @@ def test_the_marker_lists_every_file(finished: Path) -> None:
     assert set(marker["files"]) == others == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     for name, entry in marker["files"].items():
         assert entry == fingerprint(files, name)
-    assert (marker["step"], marker["world_size"], marker["mesh"]) == (3, 2, {"replicate": 1, "shard": 2})
+    assert (marker["step"], marker["world_size"], marker["mesh"]) == (3, 2, {"replicate": 1, "shard": 2, "tp": 1})
     assert marker["config"]["model-size"] == "tiny"
     assert marker["environment"]["torch"] == torch.__version__
     verify(files)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2.checkpoint.spool import spool
 from fsdp2.checkpoint.state import plain_names
@@ -55,7 +55,14 @@ def full_optimizer_state(
 def _gathered(sharded: Mapping[K, Tensor], folder: Path | None) -> dict[K, Tensor]:
     def gather(name: K) -> Tensor:
         value = sharded[name]
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        if not isinstance(value, DTensor):
+            return value.detach()
+        # One dimension of the mesh after the other, the outer first: what FSDP2 has cut of what tensor parallelism had
+        # cut before is joined in that order, and torch would warn that one all-gather can't do both.
+        for dimension in range(value.device_mesh.ndim - 1):
+            left = [Replicate()] * (dimension + 1) + list(value.placements[dimension + 1 :])
+            value = value.redistribute(placements=left)
+        return value.full_tensor().detach()
 
     if dist.get_rank() != 0:
         for name in sharded:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,20 +124,33 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slices)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the mesh of its own tensor"
-    for dimension, placement in enumerate(tensor.placements):
-        # Also for a strided shard, which is a kind of Shard: its rows are not neighbours.
-        if type(placement) not in (Shard, Replicate):
+    # FSDP2 cuts what tensor parallelism has cut before, on an inner dimension of the mesh: torch calls that a strided
+    # shard. Cut in the order in which it happened, a rank's rows are neighbours.
+    cuts = sorted(enumerate(tensor.placements), key=lambda cut: _cut_before(tensor, cut[0]))
+    for dimension, placement in cuts:
+        if type(placement) not in (Shard, Replicate) and not _cut_before(tensor, dimension):
             raise ValueError(
                 f"a tensor is placed {placement!r}: a rank's part of it is no range of rows, and can't be drawn alone; "
                 "give it its initial value before it is placed so"
             )
-        if isinstance(placement, Shard):
+        if not isinstance(placement, Replicate):
             # As torch.chunk cuts it: the last ranks have less, or nothing.
+            placement = cast(Shard, placement)
             whole = slices[placement.dim]
             size = -(-(whole.stop - whole.start) // tensor.device_mesh.size(dimension))
             start = min(whole.start + size * coordinate[dimension], whole.stop)
             slices[placement.dim] = slice(start, min(start + size, whole.stop))
     return tuple(slices)
+
+
+def _cut_before(tensor: DTensor, dimension: int) -> bool:
+    """Return whether a dimension of a mesh cuts the shards that the inner ones have made of a tensor."""
+    strided: Any = tensor.placements[dimension]
+    if not hasattr(strided, "split_factor"):
+        return False
+    sizes = enumerate(tensor.device_mesh.shape)
+    inner = [size for number, size in sizes if number > dimension and tensor.placements[number] == Shard(strided.dim)]
+    return bool(strided.split_factor == math.prod(inner))
 
 
 def nothing(name: str) -> bool:

@@ -16,11 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from fsdp2.models.attention import Mask, attend, mask_of
 from fsdp2.models.initial import Table, normal, ones
 from fsdp2.models.names import ATTENTIONS
-from fsdp2.models.spec import ModelSpec
+from fsdp2.models.spec import ModelSpec, plain
 
 _LLAMA_3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 500_000.0}
 # Up to 160m the sizes are for trying things out: bytes as tokens, and that of JackFram/llama-160m. The others are those
@@ -207,14 +215,39 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets."""
-    return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets.
+
+    A collective call where ranks hold the logits by words.
+    """
+    return plain(F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum"))
 
 
 def head(model: Any) -> nn.Module:
     """The layer that makes logits of hidden states."""
     assert isinstance(model, Llama)
     return model.lm_head
+
+
+def splits() -> Mapping[str, ParallelStyle]:
+    """How ranks split each layer between them: heads, hidden numbers, words, and between blocks the tokens of a row."""
+    tokens, whole = Shard(1), Replicate()
+    gathered = (whole, None, None, None)
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "model.layers.*.input_layernorm": SequenceParallel(),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_layouts=(tokens, None, None, None), desired_input_layouts=gathered
+        ),
+        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), ColwiseParallel()),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=tokens),
+        "model.layers.*.post_attention_layernorm": SequenceParallel(),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole),
+        **dict.fromkeys((f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up")), ColwiseParallel()),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=tokens),
+        "model.norm": SequenceParallel(),
+        # The logits stay split by words: whole, they would be the largest tensor of a step.
+        "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
 
 
 def files(size: str) -> Mapping[str, bytes]:
@@ -243,5 +276,16 @@ def files(size: str) -> Mapping[str, bytes]:
 
 
 SPEC = ModelSpec(
-    "llama", "language", SIZES, Llama, blocks, INITIAL_VALUES, loss, files=files, head=head, attentions=ATTENTIONS
+    "llama",
+    "language",
+    SIZES,
+    Llama,
+    blocks,
+    INITIAL_VALUES,
+    loss,
+    files=files,
+    head=head,
+    attentions=ATTENTIONS,
+    splits=splits,
+    split_sizes=("heads", "kv_heads", "hidden", "vocab_size"),
 )

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2.models.initial import Table
+from fsdp2.models.initial import Table, slices_of
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.models.names import KERNELS
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from fsdp2.models.lora import Lora
 
 
@@ -43,6 +46,27 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 def outputs_are_logits(outputs: Tensor) -> Tensor:
     """For a model that returns a tensor of logits, (…, classes), as they are."""
     return outputs
+
+
+def plain(number: Tensor) -> Tensor:
+    """A number, 0-d, that is the same on all ranks of its mesh, as a plain tensor: a loss of logits split by words."""
+    return number.to_local() if isinstance(number, DTensor) else number
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The class with the largest number, (…, classes) -> (…) int64. A collective call where ranks hold them by classes.
+
+    Then two numbers a rank and target travel, and not the logits.
+    """
+    if not isinstance(logits, DTensor):
+        return logits.argmax(dim=-1)
+    value, index = logits.to_local().max(dim=-1, keepdim=True)
+    index = index + slices_of(logits)[-1].start
+    values, indices = (
+        DTensor.from_local(mine, logits.device_mesh, logits.placements, run_check=False).full_tensor()
+        for mine in (value, index)
+    )
+    return indices.gather(-1, values.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
 def no_files(size: str) -> Mapping[str, bytes]:
@@ -83,6 +107,8 @@ class ModelSpec:
         head: the layer whose output are the logits; None for a model that doesn't tell.
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
+        splits: for tensor parallelism, names of its modules, with `*`, and torch's style for each; None if it has none.
+        split_sizes: of the keyword arguments of `make`, those that the ranks of tensor parallelism must divide.
         attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
             `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
     """
@@ -107,13 +133,18 @@ class ModelSpec:
     head: Callable[[Any], nn.Module | None] | None = None
     scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     whole: ModelSpec | None = None
+    splits: Callable[[], Mapping[str, ParallelStyle]] | None = None
+    split_sizes: Sequence[str] = ()
     attentions: Sequence[str] = ("auto", *KERNELS)
 
     def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of losses and the number of targets that are the likeliest class, both 0-d."""
+        """The sum of losses and the number of targets that are the likeliest class, both 0-d.
+
+        A collective call where ranks hold the logits by classes.
+        """
         if self.scores is not None:
             return self.scores(outputs, targets)
-        return self.loss(outputs, targets), (self.logits(outputs).argmax(dim=-1) == targets).sum()
+        return self.loss(outputs, targets), (likeliest(self.logits(outputs)) == targets).sum()
 
     def build(self, size: str) -> nn.Module:
         """The module of a named size, on the current device."""

@@ -6,6 +6,7 @@ Each strategy states its own rules beside its code; here they become ConfigError
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp2.parallel.names import FLOAT8_CAPABILITY
 
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
+    yield from _tensor_parallel_refusals(options)
     if options.shard_granularity == "root" and options.prefetches != (None, None):
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
@@ -36,10 +38,35 @@ def _fsdp2_refusals(options: Options) -> Iterator[str]:
         )
 
 
+def _tensor_parallel_refusals(options: Options) -> Iterator[str]:
+    if (tp := options.tp) == 1:
+        return
+    spec, numbers = options.spec, options.spec.sizes[options.model_size]
+    for flag, given, why in (
+        ("--lora", options.lora is not None, "adapters beside a layer that is split would have to be split too"),
+        ("--chunked-loss", options.chunked_loss is not None, "the logits are split by words already"),
+        ("--compile", options.compile, "a compiled block leaves a norm's gradient a part of the sum on each rank"),
+        ("--float8", options.float8 is not None, "torchao's layers take no part of a weight"),
+        ("--optimizer-state", options.optimizer_state is not None, "torchao's moments take a shard of whole rows"),
+        ("--memory-checkpoint", options.memory_checkpoint is not None, "a node's copy is of ranks that shard alone"),
+    ):
+        if given:
+            yield f"--tp {tp} with {flag}: {why}; drop one of them"
+    if spec.splits is None:
+        yield f"--tp {tp} with --model {options.model}: it has no plan for splitting its layers; use llama, or drop it"
+    sizes = {name: numbers[name] for name in spec.split_sizes} | {"--seq-len": options.seq_len}
+    if wrong := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
+        common = math.gcd(*sizes.values())
+        fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)
+        fix = f"use --tp {fitting}" if fitting else "drop --tp"
+        yield f"--tp {tp} with --model-size {options.model_size}: doesn't divide {', '.join(wrong)}; {fix}"
+
+
 FSDP2 = Rules(
     honours=(
         "cpu_offload",
         "replicas",
+        "tp",
         "check_replicas",
         "memory_checkpoint",
         "shard_granularity",
@@ -69,6 +96,7 @@ def rules_of(strategy: str) -> Rules:
 PARTICULAR = {
     "cpu_offload": "keeps parameters, gradients and optimizer state on the device",
     "replicas": "has no two-dimensional mesh",
+    "tp": "splits no layers",
     "check_replicas": "isn't compared between ranks that hold the same",
     "memory_checkpoint": "has no shards of which each node could hold a whole copy",
     "shard_granularity": "has no groups of modules",

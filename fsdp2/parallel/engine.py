@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -117,6 +117,10 @@ class Engine:
         count = len(list(self.model.parameters()))
         return f"{type(self.model).__name__}, {count} parameters in full on each rank"
 
+    def losses(self) -> AbstractContextManager[None]:
+        """The context in which a loss is made of outputs, and goes backward."""
+        return nullcontext()
+
     def begin_step(self) -> None:
         """Called before the data of a step is read."""
 
@@ -167,7 +171,7 @@ class Engine:
         share_buffers(self.model)
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.losses():
                 yield
         finally:
             self.model.train()

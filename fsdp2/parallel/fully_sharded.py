@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -194,6 +194,7 @@ class FSDP2Engine(Engine):
 
     Args:
         early_unshard: all-gather the root before the data of a step is there, as explicit prefetching does.
+        splits_words: with tensor parallelism, the loss is made of logits that ranks hold by words.
         accumulation_sync: one of `names.ACCUMULATION_SYNC`. Between microbatches a rank holds gradients of a shard's
             size; with `last` it holds those of the whole model, in the reduce dtype. `replica` needs a 2-D mesh.
     """
@@ -208,11 +209,12 @@ class FSDP2Engine(Engine):
         *,
         early_unshard: bool,
         accumulation_sync: str = "every",
+        splits_words: bool = False,
     ) -> None:
         super().__init__(model, optimizer, scaler)
         self.root = cast(FSDPModule, model)
         self.early_unshard = early_unshard
-        self.accumulation_sync = accumulation_sync
+        self.accumulation_sync, self._splits_words = accumulation_sync, splits_words
         self.unchosen: Unchosen | None = None
         if has_experts(model):
             from fsdp2.parallel.experts import Unchosen
@@ -222,6 +224,13 @@ class FSDP2Engine(Engine):
     @property
     def sharding(self) -> str:
         return summary(self.model)
+
+    def losses(self) -> AbstractContextManager[None]:
+        if not self._splits_words:
+            return super().losses()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return cast(AbstractContextManager[None], loss_parallel())
 
     def begin_step(self) -> None:
         if self.early_unshard:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,7 @@ def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool = Fals
     values = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     tied = [names for names in shared_names(model) if len(names) > 1]
     model.to_empty(device="cpu" if cpu_offload else device)
-    for first, *others in tied:
-        for name in others:
-            _set(model, name, _get(model, first))
+    share(model, tied)
     poison(model)
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         _set(model, name, values[name].to(device) if name in values else buffer.to(device))
@@ -39,6 +37,13 @@ def shared_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
+
+
+def share(model: nn.Module, names: Iterable[Sequence[str]]) -> None:
+    """Let modules have one parameter in common again, by the groups of names that `shared_names` gave."""
+    for first, *others in names:
+        for name in others:
+            _set(model, name, _get(model, first))
 
 
 def _get(model: nn.Module, name: str) -> Any:

@@ -34,7 +34,7 @@ def lines(
     which = f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else "")
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if config.replicas > 1:
-        ranks += f" ({config.replicas} replicas of {world_size // config.replicas} shards)"
+        ranks += f" ({config.replicas} replicas of {world_size // config.replicas // config.tp} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
     if config.float8:
         from fsdp2.parallel import float8
@@ -57,6 +57,7 @@ def lines(
         + segments(device),
         *([] if plan is None else [plan if isinstance(plan, str) else plan.line]),
         f"sharding: {engine.sharding}",
+        *mesh(config, world_size),
         *attention(config, spec, device),
         f"run directory: {short(folder)}",
     ]
@@ -102,6 +103,16 @@ def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str
 
         chosen = way(config.attention, device.type, apart=apart)
     return [f"attention: {'as torch chooses' if chosen == 'auto' else chosen}"]
+
+
+def mesh(config: Config, world_size: int) -> list[str]:
+    """With --tp a picture of the ranks: between bars those that split layers, which have one share of the data."""
+    if config.tp == 1:
+        return []
+    rows = [" ".join(map(str, range(first, first + config.tp))) for first in range(0, world_size, config.tp)]
+    shards = len(rows) // config.replicas
+    copies = [" | ".join(rows[first : first + shards]) for first in range(0, len(rows), shards)]
+    return [f"mesh: layers split over {config.tp} ranks, sharded over {shards}: {' || '.join(copies)}"]
 
 
 def segments(device: torch.device) -> str:

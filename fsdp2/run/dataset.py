@@ -70,13 +70,14 @@ def tokenizer_of(config: Config) -> str:
 
 def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:
     """This rank's part of each global batch."""
+    share = world.share(config.tp)
     return Batches(
         dataset.train,
         global_batch=config.global_batch(world.world_size),
         accumulation=config.grad_accumulation,
         seed=config.seed,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=share.index,
+        world_size=share.of,
         device=device,
         workers=config.loader_workers,
     )

@@ -28,7 +28,7 @@ from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.job import Job, Origin
 from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
-from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, shapes_of
+from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, large, shapes_of
 from fsdp2.run.process.runtime import World
 from fsdp2.schedule import Length, before
 
@@ -99,6 +99,8 @@ def preflight(config: Config, world: World) -> Job:
             note, by_library = check_init_from(config, model)
             job.add_note(note)
             loads_whole = by_library or (loads_whole and config.init_partial)
+        if world.local_world_size % config.tp:
+            job.add_note(f"--tp {config.tp}: its ranks are on several nodes, and wait for the network in each layer")
         job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job
@@ -209,12 +211,14 @@ def check_versions(config: Config) -> None:
 def check_world(config: Config, world: World) -> None:
     size = world.world_size
     strategies.check_world(config, size)
-    if size % config.replicas:
-        raise ConfigError(
-            f"--replicas {config.replicas}: doesn't divide the world size {size}; use one of "
-            f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
-        )
-    shards = size // config.replicas
+    for flag, count, ranks in (("--tp", config.tp, size), ("--replicas", config.replicas, size // config.tp)):
+        if ranks % count or not ranks:
+            each = "" if ranks == size else f" / --tp {config.tp}"
+            raise ConfigError(
+                f"{flag} {count}: doesn't divide the world size {size}{each}; use one of "
+                f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+            )
+    shards = size // config.tp // config.replicas
     n = config.reshard_after_forward
     if n is not None and not isinstance(n, bool) and (shards % n or n >= shards):
         fitting = [str(k) for k in range(2, shards) if shards % k == 0]
@@ -222,10 +226,16 @@ def check_world(config: Config, world: World) -> None:
             f"--reshard-after-forward {n}: must be a divisor of the {shards} ranks that shard the model, and fewer "
             f"than they are; use {' or '.join([*fitting, 'true, which reshards to all of them'])}"
         )
-    if config.global_batch_size is not None and config.global_batch_size < size * config.grad_accumulation:
+    shares = size // config.tp
+    if config.global_batch_size is not None and config.global_batch_size < shares * config.grad_accumulation:
         raise ConfigError(
-            f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {size} ranks and "
-            f"{config.grad_accumulation} microbatches; use {size * config.grad_accumulation} or more"
+            f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {shares} ranks and "
+            f"{config.grad_accumulation} microbatches; use {shares * config.grad_accumulation} or more"
+        )
+    if config.tp > 1 and config.writes_full_model and large(config, config.spec):
+        raise ConfigError(
+            f"--save-model with --tp {config.tp}: a large model is written by all ranks in whole rows, and --tp splits "
+            "columns too; add --no-save-model, and python -m fsdp2.checkpoint export writes it from the last checkpoint"
         )
 
 

@@ -212,6 +212,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         data_root=data_root or config.data_root,
         cpu_offload=False,
         replicas=1,
+        tp=1,
         reshard_after_forward=None,
         chunked_loss=None,
     )

@@ -79,6 +79,11 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"--strategy {config.strategy}: its engine copies values that a plan doesn't have; plan "
             f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
         )
+    if config.tp > 1:
+        raise ConfigError(
+            f"--tp {config.tp}: a plan executes one rank without others, and split layers exchange values; measure it "
+            "with python -m fsdp2.train --memory-snapshot on a few ranks"
+        )
     if config.float8:
         raise ConfigError(
             f"--float8 {config.float8}: a plan executes on a CPU, where it is emulated in other steps and memory; "

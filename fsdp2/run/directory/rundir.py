@@ -236,7 +236,7 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
     model = spec.described(config.model_size)
     return {
         "config": to_flags(config),
-        "mesh": {"replicate": config.replicas, "shard": world_size // config.replicas},
+        "mesh": {"replicate": config.replicas, "shard": world_size // (config.replicas * config.tp), "tp": config.tp},
         "environment": environment(world_size),
         "model": shapes_of(model),
         **{part: kept.hashes(files) for part, files in kept_files(config).items()},

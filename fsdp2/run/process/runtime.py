@@ -23,6 +23,19 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
+class Share:
+    """A rank's part of each batch, of `of` parts. Ranks that split the model's layers between them have the same one.
+
+    Attributes:
+        counts: whether this rank is the first of those; a sum over all ranks takes the numbers of these alone.
+    """
+
+    index: int
+    of: int
+    counts: bool
+
+
+@dataclass(frozen=True)
 class World:
     """Where this process stands among all of them. Made before any process group."""
 
@@ -30,6 +43,10 @@ class World:
     world_size: int
     local_rank: int
     local_world_size: int
+
+    def share(self, tp: int) -> Share:
+        """This rank's part of each batch where so many ranks, neighbours, split the model's layers between them."""
+        return Share(self.rank // tp, self.world_size // tp, self.rank % tp == 0)
 
 
 def world() -> World:

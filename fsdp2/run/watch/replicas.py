@@ -84,7 +84,7 @@ def different(sums: Sequence[int], replicas: int) -> tuple[list[int], bool]:
 def copies(tensors: Sequence[Tensor], world_size: int) -> int:
     """How many ranks hold each element: the rows of HSDP's mesh, and all ranks if tensors are whole, as in DDP."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    return world_size if mesh is None else mesh.size(0) if mesh.ndim == 2 else 1
+    return world_size if mesh is None else mesh.size(0) if "replicate" in (mesh.mesh_dim_names or ()) else 1
 
 
 def compare(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[int], str]:

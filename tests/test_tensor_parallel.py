@@ -1,0 +1,250 @@
+"""Tensor parallelism beside FSDP2, and with each flag that combines with it: against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2.config import Config, parse
+from fsdp2.models import get
+from fsdp2.models.initial import reset_parameters
+from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.mesh import make_mesh, of_fsdp
+from fsdp2.parallel.tensor import split_layers
+from fsdp2.run.preflight import check_world
+from fsdp2.run.process.runtime import World
+from tests.harness import Ranks, full_files, losses, of_kind, same
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+# 12 samples in a step divide unevenly over microbatches and shares; the norm is clipped from the first step on. Of the
+# optimizers SGD alone makes of a small difference of gradients a small one of weights.
+LLAMA = [
+    "--model=llama",
+    "--model-size=debug",
+    "--dataset=random-tokens",
+    "--seq-len=16",
+    "--global-batch-size=12",
+    "--lr=0.5",
+]
+LLAMA += ["--optimizer=sgd", "--clip-grad-norm=0.5", "--test-batch-size=64"]
+QUICK = ["--checkpoint-every=never", "--save-model"]
+SUMS = 1e-5  # relative: the ranks' sums are added in another order than one process's
+
+
+@pytest.fixture(autouse=True)
+def _new_processes(ranks: Ranks) -> Iterator[None]:
+    """torch keeps what it has made of a mesh for the life of a process, and an equal mesh of other groups finds it."""
+    yield
+    ranks.close()
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """How far the farthest number is, relative to the largest of its tensor."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - one).abs().max() / one.abs().max()) for name, one in theirs.items())
+
+
+def trained(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(folder / "full_model" / "full-model.pt", weights_only=True)
+    return found
+
+
+# --- gradients, against plain autograd --------------------------------------------------------------------------------
+
+
+def _gradients(tied: bool, tp: int, replicas: int) -> dict[str, float]:
+    """How far each parameter's gradient is from the whole model's on all samples, which torch alone computes."""
+    torch.set_num_threads(1)
+    spec, size = get("llama"), {**get("llama").sizes["debug"], "tied": tied}
+    alone = spec.make(**size)
+    reset_parameters(alone, spec.initial_values, 1)
+    tokens = torch.randint(256, (6, 17), generator=torch.Generator().manual_seed(2))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -100
+    F.cross_entropy(alone(inputs).flatten(0, 1), targets.flatten(), reduction="sum").backward()
+
+    from fsdp2.parallel.fully_sharded import FSDP2Engine, shard
+    from fsdp2.parallel.groups import shard_groups
+    from fsdp2.parallel.meta import allocate
+
+    world = dist.get_world_size()
+    mesh = make_mesh("cpu", world, replicas, tp)
+    with torch.device("meta"):
+        model = spec.make(**size)
+    assert spec.splits is not None
+    split_layers(model, spec.splits(), mesh["tp"])
+    shard(model, shard_groups(model, spec.blocks(model)), mesh=of_fsdp(mesh))
+    allocate(model, torch.device("cpu"))
+    reset_parameters(model, spec.initial_values, 1)
+    engine = FSDP2Engine(
+        model, None, torch.amp.GradScaler("cpu", enabled=False), early_unshard=False, splits_words=True
+    )
+    share = World(dist.get_rank(), world, 0, 1).share(tp)
+    mine = slice(*[6 * number // share.of for number in (share.index, share.index + 1)])
+    with engine.losses():
+        loss = spec.loss(engine.forward(SimpleNamespace(inputs=inputs[mine], last=True)), targets[mine])
+        engine.backward(loss * share.of, last_microbatch=True)
+    found = {}
+    for (name, parameter), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        gradient, wanted = parameter.grad, theirs.grad
+        assert isinstance(gradient, DTensor)
+        assert wanted is not None
+        found[name] = float((gradient.full_tensor() - wanted).abs().max() / wanted.abs().max())
+    return found
+
+
+@pytest.mark.parametrize(("tied", "tp", "replicas", "count"), [(False, 2, 1, 2), (True, 2, 1, 4), (False, 2, 3, 6)])
+def test_each_gradient_is_that_of_the_whole_model(ranks: Ranks, tied: bool, tp: int, replicas: int, count: int) -> None:
+    for found in ranks.run(_gradients, tied, tp, replicas, ranks=count):
+        assert len(found) == 21 - tied
+        assert max(found.values()) < SUMS, found
+
+
+# --- runs, against one process ----------------------------------------------------------------------------------------
+
+# What changes no number is left out of the one process's line.
+SAME = (
+    "--tp",
+    "--replicas",
+    "--grad-accumulation-sync",
+    "--reshard",
+    "--explicit",
+    "--check-replicas",
+    "--cpu",
+    "--shard",
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("--tp=2", 2),
+        ("--tp=2 --replicas=2 --check-replicas=2", 4),
+        ("--tp=2 --grad-accumulation=3", 4),
+        ("--tp=2 --grad-accumulation=3 --grad-accumulation-sync=last", 4),
+        ("--tp=2 --replicas=2 --grad-accumulation=2 --grad-accumulation-sync=replica", 8),
+        ("--tp=2 --activation-checkpointing=block --freeze=model.embed_tokens.*", 4),
+        ("--tp=2 --activation-checkpointing=op --inspect", 4),
+        ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
+        ("--tp=2 --cpu-offload --ema=0.9 --on-nonfinite=skip", 4),
+        ("--tp=2 --dcp-api --shard-granularity=root", 4),
+    ],
+)
+def test_a_run_is_that_of_one_process(train: Train, tmp_path: Path, flags: str, count: int) -> None:
+    words = flags.split()
+    alone = [word for word in words if not word.startswith(SAME) and word != "--inspect"]
+    theirs = train(*LLAMA, *QUICK, *alone, n=1, run="one")
+    ours = train(*LLAMA, *QUICK, *words, n=count)
+    assert len(losses(ours)) == 6
+    assert losses(ours)[-1] != losses(ours)[0]
+    assert relative(losses(ours), losses(theirs)) < SUMS
+    norms, wanted = ([event["grad_norm"] for event in of_kind(events, "train")] for events in (ours, theirs))
+    assert relative(norms, wanted) < SUMS
+    assert min(norms) > 0.5, "nothing was clipped"
+    for name in ("accuracy", "count"):
+        assert of_kind(ours, "eval")[-1][name] == of_kind(theirs, "eval")[-1][name]
+    assert relative([of_kind(ours, "eval")[-1]["loss"]], [of_kind(theirs, "eval")[-1]["loss"]]) < SUMS
+    assert apart(trained(tmp_path / "run"), trained(tmp_path / "one")) < SUMS
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_first_step_in_half_precision_is_that_of_one_process(train: Train, dtype: str) -> None:
+    flags = [*LLAMA, "--checkpoint-every=never", f"--mixed-precision={dtype}"]
+    (ours,), (theirs,) = (
+        of_kind(train(*flags, *more, n=n, run=f"{n}", steps=1), "train") for n, more in ((4, ["--tp=2"]), (1, []))
+    )
+    assert relative([ours["loss"]], [theirs["loss"]]) < 1e-3  # of numbers that are rounded to 8 bits
+    assert relative([ours["grad_norm"]], [theirs["grad_norm"]]) < 1e-2
+
+
+def test_documents_of_a_row_stay_apart(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"abcdefgh" * (i % 5 + 1)} {i}"}}\n' for i in range(400)))
+    flags = [*LLAMA, "--checkpoint-every=never", f"--dataset=text:{tmp_path / 'text.jsonl'}"]
+    ours, theirs = (losses(train(*flags, *more, n=n, run=f"{n}")) for n, more in ((4, ["--tp=2"]), (1, [])))
+    assert relative(ours, theirs) < SUMS
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+ADAM = [flag for flag in LLAMA if not flag.startswith(("--optimizer", "--lr="))]
+MESHES = {"one": (1, []), "dp 2": (2, []), "tp 2": (2, ["--tp=2"]), "dp 2 x tp 2": (4, ["--tp=2"]),
+          "hsdp 2 x 1 x tp 2": (4, ["--tp=2", "--replicas=2"])}  # fmt: skip
+
+
+def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path) -> None:
+    flags = [*ADAM, "--tp=2", "--checkpoint-every=3", "--async-checkpoint"]
+    whole = losses(train(*flags, n=4, run="whole"))
+    train(*flags, n=4, steps=3)
+    assert losses(train(*flags, n=4)) == whole[3:]
+    assert same(full_files(tmp_path / "run"), full_files(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("there", list(MESHES))
+@pytest.mark.parametrize("here", ["tp 2", "dp 2 x tp 2", "one"])
+def test_each_mesh_reads_the_checkpoints_of_the_others(
+    train: Train, ranks: Ranks, tmp_path: Path, here: str, there: str
+) -> None:
+    """Model and optimizer, tensor by tensor: a run that has nothing left to do writes what it has read."""
+    if here == there:
+        pytest.skip("see above")
+    count, mesh = MESHES[there]
+    train(*ADAM, *mesh, n=count, steps=2)
+    before = full_files(tmp_path / "run")
+    (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
+    ranks.close()
+    count, mesh = MESHES[here]
+    train(*ADAM, *mesh, n=count, steps=2)
+    assert same(full_files(tmp_path / "run"), before)
+
+
+def test_a_run_starts_from_weights_and_is_used_without_its_mesh(train: Train, tmp_path: Path) -> None:
+    train(*LLAMA, n=1, steps=2, run="start")
+    weights = tmp_path / "start" / "full_model" / "full-model.pt"
+    train(*LLAMA, "--tp=2", "--lr=1e-30", f"--init-from={weights}", n=4, steps=1)
+    assert same(trained(tmp_path / "run"), trained(tmp_path / "start"))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--model=llama --tp=3", "doesn't divide heads 4, kv_heads 2, hidden 176, vocab_size 256, --seq-len"),
+        ("--model=llama --tp=4", "doesn't divide kv_heads 2; use --tp 2"),
+        ("--model=llama --tp=2 --seq-len=33", "doesn't divide --seq-len 33; drop --tp"),
+        ("--model=vit --tp=2", "it has no plan for splitting its layers"),
+        ("--model=llama --tp=2 --compile", "--tp 2 with --compile: a compiled block leaves"),
+        ("--model=llama --tp=2 --strategy=ddp", "ddp splits no layers; use --strategy fsdp2"),
+    ],
+)
+def test_what_does_not_combine_is_refused(flags: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+        parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "says"),
+    [
+        ({"tp": 2}, 3, "--tp 2: doesn't divide the world size 3; use one of 1, 3"),
+        ({"tp": 2, "replicas": 2}, 6, "--replicas 2: doesn't divide the world size 6 / --tp 2; use one of 1, 3"),
+        ({"tp": 2, "global_batch_size": 1}, 4, "less than one sample for each of 2 ranks"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused(flags: dict[str, int], size: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_world(Config(model="llama", **flags), World(0, size, 0, size))  # type: ignore[arg-type]
