@@ -53,8 +53,10 @@ def write_hf(
     # without keys and values, which generating needs.
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
-    for file in folder.glob("*config.json"):
-        if file.name in ("config.json", "generation_config.json"):
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.name == "generation_config.json" and file.name in beside:
+            file.write_bytes(beside[file.name])  # of which a model made by config.json alone knows nothing
+        elif file.exists():
             written = json.loads(file.read_bytes())
             _keep_cache(written, json.loads(beside.get(file.name, b"{}")))
             _say(written, dtype)

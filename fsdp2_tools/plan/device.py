@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.options.settings_file import read_table
 from fsdp2.units import byte_count
 from fsdp2_tools.plan.memory import Memory
 from fsdp2_tools.plan.speed import KEYS as SPEED_KEYS
@@ -50,19 +50,17 @@ class Term:
 
 def gpu(place: str) -> Gpu:
     """A GPU of the table by its name, or of a file. Raises ConfigError, in one line, if there is no such."""
-    if not place.endswith(".toml"):
-        table = tomllib.loads(TABLE.read_text())
-        if place not in table:
-            raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
-        return gpu_of(place, table[place], place)
+    is_file = place.endswith(".toml")
     try:
-        table = tomllib.loads(Path(place).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--gpu {shown(place)}: can't be read ({shown(str(error))}); give a TOML file") from None
+        table = read_table(place if is_file else str(TABLE))
+    except ValueError as error:
+        raise ConfigError(f"--gpu {shown(place)}: {error}") from None
+    if not is_file and place not in table:
+        raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
     if not table:
         raise ConfigError(f'--gpu {shown(place)}: is empty; give it a table such as [mine] with memory = "80GB"')
-    name, values = next(iter(table.items()))
-    return gpu_of(name, values, place)
+    name = next(iter(table)) if is_file else place
+    return gpu_of(name, table[name], place)
 
 
 def gpu_of(name: str, values: Any, place: str) -> Gpu:

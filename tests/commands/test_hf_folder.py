@@ -158,6 +158,16 @@ def test_the_dtype_is_the_source_folders_unless_another_is_asked_for(
         assert same(dict(model.state_dict()), {name: tensor.to(dtype) for name, tensor in trained.items()})
 
 
+def test_how_a_model_writes_is_what_its_folder_says(weights: Path, tmp_path: Path, cli: Cli) -> None:
+    """An instruction model names the ends of its answers there alone: without them it doesn't stop."""
+    says = b'{"eos_token_id": [2, 9], "do_sample": true, "temperature": 0.6, "top_p": 0.9}'
+    (weights.parent / "model" / "generation_config.json").write_bytes(says)
+    assert cli("export", weights, tmp_path / "out", "--format=hf")[0] == 0
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == says
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (found.eos_token_id, found.temperature) == ([2, 9], 0.6)
+
+
 def test_safetensors_of_a_tied_model_hold_its_head_once(folder: Path, weights: Path, tmp_path: Path, cli: Cli) -> None:
     assert cli("export", weights, tmp_path / "out", "--format=safetensors")[0] == 0
     state = load_file(tmp_path / "out" / "model.safetensors")

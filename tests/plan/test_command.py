@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         (["--gpu=h1000"], "--gpu h1000: must be one of .*did you mean h100"),
-        (["--gpu=none.toml"], "--gpu none.toml: can't be read"),
+        (["--gpu=none.toml"], "--gpu none.toml: cannot be read"),
         (["--ranks=0"], "--ranks"),
         (["--ranks=2,x"], "--ranks"),
         (["--budget=much"], "--budget"),
@@ -104,17 +105,23 @@ def test_bad_input_is_refused_in_one_line(flags: list[str], message: str) -> Non
         ('[mine]\nmemory = "lots"\n', "memory must be a number of bytes"),
         ('[mine]\nmemory = "8GB"\nflops = 3\n', "flops must be one of"),
         ("mine = 3\n", "sets no memory"),
-        ("[", "can't be read"),
+        ("[", "is not valid TOML"),
+        ("x = " + "[" * 2000 + "]" * 2000, "nests tables or lists deeper"),
+        ('[mine]\nmemory = "8GB"\ntflops = nan\n', "holds nan, which is no finite number"),
+        (None, "is not a regular file"),
     ],
 )
-def test_a_wrong_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "gpu.toml").write_text(text)
+def test_a_wrong_table_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is None:
+        os.mkfifo(tmp_path / "gpu.toml")
+    else:
+        (tmp_path / "gpu.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         main([*LLAMA, f"--gpu={tmp_path / 'gpu.toml'}"])
 
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "gpu.toml").write_text('[mine]\nmemory = "8GB"\n')
+    (tmp_path / "gpu.toml").write_text('\ufeff[mine]\nmemory = "8GB"\n', "utf-8")  # as Windows writes it
     (there,) = main([*CNN, "--ranks=2", f"--gpu={tmp_path / 'gpu.toml'}"])
     assert there.budget == 8_000_000_000
 
