@@ -275,7 +275,7 @@ test: $(VENV)/.dev  ## the tests, with the newest torch (37 min)
 	$(TOX) newest -- $(ARGS)
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
-TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands
+TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
 .PHONY: test-book test-migration test-tools
 test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the next two
@@ -284,7 +284,7 @@ test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the n
 test-migration: $(VENV)/.dev  ## the tests of moving from FSDP1: options, code, checkpoints
 	$(TOX) newest -- $(MIGRATION) $(ARGS)
 
-test-tools: $(VENV)/.dev  ## the tests of planner, tuner, comparison, doctor, memory pages and the checkpoint command
+test-tools: $(VENV)/.dev  ## the tests of planner, tuner, comparison, doctor, memory pages, checkpoint command and launchers
 	$(TOX) newest -- $(TOOLS) $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the tests that take minutes each

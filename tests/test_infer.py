@@ -17,7 +17,7 @@ from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2.report.predictions import samples_of
 from fsdp2.run import trained
-from tests.harness import Ranks, flip_a_bit, of_kind
+from tests.harness import Ranks, flip_a_bit, main_in_ranks, of_kind, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -32,15 +32,35 @@ RUNS = [
 ]
 
 
+Trained = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trained_once(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The run of flags on two ranks, and its last evaluation: one for all tests that only read it.
+
+    Enough steps to be right about something, and the test set in batches that 2 ranks share unevenly.
+    """
+    runs: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def of(flags: str) -> tuple[Path, dict[str, Any]]:
+        if flags not in runs:
+            run = tmp_path_factory.mktemp("trained") / "run"
+            line = small(run, "--test-batch-size=100", "--max-steps=25", *flags.split())
+            runs[flags] = run, of_kind(ranks.run(main_in_ranks, line)[0], "eval")[-1]
+        return runs[flags]
+
+    return of
+
+
 @pytest.mark.parametrize("flags", RUNS)
-def test_accuracy_is_that_of_the_last_evaluation(train: Train, ranks: Ranks, tmp_path: Path, flags: str) -> None:
-    # Enough steps to be right about something, and the test set in batches that 2 ranks share unevenly.
-    evaluation = of_kind(train(*flags.split(), "--test-batch-size=100", steps=25), "eval")[-1]
-    result = ranks.run(infer.main, tmp_path / "run", ranks=1)[0]
+def test_accuracy_is_that_of_the_last_evaluation(trained_once: Trained, ranks: Ranks, flags: str) -> None:
+    run, evaluation = trained_once(flags)
+    result = ranks.run(infer.main, run, ranks=1)[0]
     assert (result["accuracy"], result["count"]) == (evaluation["accuracy"], evaluation["count"])
     assert len(result["samples"]) == 10
     assert all(sample["correct"] == (sample["predicted"] == sample["actual"]) for sample in result["samples"])
-    assert (tmp_path / "run" / "predictions.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
 def _sharded(run: Path) -> dict[str, Any]:
@@ -49,11 +69,9 @@ def _sharded(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flags", ["", "--mixed-precision"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_sharded_inference_on_another_number_of_ranks(
-    train: Train, ranks: Ranks, tmp_path: Path, flags: str, n: int
-) -> None:
-    evaluation = of_kind(train(*flags.split(), "--no-save-model", steps=25), "eval")[-1]
-    for result in ranks.run(_sharded, tmp_path / "run", ranks=n):
+def test_sharded_inference_on_another_number_of_ranks(trained_once: Trained, ranks: Ranks, flags: str, n: int) -> None:
+    run, evaluation = trained_once(flags)
+    for result in ranks.run(_sharded, run, ranks=n):
         assert (result["accuracy"], result["count"]) == (evaluation["accuracy"], 360)
 
 
