@@ -183,7 +183,7 @@ class Launches:
 
 
 SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
-LEAVES_NOTHING = ("--no-save-model", "--checkpoint-every=never")  # half of the smallest run is what it leaves
+LEAVES_NOTHING = ("--no-save-model", "--checkpoint-every=never")  # two fifths of the smallest run is what it leaves
 
 
 def small(run: Path | str, *flags: str) -> list[str]:
