@@ -144,6 +144,10 @@ train-hsdp: $(VENV)/.installed  ## HSDP: two replicas of a model sharded over tw
 train-tp: $(VENV)/.installed  ## tensor parallelism: two ranks split each layer of a small Llama
 	$(TRAIN) --model llama --model-size debug --seq-len 64 --max-steps 100 --tp 2 $(ARGS)
 
+.PHONY: train-sp
+train-sp: $(VENV)/.installed  ## sequence parallelism: two ranks have a piece of each sequence
+	$(TRAIN) --model llama --model-size debug --seq-len 64 --max-steps 100 --sp 2 $(ARGS)
+
 .PHONY: train-2d
 train-2d: NPROC = 4
 train-2d: $(VENV)/.installed  ## FSDP2 x tensor parallelism, 4 ranks

@@ -1,8 +1,7 @@
 """Every option of a training run: its name, default, reason and check.
 
-One frozen dataclass. `python -m fsdp2.train`'s parser is made from it, a `--config` file holds the same
-names, and a program builds `Config(...)` directly; all three are checked here, at construction. What
-needs the machine or the file system (world size, run directory, data) is checked in `run/preflight.py`.
+One frozen dataclass, of which the parser of `python -m fsdp2.train` is made; a `--config` file holds the same names. It
+is checked here, at construction, and what needs the machine or its files (data, run directory) in `run/preflight.py`.
 """
 
 from __future__ import annotations
@@ -158,6 +157,7 @@ class Config:
     )
     replicas: int = option(1, "HSDP: copies of the sharded model; must divide the world size", whole(1))
     tp: int = option(1, "tensor parallel: ranks that split each layer between them, beside FSDP2", whole(1))
+    sp: int = option(1, "sequence parallel: ranks that have a piece of each sequence, beside FSDP2", whole(1))
     shard_modules: tuple[str, ...] = option(
         (), "name pattern of the blocks, instead of finding them; repeatable", patterns, many=True
     )
@@ -358,7 +358,7 @@ class Config:
 
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""
-        return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp)
+        return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp // self.sp)
 
     def checkpoint_due(self, step: int) -> bool:
         """Return whether `--checkpoint-every` asks for a checkpoint after this step."""

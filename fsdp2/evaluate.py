@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp2.config import Config
 from fsdp2.data.loader import Batch, evaluation_batches
 from fsdp2.data.splits import IGNORED, Split
 from fsdp2.models.spec import ModelSpec
+from fsdp2.run.dataset import pieces_of
 from fsdp2.run.process.runtime import World
 
 
@@ -20,10 +22,9 @@ def evaluate(
     forward: Callable[[Batch], Any],
     spec: ModelSpec,
     split: Split,
-    batch_size: int,
+    config: Config,
     world: World,
     device: torch.device,
-    tp: int = 1,
 ) -> dict[str, float]:
     """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
 
@@ -31,12 +32,11 @@ def evaluate(
 
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
-
-    Args:
-        tp: so many ranks, neighbours, split the model's layers between them and get the same samples.
     """
-    share = world.share(tp)
-    sums = scored(forward, spec, evaluation_batches(split, batch_size, share.index, share.of, device), device)
+    share = world.share(config.tp, config.sp)
+    split = pieces_of(split, share)
+    batches = evaluation_batches(split, config.test_batch_size, share.index, share.of, device)
+    sums = scored(forward, spec, batches, device)
     if not share.counts:
         sums.zero_()
     if world.world_size > 1:

@@ -55,7 +55,7 @@ def main(place: Path | str, *, data_root: str | None = None, sharded: bool = Fal
         with torch.no_grad():
             batch = next(evaluation_batches(dataset.test, SAMPLES, 0, 1, run.device))
             samples = samples_of(spec.logits(run.forward(batch)), batch.targets, dataset)
-            result = evaluate(run.forward, spec, dataset.test, run.config.test_batch_size, run.world, run.device)
+            result = evaluate(run.forward, spec, dataset.test, run.config, run.world, run.device)
         if run.world.rank == 0:
             show(samples, shown(batch.inputs, batch.targets), dataset, run.run)
             print(f"test loss: {result['loss']:.4f}" + perplexity_in_words(result))

@@ -17,7 +17,7 @@ from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
-from fsdp2.parallel.mesh import make_mesh, of_fsdp
+from fsdp2.parallel.mesh import make_mesh, of_fsdp, of_pieces
 from fsdp2.parallel.meta import allocate, check_initialised, nothing
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
@@ -75,6 +75,10 @@ def parallelize(
 
         assert splits is not None, "the model has no plan"
         split_layers(model, splits(), mesh["tp"])
+    if config.sp > 1:
+        from fsdp2.parallel.sequence import split_sequences
+
+        split_sequences(model, of_pieces(device.type, world_size, config.tp, config.sp).get_group())
     blocks = blocks_of(model)
 
     # Other modules with the same parameters, so before anything keeps a module or its forward.

@@ -84,14 +84,14 @@ def main(
         # Model: meta -> sharded -> initialised -> with its optimizer.
         engine = make_engine(config, spec, world, device, restoring=job.origin.checkpoint is not None)
         schedule = Schedule(config, engine.optimizer, batches)
-        runtime.seed_everything(config.seed, world.share(config.tp).index)  # for dropout
+        runtime.seed_everything(config.seed, world.rank // config.tp)  # for dropout, the same for the same activations
 
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
         app = state_of_run(engine, schedule.scheduler, batches, progress, world, device, also_saved)
         restored = resume(job, app, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
-            runtime.seed_everything(config.seed, world.share(config.tp).index, progress.step)
+            runtime.seed_everything(config.seed, world.rank // config.tp, progress.step)
         job.add_note(schedule.go_on(progress.step, job.origin.before))
         try_out(config, engine, dataset, device)
         first_step = progress.step
@@ -104,7 +104,7 @@ def main(
 
         def test() -> dict[str, Any]:
             with watch.phase("evaluation"), engine.evaluating():
-                return evaluate(engine.forward, spec, dataset.test, config.test_batch_size, world, device, config.tp)
+                return evaluate(engine.forward, spec, dataset.test, config, world, device)
 
         with job.starting():
             write_start(config, job, world, app, node_memory, engine.files, finished=finished())
@@ -179,13 +179,15 @@ def train_step(
     """
     engine.begin_step()  # with explicit prefetching the first all-gather runs while data is read
     losses: list[Tensor] = []
-    share = world.share(config.tp)
+    share = world.share(config.tp, config.sp)
     for batch in microbatches:
         with engine.losses():
             loss = spec.loss(engine.forward(batch), batch.targets)
             # Ranks' gradients will be averaged. The sum of losses x ranks / targets in the global batch makes
             # that the gradient of the mean over the global batch, also where shares are uneven.
-            engine.backward(loss * (share.of / batch.target_count * batch.valid), last_microbatch=batch.last)
+            engine.backward(
+                loss * (share.of * share.pieces / batch.target_count * batch.valid), last_microbatch=batch.last
+            )
         losses.append(loss.detach() if batch.valid and share.counts else torch.zeros_like(loss))
     norm = engine.clip(config.clip_grad_norm)
     # The norm is the same on all ranks. fp16's gradient scaler looks at the gradients itself.

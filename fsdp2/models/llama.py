@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.width = dim // heads
+        self.width, self.attend = dim // heads, attend  # which may be done over ranks
         self.q_proj = nn.Linear(dim, heads * self.width, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * self.width, bias=False)
         self.v_proj = nn.Linear(dim, kv_heads * self.width, bias=False)
@@ -103,7 +103,7 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -287,5 +287,6 @@ SPEC = ModelSpec(
     head=head,
     attentions=ATTENTIONS,
     splits=splits,
+    attends_by_name=True,
     split_sizes=("heads", "kv_heads", "hidden", "vocab_size"),
 )

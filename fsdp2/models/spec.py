@@ -109,6 +109,7 @@ class ModelSpec:
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
         splits: for tensor parallelism, names of its modules, with `*`, and torch's style for each; None if it has none.
         split_sizes: of the keyword arguments of `make`, those that the ranks of tensor parallelism must divide.
+        attends_by_name: whether its modules attend by `self.attend`, so that ranks can exchange heads for tokens.
         attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
             `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
     """
@@ -135,6 +136,7 @@ class ModelSpec:
     whole: ModelSpec | None = None
     splits: Callable[[], Mapping[str, ParallelStyle]] | None = None
     split_sizes: Sequence[str] = ()
+    attends_by_name: bool = False
     attentions: Sequence[str] = ("auto", *KERNELS)
 
     def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:

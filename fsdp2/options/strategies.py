@@ -19,6 +19,7 @@ from fsdp2.parallel.names import FLOAT8_CAPABILITY
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
     yield from _tensor_parallel_refusals(options)
+    yield from _sequence_parallel_refusals(options)
     if options.shard_granularity == "root" and options.prefetches != (None, None):
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
@@ -62,11 +63,34 @@ def _tensor_parallel_refusals(options: Options) -> Iterator[str]:
         yield f"--tp {tp} with --model-size {options.model_size}: doesn't divide {', '.join(wrong)}; {fix}"
 
 
+def _sequence_parallel_refusals(options: Options) -> Iterator[str]:
+    if (sp := options.sp) == 1:
+        return
+    spec, numbers = options.spec, options.spec.sizes[options.model_size]
+    for flag, given, why in (
+        ("--attention flex", options.attention == "flex", "its blocks are made of a rank's own tokens"),
+        ("--memory-checkpoint", options.memory_checkpoint is not None, "it isn't tried with pieces of sequences"),
+        ("--lora", options.lora is not None, "it isn't tried with adapters"),
+        ("--compile", options.compile, "the exchange of heads would break each block's graph"),
+        ("--float8", options.float8 is not None, "it isn't tried with layers in float8"),
+        ("--chunked-loss", options.chunked_loss is not None, "it isn't tried, and a piece's logits are fewer already"),
+    ):
+        if given:
+            yield f"--sp {sp} with {flag}: {why}; drop one of them"
+    if not spec.attends_by_name:
+        yield f"--sp {sp} with --model {options.model}: ranks can't exchange its heads for tokens; use llama"
+    sizes = {"heads": numbers["heads"], "--seq-len": options.seq_len}
+    parts, given = options.tp * sp, f"--sp {sp}" if options.tp == 1 else f"--sp {sp} x --tp {options.tp}"
+    if wrong := [f"{name} {size}" for name, size in sizes.items() if size % parts]:
+        yield f"{given} with --model-size {options.model_size}: {parts} doesn't divide {', '.join(wrong)}; lower --sp"
+
+
 FSDP2 = Rules(
     honours=(
         "cpu_offload",
         "replicas",
         "tp",
+        "sp",
         "check_replicas",
         "memory_checkpoint",
         "shard_granularity",
@@ -97,6 +121,7 @@ PARTICULAR = {
     "cpu_offload": "keeps parameters, gradients and optimizer state on the device",
     "replicas": "has no two-dimensional mesh",
     "tp": "splits no layers",
+    "sp": "has whole sequences on each rank",
     "check_replicas": "isn't compared between ranks that hold the same",
     "memory_checkpoint": "has no shards of which each node could hold a whole copy",
     "shard_granularity": "has no groups of modules",

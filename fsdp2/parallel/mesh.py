@@ -30,6 +30,15 @@ def make_mesh(device_type: str, world_size: int, replicas: int = 1, tp: int = 1)
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def of_pieces(device_type: str, world_size: int, tp: int, sp: int) -> DeviceMesh:
+    """The ranks that have pieces of the same sequences, 1-D. A collective call.
+
+    For FSDP2 they are ranks that shard, so they stand within that dimension of the run's mesh, next to its `tp`.
+    """
+    names = ("samples", "pieces", "tp")
+    return init_device_mesh(device_type, (world_size // (sp * tp), sp, tp), mesh_dim_names=names)["pieces"]
+
+
 def of_fsdp(mesh: DeviceMesh) -> DeviceMesh:
     """The dimensions of a mesh over which `fully_shard` shards and replicates."""
     names = mesh.mesh_dim_names or ()

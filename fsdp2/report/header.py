@@ -107,12 +107,13 @@ def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str
 
 def mesh(config: Config, world_size: int) -> list[str]:
     """With --tp a picture of the ranks: between bars those that split layers, which have one share of the data."""
-    if config.tp == 1:
+    if config.tp == config.sp == 1:
         return []
     rows = [" ".join(map(str, range(first, first + config.tp))) for first in range(0, world_size, config.tp)]
     shards = len(rows) // config.replicas
     copies = [" | ".join(rows[first : first + shards]) for first in range(0, len(rows), shards)]
-    return [f"mesh: layers split over {config.tp} ranks, sharded over {shards}: {' || '.join(copies)}"]
+    pieces = f", sequences over {config.sp} of these" if config.sp > 1 else ""
+    return [f"mesh: layers split over {config.tp} ranks, sharded over {shards}{pieces}: {' || '.join(copies)}"]
 
 
 def segments(device: torch.device) -> str:

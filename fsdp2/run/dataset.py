@@ -11,11 +11,11 @@ from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import Batches
-from fsdp2.data.splits import Dataset
+from fsdp2.data.splits import Dataset, Split
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.run.process.group import first_on_node, gather
-from fsdp2.run.process.runtime import World
+from fsdp2.run.process.runtime import Share, World
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
@@ -70,9 +70,9 @@ def tokenizer_of(config: Config) -> str:
 
 def training_batches(config: Config, dataset: Dataset, world: World, device: torch.device) -> Batches:
     """This rank's part of each global batch."""
-    share = world.share(config.tp)
+    share = world.share(config.tp, config.sp)
     return Batches(
-        dataset.train,
+        pieces_of(dataset.train, share),
         global_batch=config.global_batch(world.world_size),
         accumulation=config.grad_accumulation,
         seed=config.seed,
@@ -81,3 +81,12 @@ def training_batches(config: Config, dataset: Dataset, world: World, device: tor
         device=device,
         workers=config.loader_workers,
     )
+
+
+def pieces_of(split: Split, share: Share) -> Split:
+    """A split as it is, or with `--sp` this rank's piece of each sequence."""
+    if share.pieces == 1:
+        return split
+    from fsdp2.data.pieces import Pieces
+
+    return Pieces(split, share.piece, share.pieces)

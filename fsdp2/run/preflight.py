@@ -211,9 +211,13 @@ def check_versions(config: Config) -> None:
 def check_world(config: Config, world: World) -> None:
     size = world.world_size
     strategies.check_world(config, size)
-    for flag, count, ranks in (("--tp", config.tp, size), ("--replicas", config.replicas, size // config.tp)):
+    for flag, count, ranks in (
+        ("--tp", config.tp, size),
+        ("--sp", config.sp, size // config.tp),
+        ("--replicas", config.replicas, size // config.tp // config.sp),
+    ):
         if ranks % count or not ranks:
-            each = "" if ranks == size else f" / --tp {config.tp}"
+            each = "" if ranks == size else f" / {size // ranks}"
             raise ConfigError(
                 f"{flag} {count}: doesn't divide the world size {size}{each}; use one of "
                 f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
@@ -226,7 +230,7 @@ def check_world(config: Config, world: World) -> None:
             f"--reshard-after-forward {n}: must be a divisor of the {shards} ranks that shard the model, and fewer "
             f"than they are; use {' or '.join([*fitting, 'true, which reshards to all of them'])}"
         )
-    shares = size // config.tp
+    shares = size // config.tp // config.sp
     if config.global_batch_size is not None and config.global_batch_size < shares * config.grad_accumulation:
         raise ConfigError(
             f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {shares} ranks and "

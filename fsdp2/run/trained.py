@@ -213,6 +213,7 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
         cpu_offload=False,
         replicas=1,
         tp=1,
+        sp=1,
         reshard_after_forward=None,
         chunked_loss=None,
     )

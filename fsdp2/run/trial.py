@@ -13,11 +13,13 @@ from torch import Tensor
 from fsdp2 import models
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch, evaluation_batches
+from fsdp2.data.pieces import piece_of
 from fsdp2.data.splits import Dataset
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.compiling import uncompiled
 from fsdp2.parallel.engine import Engine
+from fsdp2.run.process import runtime
 from fsdp2.run.process.group import gather
 
 # As many as are looked at, so that their whole logits take less than a step does: 33 MB of fp32 for 128,000 classes.
@@ -130,11 +132,15 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
 
     tokens = torch.arange(16, device=device).repeat(3, 1) % 8
     tokens[2, :8] = tokens[0, :8].flip(0)
-    named = two_documents(tokens, 8)
+    named, first = two_documents(tokens, 8), 8  # the first token of the second document
+    if config.sp > 1:
+        share = runtime.world().share(config.tp, config.sp)
+        named = piece_of(named, share.piece, config.sp)
+        first = max(0, 8 - share.piece * (16 // config.sp))
     with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(named, tokens, True, 3, 48, True)))
+        logits = plain.logits(engine.forward(Batch(named, tokens, True, 3, 48, True)))[:, first:]
     seen = _tried_by_a_copy(config, sees_documents)
-    if not all(gather(same(logits[:, 8:]) and not seen)):
+    if not all(gather((not logits.numel() or same(logits)) and not seen)):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"

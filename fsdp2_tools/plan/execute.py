@@ -79,9 +79,10 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"--strategy {config.strategy}: its engine copies values that a plan doesn't have; plan "
             f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
         )
-    if config.tp > 1:
+    if config.tp * config.sp > 1:
+        flag = f"--tp {config.tp}" if config.tp > 1 else f"--sp {config.sp}"
         raise ConfigError(
-            f"--tp {config.tp}: a plan executes one rank without others, and split layers exchange values; measure it "
+            f"{flag}: a plan executes one rank without others, and these exchange values; measure it "
             "with python -m fsdp2.train --memory-snapshot on a few ranks"
         )
     if config.float8:

@@ -24,14 +24,19 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of each batch, of `of` parts. Ranks that split the model's layers between them have the same one.
+    """A rank's part of each batch.
 
     Attributes:
-        counts: whether this rank is the first of those; a sum over all ranks takes the numbers of these alone.
+        index, of: which samples, of so many parts.
+        piece, pieces: which tokens of them.
+        counts: whether this rank is the first of those that split the model's layers between them, and have the same
+            tokens; a sum over all ranks takes the numbers of these alone.
     """
 
     index: int
     of: int
+    piece: int
+    pieces: int
     counts: bool
 
 
@@ -44,9 +49,10 @@ class World:
     local_rank: int
     local_world_size: int
 
-    def share(self, tp: int) -> Share:
-        """This rank's part of each batch where so many ranks, neighbours, split the model's layers between them."""
-        return Share(self.rank // tp, self.world_size // tp, self.rank % tp == 0)
+    def share(self, tp: int, sp: int = 1) -> Share:
+        """This rank's part. `tp` neighbours split layers; `sp` such groups, side by side, share each sequence."""
+        index, within = divmod(self.rank, tp * sp)
+        return Share(index, self.world_size // (tp * sp), within // tp, sp, self.rank % tp == 0)
 
 
 def world() -> World:

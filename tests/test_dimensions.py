@@ -1,7 +1,8 @@
-"""Tensor parallelism beside FSDP2, and with each flag that combines with it: against one process."""
+"""Tensor and sequence parallelism beside FSDP2, and with each flag that combines with them: against one process."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,7 @@ def test_each_gradient_is_that_of_the_whole_model(ranks: Ranks, tied: bool, tp: 
 # What changes no number is left out of the one process's line.
 SAME = (
     "--tp",
+    "--sp",
     "--replicas",
     "--grad-accumulation-sync",
     "--reshard",
@@ -142,6 +144,12 @@ SAME = (
         ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
         ("--tp=2 --cpu-offload --ema=0.9 --on-nonfinite=skip", 4),
         ("--tp=2 --dcp-api --shard-granularity=root", 4),
+        ("--sp=2", 2),
+        ("--sp=2 --grad-accumulation=3 --activation-checkpointing=block", 4),
+        ("--sp=2 --replicas=2 --activation-checkpointing=op --cpu-offload", 4),
+        ("--sp=2 --ema=0.9 --freeze=*.mlp.* --inspect", 4),
+        ("--sp=2 --tp=2", 8),
+        ("--sp=4", 4),
     ],
 )
 def test_a_run_is_that_of_one_process(train: Train, tmp_path: Path, flags: str, count: int) -> None:
@@ -171,22 +179,31 @@ def test_the_first_step_in_half_precision_is_that_of_one_process(train: Train, d
     assert relative([ours["grad_norm"]], [theirs["grad_norm"]]) < 1e-2
 
 
-def test_documents_of_a_row_stay_apart(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dimension", ["--tp=2", "--sp=2"])
+def test_documents_of_a_row_stay_apart(train: Train, tmp_path: Path, dimension: str) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"abcdefgh" * (i % 5 + 1)} {i}"}}\n' for i in range(400)))
     flags = [*LLAMA, "--checkpoint-every=never", f"--dataset=text:{tmp_path / 'text.jsonl'}"]
-    ours, theirs = (losses(train(*flags, *more, n=n, run=f"{n}")) for n, more in ((4, ["--tp=2"]), (1, [])))
+    ours, theirs = (losses(train(*flags, *more, n=n, run=f"{n}")) for n, more in ((4, [dimension]), (1, [])))
     assert relative(ours, theirs) < SUMS
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 ADAM = [flag for flag in LLAMA if not flag.startswith(("--optimizer", "--lr="))]
-MESHES = {"one": (1, []), "dp 2": (2, []), "tp 2": (2, ["--tp=2"]), "dp 2 x tp 2": (4, ["--tp=2"]),
-          "hsdp 2 x 1 x tp 2": (4, ["--tp=2", "--replicas=2"])}  # fmt: skip
+MESHES = {
+    "one": (1, []),
+    "dp 2": (2, []),
+    "tp 2": (2, ["--tp=2"]),
+    "dp 2 x tp 2": (4, ["--tp=2"]),
+    "hsdp 2 x 1 x tp 2": (4, ["--tp=2", "--replicas=2"]),
+    "dp 2 x sp 2": (4, ["--sp=2"]),
+    "tp 2 x sp 2": (4, ["--tp=2", "--sp=2"]),
+}
 
 
-def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path) -> None:
-    flags = [*ADAM, "--tp=2", "--checkpoint-every=3", "--async-checkpoint"]
+@pytest.mark.parametrize("mesh", ["dp 2 x tp 2", "dp 2 x sp 2", "tp 2 x sp 2"])
+def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path, mesh: str) -> None:
+    flags = [*ADAM, *MESHES[mesh][1], "--checkpoint-every=3", "--async-checkpoint"]
     whole = losses(train(*flags, n=4, run="whole"))
     train(*flags, n=4, steps=3)
     assert losses(train(*flags, n=4)) == whole[3:]
@@ -194,21 +211,18 @@ def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("there", list(MESHES))
-@pytest.mark.parametrize("here", ["tp 2", "dp 2 x tp 2", "one"])
-def test_each_mesh_reads_the_checkpoints_of_the_others(
-    train: Train, ranks: Ranks, tmp_path: Path, here: str, there: str
-) -> None:
+def test_each_mesh_reads_the_checkpoints_of_the_others(train: Train, ranks: Ranks, tmp_path: Path, there: str) -> None:
     """Model and optimizer, tensor by tensor: a run that has nothing left to do writes what it has read."""
-    if here == there:
-        pytest.skip("see above")
     count, mesh = MESHES[there]
     train(*ADAM, *mesh, n=count, steps=2)
     before = full_files(tmp_path / "run")
     (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
-    ranks.close()
-    count, mesh = MESHES[here]
-    train(*ADAM, *mesh, n=count, steps=2)
-    assert same(full_files(tmp_path / "run"), before)
+    for here in {"tp 2", "dp 2 x tp 2", "tp 2 x sp 2", "one"} - {there}:
+        ranks.close()
+        shutil.copytree(tmp_path / "run", tmp_path / here)
+        count, mesh = MESHES[here]
+        train(*ADAM, *mesh, n=count, steps=2, run=here)
+        assert same(full_files(tmp_path / here), before), here
 
 
 def test_a_run_starts_from_weights_and_is_used_without_its_mesh(train: Train, tmp_path: Path) -> None:
@@ -227,6 +241,14 @@ def test_a_run_starts_from_weights_and_is_used_without_its_mesh(train: Train, tm
         ("--model=llama --tp=3", "doesn't divide heads 4, kv_heads 2, hidden 176, vocab_size 256, --seq-len"),
         ("--model=llama --tp=4", "doesn't divide kv_heads 2; use --tp 2"),
         ("--model=llama --tp=2 --seq-len=33", "doesn't divide --seq-len 33; drop --tp"),
+        ("--model=llama --sp=3", "--sp 3 with --model-size debug: 3 doesn't divide heads 4, --seq-len"),
+        (
+            "--model=llama --sp=2 --tp=2 --seq-len=34",
+            "--sp 2 x --tp 2 with --model-size debug: 4 doesn't divide --seq-len 34",
+        ),
+        ("--model=transformer --sp=2", "ranks can't exchange its heads for tokens"),
+        ("--model=llama --sp=2 --compile", "--sp 2 with --compile: the exchange of heads would break"),
+        ("--model=llama --sp=2 --strategy=fsdp1", "fsdp1 has whole sequences on each rank; use --strategy fsdp2"),
         ("--model=vit --tp=2", "it has no plan for splitting its layers"),
         ("--model=llama --tp=2 --compile", "--tp 2 with --compile: a compiled block leaves"),
         ("--model=llama --tp=2 --strategy=ddp", "ddp splits no layers; use --strategy fsdp2"),
@@ -241,7 +263,9 @@ def test_what_does_not_combine_is_refused(flags: str, says: str) -> None:
     ("flags", "size", "says"),
     [
         ({"tp": 2}, 3, "--tp 2: doesn't divide the world size 3; use one of 1, 3"),
-        ({"tp": 2, "replicas": 2}, 6, "--replicas 2: doesn't divide the world size 6 / --tp 2; use one of 1, 3"),
+        ({"tp": 2, "replicas": 2}, 6, "--replicas 2: doesn't divide the world size 6 / 2; use one of 1, 3"),
+        ({"tp": 2, "sp": 2}, 6, "--sp 2: doesn't divide the world size 6 / 2; use one of 1, 3"),
+        ({"sp": 4}, 2, "--sp 4: doesn't divide the world size 2; use one of 1, 2"),
         ({"tp": 2, "global_batch_size": 1}, 4, "less than one sample for each of 2 ranks"),
     ],
 )
