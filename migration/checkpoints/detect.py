@@ -99,7 +99,7 @@ def look(place: Path, stack: ExitStack) -> Found:
     """Open what is at a path. Raises Refused for what isn't a checkpoint, OSError or DamagedCheckpoint."""
     if not place.exists():
         raise Refused(f"{place}: there is nothing; give a checkpoint's file or folder")
-    if place.is_file():
+    if not place.is_dir():
         match = RANK_FILE.fullmatch(place.name)
         if match and len(same := _rank_files(place.parent, match[1], match[3])) > 1:
             return _found(place, [place.name], [_of_ranks(place.parent, same)], [])

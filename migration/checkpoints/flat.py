@@ -21,6 +21,7 @@ from migration.checkpoints import optimizer
 from migration.checkpoints.code import Code
 from migration.checkpoints.detect import Piece
 from migration.checkpoints.names import stripped
+from migration.checkpoints.prove import content
 from migration.checkpoints.tree import Entry, Tree, value_of
 
 FLAT = "_flat_param"
@@ -240,9 +241,10 @@ def _joined(entries: Sequence[Entry]) -> Entry:
 
 def _shared(entries: Sequence[Entry], names: Sequence[str], kind: str) -> dict[tuple[str, str], Entry]:
     """An entry without a shape, such as the step: the same on all ranks, and for each parameter its own."""
-    values = [entry.read() if entry.meta is not None else value_of(entry) for entry in entries]
-    if any(value != values[0] for value in values):
+    if len(set(map(content, entries))) > 1:
         raise Refused(f"{entries[0].where} differs between the ranks; {optimizer.SAVE_AGAIN}")
+    if (meta := entries[0].meta) is not None and meta.numel() > 1:
+        raise Refused(f"{entries[0].where} has a shape, and it isn't known which; {optimizer.SAVE_AGAIN}")
     return {(name, kind): entries[0] for name in names}
 
 

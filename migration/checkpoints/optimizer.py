@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,9 +19,10 @@ from migration.checkpoints.tree import Entry, Tree, below, value_of
 # Entries of torch's optimizers that have the shape of their parameter.
 SHAPED = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg",
-    "sum", "ax", "mu_product_buffer", "prev",
+    "sum", "ax", "mu_product_buffer", "prev", "step_size",
 }  # fmt: skip
 
+MOST_STEPS = 1 << 53  # up to there a float counts
 SAVE_AGAIN = (
     "save it again with `FSDP.optim_state_dict(model, optimizer)`, which gives names and whole tensors, or take the "
     "weights alone with --no-optimizer"
@@ -47,7 +50,7 @@ def by_name(
     groups: dict[int, dict[str, Entry]] = {}
     state: dict[str, dict[str, Entry]] = {}
     for path, entry in tree.items():
-        if path[0] == "param_groups" and len(path) == 3:
+        if path[0] == "param_groups" and len(path) == 3 and re.fullmatch("[0-9]{1,9}", str(path[1])):
             groups.setdefault(int(path[1]), {})[str(path[2])] = entry
         elif path[0] == "state" and len(path) >= 3:
             state.setdefault(dotted(path[1:-1]), {})[str(path[-1])] = entry
@@ -69,7 +72,7 @@ def by_name(
 
 def _members(group: Mapping[str, Entry]) -> list[Any]:
     members = value_of(group["params"]) if "params" in group else None
-    if not isinstance(members, (list, tuple)) or not all(isinstance(one, (int, str)) for one in members):
+    if not isinstance(members, (list, tuple)) or not all(type(one) in (int, str) for one in members):
         where = next(iter(group.values())).where
         raise Refused(f"{where}: its parameter group names no parameters; {SAVE_AGAIN}")
     return list(members)
@@ -84,7 +87,7 @@ def _plain_names(
 ) -> dict[str, str]:
     keys = [str(key) for group in members for key in group]
     if len(set(keys)) < len(keys):
-        raise Refused(f"the optimizer has {_first(k for k in keys if keys.count(k) > 1)} in two places; {SAVE_AGAIN}")
+        raise Refused(f"the optimizer has {Counter(keys).most_common(1)[0][0]} in two places; {SAVE_AGAIN}")
     if extra := sorted(state.keys() - set(keys)):
         raise Refused(f"the optimizer has state of {extra[0]}, which is in no parameter group; {SAVE_AGAIN}")
     if flat := [key for key in keys if "_flat_param" in key]:
@@ -106,10 +109,6 @@ def _plain_names(
     return names
 
 
-def _first(found: Any) -> Any:
-    return next(iter(found))
-
-
 def _why(entry: Entry) -> str:
     if len(_shape(entry)) == 1:
         return f"it is a shard of one rank, or another model's; {SAVE_AGAIN}"
@@ -124,14 +123,16 @@ def _as_torch_has_it(name: str, entry: Entry) -> Entry:
     """Before torch 1.12 an optimizer counted its steps in plain numbers; torch makes such a tensor of them."""
     if name != "step" or entry.meta is not None:
         return entry
+    return Entry(torch.empty((), device="meta"), lambda: torch.tensor(float(steps_of(entry))), entry.where)
 
-    def read() -> Any:
-        value = value_of(entry)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise Refused(f"{entry.where} is {value!r} and no number of steps")
-        return torch.tensor(float(value), dtype=torch.float32)
 
-    return Entry(torch.empty((), device="meta"), read, entry.where)
+def steps_of(entry: Entry) -> int:
+    """The steps that an entry counts, a number or a tensor. Raises Refused if it is no whole number from 0 up."""
+    value = value_of(entry)
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if type(value) not in (int, float) or not 0 <= value < MOST_STEPS or value != int(value):
+        raise Refused(f"{entry.where} is {repr(value)[:60]} and no number of steps")
+    return int(value)
 
 
 # --- numbers instead of names ----------------------------------------------------------------------------
@@ -159,16 +160,16 @@ def _names_of_numbers(
 ) -> dict[str, str]:
     """Number -> name. Torch numbers an optimizer's parameters in its order, which is the model's if it was made of
     `model.parameters()`. Raises Refused unless shapes and counts leave a single possibility."""
-    numbers = [int(key) for group in members for key in group]
-    if sorted(numbers) != list(range(len(numbers))):
+    numbers = [key for group in members for key in group]
+    if set(numbers) != set(range(len(numbers))):  # some may be names
         raise Refused(f"the optimizer's parameters are not numbered from 0 on; {SAVE_AGAIN}")
     shapes: list[tuple[int, ...] | None] = [
         next((_shape(e) for kind, e in state.get(str(n), {}).items() if kind in SHAPED), None) for n in numbers
     ]
     if order is not None:
-        if len(order) != len(numbers) or set(order) - model.keys():
+        if not len(order) == len(set(order)) == len(numbers) or set(order) - model.keys():
             strange = sorted(set(order) - model.keys())
-            what = f"{strange[0]} is not in the model" if strange else f"has {len(order)} names for {len(numbers)}"
+            what = f"{strange[0]} is not in the model" if strange else f"has {len(set(order))} names for {len(numbers)}"
             raise Refused(f"--optimizer-names: {what}; list the optimizer's parameters in its order")
         return {str(number): name for number, name in zip(numbers, order, strict=True)}
     candidates = list(parameters) if parameters is not None else may_be_parameters(model)
@@ -209,30 +210,27 @@ def _by_groups(
 
 def _single(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int, ...]]) -> list[int]:
     """The one way to find a row of shapes in another in its order. Raises Refused if there is none, or more."""
-    # ways[i][j]: in how many ways the first i can be found among the first j; more than two are two.
-    ways = [[1] * (len(there) + 1)] + [[0] * (len(there) + 1) for _ in wanted]
-    for i, shape in enumerate(wanted, 1):
-        for j, other in enumerate(there, 1):
-            fits = shape is None or shape == other
-            ways[i][j] = min(2, ways[i][j - 1] + (ways[i - 1][j - 1] if fits else 0))
-    if not ways[-1][-1]:
+    # Each taken as early as may be, and as late: the same places are the only ones.
+    first = _early(wanted, there)
+    late = [len(there) - 1 - index for index in _early(wanted[::-1], there[::-1])][::-1]
+    if -1 in first:
         raise Refused(
             f"the optimizer numbers {len(wanted)} parameters whose shapes are not those of the model in its order: "
             f"they are shards of one rank, in another order, or another model's; {SAVE_AGAIN}"
         )
-    if ways[-1][-1] > 1:
+    if first != late:
         raise Refused(
             f"the optimizer numbers {len(wanted)} parameters, and the model has {len(there)} tensors that may be "
             "those: nothing shows which they are; give the model's code with --model module:factory, their names with "
             "--optimizer-names, or " + SAVE_AGAIN
         )
-    found, j = [], len(there)
-    for i in range(len(wanted), 0, -1):
-        while ways[i][j - 1] == ways[i][j]:
-            j -= 1
-        j -= 1
-        found.append(j)
-    return found[::-1]
+    return first
+
+
+def _early(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int, ...]]) -> list[int]:
+    """Where each shape stands behind the one before it, the first such place; -1 for those that aren't found."""
+    rest = iter(enumerate(there))
+    return [next((index for index, other in rest if shape in (None, other)), -1) for shape in wanted]
 
 
 def is_numbered(tree: Tree, place: TreePath) -> bool:
@@ -257,8 +255,3 @@ def refuse_overwritten(tree: Tree) -> None:
                 f"{other.where} and {path[-1]} are the same memory: FSDP1 on a CPU overwrote the first with the second "
                 "when it saved; save again without offload_to_cpu, or take the weights alone with --no-optimizer"
             )
-
-
-def at(tree: Tree, prefix: TreePath) -> dict[TreePath, Entry]:
-    """The state dict at one of the places that `find` gives."""
-    return below(tree, prefix)

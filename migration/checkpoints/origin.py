@@ -14,7 +14,8 @@ from fsdp2.checkpoint.sources.source import dotted
 from migration.checkpoints import optimizer
 from migration.checkpoints.detect import Found, Piece, look
 from migration.checkpoints.names import removed, stripped
-from migration.checkpoints.prove import summary
+from migration.checkpoints.prove import content, summary
+from migration.checkpoints.rank_files import OF_SEVERAL
 from migration.checkpoints.tree import Entry, Tree, below, is_shard, parts, value_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
@@ -120,9 +121,7 @@ def _origin(found: Found, choice: Choice) -> Origin:
         _refuse_shards(owner)
         if owner.is_file:
             optimizer.refuse_overwritten(owner.tree)
-        state = optimizer.by_name(
-            optimizer.at(owner.tree, place), model, parameters=choice.parameters, order=choice.order
-        )
+        state = optimizer.by_name(below(owner.tree, place), model, parameters=choice.parameters, order=choice.order)
         entries.update({("app", "optim", *path): entry for path, entry in state.items()})
         if optimizer.is_numbered(owner.tree, place):
             left.append(IN_ORDER if choice.order is None else "the optimizer's numbers have the names that were given")
@@ -230,6 +229,11 @@ def _refuse_shards(piece: Piece) -> None:
         for path, shape in one.items()
     ):
         raise Refused(f"{piece.label}: each rank has a shard of the optimizer, without names; {optimizer.SAVE_AGAIN}")
+    for path, entry in piece.ranks.each[0].items():
+        is_one = (entry.meta is None or entry.meta.numel() < 2) and entry is whole[path]
+        counts = path[-1] in STEP_KEYS or (is_one and {"state", "param_groups"} & {*path[:-1]})
+        if counts and not all(path in tree and content(entry) == content(tree[path]) for tree in piece.ranks.each):
+            raise Refused(f"{entry.where} differs between the ranks; {OF_SEVERAL}")
 
 
 # --- how far it had come -------------------------------------------------------------------------------------
@@ -239,14 +243,14 @@ def _step(found: Found, entries: Tree) -> tuple[int, str | None]:
     """Optimizer steps done, and who says so; 0 and None if nobody does, or the optimizer starts fresh."""
     if not any(path[1] == "optim" for path in entries):
         return 0, None
-    counted = [float(e.read()) for path, e in entries.items() if path[1:3] == ("optim", "state") and path[-1] == "step"]
-    if counted:
-        return int(max(counted)), "as the optimizer counts"
+    steps = [entry for path, entry in entries.items() if path[1:3] == ("optim", "state") and path[-1] == "step"]
+    if steps:
+        return max(map(optimizer.steps_of, steps)), "as the optimizer counts"
     for piece in found.pieces:
         for around in AROUND:
             for key in STEP_KEYS:
                 entry = piece.tree.get((*around, key))
                 value = value_of(entry) if entry is not None and entry.meta is None else None
-                if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < optimizer.MOST_STEPS:
                     return value, f"as {dotted((*around, key))} says"
     return 0, None

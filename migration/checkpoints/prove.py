@@ -12,7 +12,7 @@ from fsdp2.checkpoint.metadata import TreePath
 from fsdp2.checkpoint.sources.source import dotted
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.store import HASH, new_hash
-from migration.checkpoints.tree import Tree, value_of
+from migration.checkpoints.tree import Entry, Tree, value_of
 
 
 class Differs(RuntimeError):
@@ -66,7 +66,7 @@ def compare(before: Tree, after: Mapping[str, Any], read: Callable[[str], Any]) 
             one, other = value_of(entry), read(name)
             equal = type(one) is type(other) and repr(one) == repr(other)
         else:
-            hashes = [_hash(entry.read()), _hash(read(name))]  # one after the other: one is in memory
+            hashes = [hash_of(entry.read()), hash_of(read(name))]  # one after the other: one is in memory
             for side, digest in zip(sides, hashes, strict=True):
                 side.update(f"{name}\n{digest}\n".encode())
             equal = hashes[0] == hashes[1]
@@ -90,7 +90,12 @@ def _count(proof: Proof, path: TreePath, meta: Tensor | None) -> None:
         proof.optimizer += 1
 
 
-def _hash(tensor: Tensor) -> str:
+def content(entry: Entry) -> str:
+    """Text that only an entry of the same content has."""
+    return repr(value_of(entry)) if entry.meta is None else hash_of(entry.read())
+
+
+def hash_of(tensor: Tensor) -> str:
     """Of dtype, shape and bytes."""
     tensor = tensor.contiguous()
     return f"{tensor.dtype} {list(tensor.shape)} {new_hash(raw_bytes(tensor)).hexdigest()}"

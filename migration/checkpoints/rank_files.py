@@ -18,10 +18,12 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.dcp_tensors import misses
 from fsdp2.checkpoint.sources.pt_file import open_pt
 from fsdp2.checkpoint.sources.source import dotted
+from migration.checkpoints.prove import hash_of
 from migration.checkpoints.tree import Entry, Tree, tree_of
 
 RANK_FILE = re.compile(r"(.*?rank[-_]?)(\d+)(.*)")
 SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+OF_SEVERAL = "the files are of several saves, or runs; put the files of one there"
 
 
 @dataclass
@@ -40,15 +42,15 @@ class RankFiles:
 
 def joined(folder: Path, files: Sequence[Path]) -> RankFiles:
     """Open the files of all ranks. Raises Refused if one is missing."""
-    numbered = {int(match[2]): path for path in files if (match := RANK_FILE.fullmatch(path.name))}
+    numbered = sorted((int(match[2]), path) for path in files if (match := RANK_FILE.fullmatch(path.name)))
     first = RANK_FILE.fullmatch(files[0].name)
     assert first is not None
     label = f"{first[1]}*{first[3]}"
-    if missing := sorted(set(range(max(numbered) + 1)) - numbered.keys()):
-        raise Refused(f"{folder}: {label} of rank {missing[0]} is missing; put the files of all ranks there")
-    trees: list[Tree] = [
-        tree_of(open_pt(str(path), path, objects=True)) for _, path in sorted(numbered.items(), key=lambda one: one[0])
-    ]
+    for rank, (there, _) in enumerate(numbered):
+        if rank != there:
+            what = f"rank {rank} is missing" if there > rank else f"rank {there} is there twice"
+            raise Refused(f"{folder}: {label} of {what}; put the files of all ranks there")
+    trees: list[Tree] = [tree_of(open_pt(str(path), path, objects=True)) for _, path in numbered]
     tree: dict[TreePath, Entry] = {}
     for path, entry in trees[0].items():
         value = entry.read() if entry.meta is None else None
@@ -81,12 +83,16 @@ def _whole(path: TreePath, trees: Sequence[Tree]) -> Entry:
             f"{where}: {problem or 'its shards have several dtypes'}; the file of a rank is missing or foreign"
         )
     meta = torch.empty(size, dtype=dtypes.pop(), device="meta")
-    return Entry(meta, partial(_assemble, meta, shards), f"{dotted(path)} of all ranks")
+    return Entry(meta, partial(_assemble, where, meta, shards), f"{dotted(path)} of all ranks")
 
 
-def _assemble(meta: Tensor, shards: Sequence[tuple[torch.Size, Tensor]]) -> Tensor:
-    whole = torch.empty(meta.shape, dtype=meta.dtype)
+def _assemble(where: str, meta: Tensor, shards: Sequence[tuple[torch.Size, Tensor]]) -> Tensor:
+    whole, filled = torch.empty(meta.shape, dtype=meta.dtype), set()
     for offsets, tensor in shards:
         part: Any = tuple(slice(start, start + length) for start, length in zip(offsets, tensor.shape, strict=True))
+        # Replicas have the same shard.
+        if (offsets, tensor.shape) in filled and hash_of(whole[part]) != hash_of(tensor):
+            raise Refused(f"{where}: two ranks' shards of one place differ; {OF_SEVERAL}")
+        filled.add((offsets, tensor.shape))
         whole[part] = tensor
     return whole
