@@ -165,12 +165,15 @@ def test_digits_are_those_of_scikit_learn_without_its_import() -> None:
         ({"image_mean": [0.2243], "image_std": [0.3494]}, None),
         ({"do_normalize": False, "image_mean": [0.2243], "image_std": [0.3494]}, "says [0.0] and [1.0]"),
         ({"image_mean": "none"}, None),
+        ({"image_mean": [10**400], "image_std": [1]}, None),
+        (b"[" * 100_000, None),
         (None, None),
     ],
 )
 def test_a_processor_that_would_give_other_images_is_named(processor: Any, said: str | None) -> None:
     """It is exported with the model, and whoever serves that uses it."""
-    files = {} if processor is None else {"preprocessor_config.json": json.dumps(processor).encode()}
+    content = processor if isinstance(processor, bytes) else json.dumps(processor).encode()
+    files = {} if processor is None else {"preprocessor_config.json": content}
     spec = dataclasses.replace(models.get("vit"), files=lambda size: files)
     lines = served_otherwise(spec, "tiny", data.load("digits", root=None, seq_len=1, vocab_size=None))
     assert len(lines) == (said is not None)

@@ -82,7 +82,7 @@ def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list
         theirs = [found["image_mean"], found["image_std"]] if on and "image_mean" in found else [[0.0], [1.0]]
         ours = [dataset.train.mean, dataset.train.std]  # type: ignore[attr-defined]
         near = all(abs(one - own) < 1e-3 for some, own in zip(theirs, ours, strict=True) for one in some)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return []  # nothing that an image processor would read
     if near or not found:
         return []
