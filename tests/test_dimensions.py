@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from examples import tp_fsdp2
 from fsdp2.config import Config, parse
 from fsdp2.models import get
 from fsdp2.models.initial import reset_parameters
@@ -230,6 +231,13 @@ def test_a_run_starts_from_weights_and_is_used_without_its_mesh(train: Train, tm
     weights = tmp_path / "start" / "full_model" / "full-model.pt"
     train(*LLAMA, "--tp=2", "--lr=1e-30", f"--init-from={weights}", n=4, steps=1)
     assert same(trained(tmp_path / "run"), trained(tmp_path / "start"))
+
+
+def test_the_example_is_one_screen_and_its_losses_are_one_processs(ranks: Ranks) -> None:
+    assert len(Path(tp_fsdp2.__file__).read_text().splitlines()) <= 80
+    (alone,) = ranks.run(tp_fsdp2.train, torch.device("cpu"), ranks=1)
+    for ours in ranks.run(tp_fsdp2.train, torch.device("cpu"), ranks=4):
+        assert relative(ours, alone) < SUMS
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
