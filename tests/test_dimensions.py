@@ -22,6 +22,7 @@ from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.mesh import make_mesh, of_fsdp
 from fsdp2.parallel.tensor import split_layers
+from fsdp2.report import header
 from fsdp2.run.preflight import check_world
 from fsdp2.run.process.runtime import World
 from tests.harness import Ranks, full_files, losses, of_kind, same
@@ -238,6 +239,25 @@ def test_the_example_is_one_screen_and_its_losses_are_one_processs(ranks: Ranks)
     (alone,) = ranks.run(tp_fsdp2.train, torch.device("cpu"), ranks=1)
     for ours in ranks.run(tp_fsdp2.train, torch.device("cpu"), ranks=4):
         assert relative(ours, alone) < SUMS
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "picture"),
+    [
+        ({"tp": 2}, 4, "layers over 2 ranks: 0 1 | 2 3"),
+        ({"sp": 2}, 4, "sequences over 2 ranks: 0 + 1 | 2 + 3"),
+        (
+            {"tp": 2, "sp": 2, "replicas": 2},
+            8,
+            "layers over 2 ranks and sequences over 2 ranks: 0 1 + 2 3 || 4 5 + 6 7",
+        ),
+    ],
+)
+def test_the_header_has_a_picture_of_the_ranks(flags: dict[str, int], count: int, picture: str) -> None:
+    config = Config(model="llama", **flags)  # type: ignore[arg-type]
+    assert header.mesh(config, count) == [f"mesh: {picture}"]
+    shares = [World(rank, count, 0, 1).share(config.tp, config.sp) for rank in range(count)]
+    assert [share.index for share in shares] == [rank // (config.tp * config.sp) for rank in range(count)]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -106,14 +106,19 @@ def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str
 
 
 def mesh(config: Config, world_size: int) -> list[str]:
-    """With --tp a picture of the ranks: between bars those that split layers, which have one share of the data."""
-    if config.tp == config.sp == 1:
+    """With --tp or --sp a picture of the ranks: 0 1 split layers, + joins pieces of sequences, | parts shares of data,
+    and || replicas."""
+    tp, sp, replicas = config.tp, config.sp, config.replicas
+    if tp == sp == 1:
         return []
-    rows = [" ".join(map(str, range(first, first + config.tp))) for first in range(0, world_size, config.tp)]
-    shards = len(rows) // config.replicas
-    copies = [" | ".join(rows[first : first + shards]) for first in range(0, len(rows), shards)]
-    pieces = f", sequences over {config.sp} of these" if config.sp > 1 else ""
-    return [f"mesh: layers split over {config.tp} ranks, sharded over {shards}{pieces}: {' || '.join(copies)}"]
+
+    def joined(words: list[str], count: int, sign: str) -> list[str]:
+        return [sign.join(words[first : first + count]) for first in range(0, len(words), count)]
+
+    shares = joined(joined([str(rank) for rank in range(world_size)], tp, " "), sp, " + ")
+    copies = joined(shares, len(shares) // replicas, " | ")
+    split = [f"{what} over {count} ranks" for what, count in (("layers", tp), ("sequences", sp)) if count > 1]
+    return [f"mesh: {' and '.join(split)}: {' || '.join(copies)}"]
 
 
 def segments(device: torch.device) -> str:
