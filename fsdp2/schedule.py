@@ -133,8 +133,9 @@ def before(marker: Mapping[str, Any]) -> Length | None:
     flags = marker.get("config", {})
     epochs, most, samples = flags.get("epochs"), flags.get("max-steps"), flags.get("global-batch-size")
     parts = [flags.get("batch-size"), flags.get("grad-accumulation"), marker.get("world_size")]
-    if samples is None and all(type(one) is int for one in parts):
-        samples = math.prod(parts)
+    together = [flags.get(name, 1) for name in ("tp", "sp")]  # ranks that have the same samples
+    if samples is None and all(type(one) is int and one > 0 for one in (*parts, *together)):
+        samples = math.prod(parts) // math.prod(together)
     if not all(type(one) is int and one > 0 for one in (epochs, samples, 1 if most is None else most)):
         return None
     return Length(epochs, most, samples)

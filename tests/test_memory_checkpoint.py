@@ -104,6 +104,13 @@ def test_ranks_that_are_started_again_go_on_from_memory(ranks: Ranks, tmp_path: 
     assert not list(root.iterdir()), "the memory is given back"
 
 
+def test_the_last_step_of_an_epoch_is_kept_too(ranks: Ranks, tmp_path: Path, root: Path) -> None:
+    flags = small(tmp_path / "run", *KEEPING[1:], "--memory-checkpoint=2", "--max-steps=6", "--global-batch-size=800")
+    events = ranks.run(_train, flags, root, 3)[0]
+    assert [data["epoch"] for kind, data in events if kind == "train"] == [0, 0, 1]
+    assert _begin(ranks.run(_train, flags, root)[0]) == ("resume", 2)
+
+
 def test_memory_of_an_earlier_start_does_not_count(ranks: Ranks, tmp_path: Path, root: Path) -> None:
     flags = small(tmp_path / "run", "--checkpoint-every=1000", "--no-save-model", "--max-steps=6")
     ranks.run(_train, [*flags, "--memory-checkpoint"], root, 5)

@@ -116,6 +116,7 @@ def load(
         causal = task == "causal"
         windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and causal, fetch=fetch, say=say)
     else:
+        assert name == "random-tokens", f"{name} has a name, and nothing here that loads it"
         from fsdp2.data import random_tokens
 
         windows = random_tokens.load(seq_len, vocab_size)

@@ -1,4 +1,4 @@
-"""When a run saves, what becomes of a save that fails, and what a run starts from."""
+"""When a run saves, and what becomes of a save that fails."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Checkpoints:
         self._saver.wait_for_removal()
 
     def save(self, epoch: int, *, last: bool = False) -> None:
-        """Save the state as it is, unless this step is saved already. The `last` save is never skipped.
+        """Save the state as it is, unless this step is saved already. `--async-checkpoint skip` never skips the `last`.
 
         With --checkpoint-every never nothing is written; the `last` call checks the state all the same.
 
@@ -146,6 +146,8 @@ class Checkpoints:
         every_epoch = self.config.checkpoint_every is None
         if last or every_epoch or self.config.checkpoint_due(self.progress.step):
             self.save(epoch, last=last)
+        elif self._memory is not None and self._memory.due(self.progress.step):
+            self._keep_in(self._memory)
 
     def _keep_in(self, memory: NodeMemory) -> None:
         with self._watch.phase("save"):

@@ -1,5 +1,5 @@
-"""Every refusal that needs the machine, before anything is started: world size, device, data, run directory,
-checkpoint. A wrong combination must not cost a process group, a download or a run directory."""
+"""Every refusal that needs the machine, before a process group is made: world size, data, run directory, checkpoint.
+A wrong combination must not cost a process group, a download or a run directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEPT = {
     "bos": "the place in the data would mean other samples",
     "seed": "the place in the data would mean other samples",
     "seq-len": "the place in the data would mean other samples",
-    "documents": "other tokens would be learned from others, and tested",
+    "documents": "tokens would see others than before, in training and in the test",
     "optimizer": "the optimizer's state would not fit",
     "optimizer-state": "the optimizer's state would not fit",
     "freeze": "the optimizer's state would not fit",

@@ -6,7 +6,7 @@ import hashlib
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -165,12 +165,12 @@ class Job:
 
     def release(self, *, refused: bool) -> None:
         """Give the run directory back; if nothing was run there, without the folder that was made for it."""
-        for held in self._also_held:
-            held.release()
-        if self._lease is not None:
-            self._lease.release()
-        if self._lock is not None:
-            self._lock.release(refused=refused)
+        with ExitStack() as each:  # also if one can't be given back
+            if self._lock is not None:
+                each.callback(self._lock.release, refused=refused)
+            for held in (self._lease, *self._also_held):
+                if held is not None:
+                    each.callback(held.release)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.

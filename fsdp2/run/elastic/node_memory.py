@@ -72,7 +72,6 @@ class NodeMemory:
         self._rng = _GivenState()
         self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._shards = world.world_size // config.replicas
-        self.sharers = world.local_rank, world.local_world_size
         self._node = world.rank // world.local_world_size
         self._check_world(config)
         self.folder = ROOT / folder_of(run.place)

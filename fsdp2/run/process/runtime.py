@@ -1,4 +1,4 @@
-"""The process: its rank, device, threads and seeds. Nothing else reads the environment to find out who launched it."""
+"""The process: its rank, device, threads and seeds, and whether its launcher is still there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among all of them. Made before any process group."""
+    """Where this process stands among all of them."""
 
     rank: int
     world_size: int
