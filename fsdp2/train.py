@@ -60,9 +60,9 @@ def main(
     """Train as `config` says, in a process group that exists already or in one of its own. A collective call.
 
     Args:
+        on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late.
         also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
             each checkpoint holds it, and a resume restores it.
-        on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late.
 
     Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
     sense here. Any later error ends the run without saving, since other ranks may be elsewhere.
@@ -73,7 +73,7 @@ def main(
     examine_first(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
-        node_memory = agree(config, job, world, device)  # rank 0 has chosen the run directory, all ranks what to resume
+        node_memory = agree(config, job, world, device)  # on what rank 0 has chosen: where, and from what
         run = job.run
         runtime.set_threads(config.threads, world)
 
@@ -154,7 +154,7 @@ def main(
                     batches.next_epoch()
                 checkpoints.save_after_epoch(batches.epoch, last=finished())
 
-            # What is left behind: one file that any PyTorch program can load.
+            # What is left behind: unless it is large, one file that any PyTorch program can load.
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
             left_out = too_large_unasked(config, spec) if finished() else None
             full_model = finished() and left_out is None and checkpoints.write_full_model(changed=accuracy is not None)

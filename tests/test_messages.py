@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp2.data.chat import Chat
+from fsdp2.data.errors import UnusableText
 from tests.test_chat import GENERATION, PLAIN, encoded, learned, make_tokenizer, talk
 
 TEXT = '{"city": "Zürich", "days": 2}'
@@ -34,6 +35,17 @@ def test_arguments_that_are_json_text_are_not_encoded_twice(tmp_path: Path, call
     line["messages"][1] |= {"tool_calls": [{"type": "function", "function": function}]}
     assert learned(chat, line) == CALLS[call] + "<|end|>\n"
     assert function["arguments"] == TEXT  # what was read stays as it is
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_calls_that_a_template_leaves_out_are_refused(tmp_path: Path, marked: bool) -> None:
+    """As Llama 3's first template does: the turn would be learned as an empty answer."""
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path / "tools", GENERATION if marked else PLAIN)))
+    line = talk("", "")
+    line["messages"][1] |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": TEXT}}]}
+    with pytest.raises(UnusableText, match="its message 2 has tool_calls, and the chat template prints none"):
+        encoded(chat, line)
 
 
 def test_arguments_that_are_no_object_stay_as_they_are(tmp_path: Path) -> None:

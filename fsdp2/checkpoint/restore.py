@@ -79,8 +79,8 @@ def _of_all_ranks(problem: str | None) -> str:
 def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: tuple[int, int] | None = None) -> bool:
     """Load a checkpoint in place, whatever world size it is from, and verify it meanwhile. A collective call.
 
-    `hashes` False trusts the sizes of its files, for `sharers` see `open_together`. If this
-    raises, discard the model and the optimizer.
+    `hashes` False trusts the sizes of its files, for `sharers` see `open_together`. If this raises, discard the model
+    and the optimizer.
 
     Returns whether the ranks' random generators were restored. At another world size, or from a run without
     the GPU that there is now, they are other generators, and the caller must seed them. Raises

@@ -89,6 +89,7 @@ class Chat:
         for row in rows:
             messages, tools = conversation(row)
             text, spans = self._rendered(messages, tools, row.where)
+            self._require_calls(messages, tools, text, row.where)
             yield self._tokens(text, spans, row.where)
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -123,6 +124,22 @@ class Chat:
         except UnusableText:
             return self._shown(parsed, tools, where)
         return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
+
+    def _require_calls(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
+        """Raise UnusableText if a message's calls change nothing of the text: an empty answer would be learned."""
+        for at, message in enumerate(messages):
+            if not message.get("tool_calls"):
+                continue
+            without = [*messages[:at], {**message, "tool_calls": []}, *messages[at + 1 :]]
+            try:
+                same = self._rendered(without, tools, where)[0] == text
+            except UnusableText:  # so the template looks at them
+                same = False
+            if same:
+                raise UnusableText(
+                    f"{where}: its message {at + 1} has tool_calls, and the chat template prints none; give a template "
+                    "that does, or leave the conversation out"
+                )
 
     def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""

@@ -45,7 +45,8 @@ def attend_over(
     """`attend` of pieces: (N, heads, tokens / ranks, width) each -> as the queries. A collective call.
 
     The number of ranks divides the heads of queries. Where it doesn't divide those of keys and values, which serve
-    several queries each, they are sent as often as ranks need them, and their gradients are summed.
+    several queries each, they are sent as often as ranks need them, and their gradients are summed. Copies of a key
+    stand beside each other, so each rank gets with its queries the keys that serve them.
     """
     often = group.size() // math.gcd(key.shape[1], group.size())
     key, value = (one.repeat_interleave(often, dim=1) for one in (key, value))

@@ -4,8 +4,8 @@
     q k v   a rank has some heads of all tokens         column: a rank's rows of the weight make its outputs
     o       from a rank's heads a part of each sum      row: a rank's columns of the weight; reduce-scatter of tokens
 
-The model's plan says which layer is split how, by torch's own styles. Where a rank ends with some tokens alone, norms
-and the sums beside them are split too (sequence parallelism in the sense of the second source).
+The plan, `splits` in a model's file, says which layer is split how, by torch's own styles. Where a rank ends with some
+tokens alone, norms and the sums beside them are split too (sequence parallelism in the sense of the second source).
 
 Sources: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198 and
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
