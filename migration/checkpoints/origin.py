@@ -16,7 +16,7 @@ from migration.checkpoints.detect import Found, Piece, look
 from migration.checkpoints.names import removed, stripped
 from migration.checkpoints.prove import content, summary
 from migration.checkpoints.rank_files import OF_SEVERAL
-from migration.checkpoints.tree import Entry, Tree, below, is_shard, parts, value_of
+from migration.checkpoints.tree import Entry, Tree, below, is_odd_tensor, is_shard, parts, value_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 OPTIMIZER_KEYS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
@@ -103,6 +103,8 @@ def _origin(found: Found, choice: Choice) -> Origin:
         raise Refused(
             f"{shards[0]} is one rank's part of a tensor; save with torch.distributed.checkpoint, or whole tensors"
         )
+    if odd := [entry.where for entry in tensors.values() if is_odd_tensor(entry)]:
+        raise Refused(f"{odd[0]} is a tensor without plain data, such as a sparse one; save it as a plain tensor")
     if flat := [name for name in names if "_flat_param" in name]:
         raise Refused(
             f"{found.place}: is a LOCAL_STATE_DICT: {flat[0]} is flat, and its parameters have no names. Load "

@@ -112,6 +112,12 @@ def is_shard(entry: Entry) -> bool:
     return isinstance(value, Unread) and value.named.endswith(("ShardedTensor", "DTensor"))
 
 
+def is_odd_tensor(entry: Entry) -> bool:
+    """True if it is a tensor that isn't read: sparse, nested, or on `meta`."""
+    value = entry.read() if entry.meta is None and entry.dcp is None else None
+    return isinstance(value, Unread) and value.named.startswith("torch._utils._rebuild_")
+
+
 def parts(tree: Tree) -> dict[str, int]:
     """Name of each part of a tree -> how many entries it has."""
     counts: dict[str, int] = {}

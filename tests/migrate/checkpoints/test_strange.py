@@ -67,6 +67,11 @@ def _many_numbers(place: Path) -> list[Any]:
     return [place / "m.pt"]
 
 
+def _sparse(place: Path) -> list[Any]:
+    torch.save({"model": {"a.weight": torch.ones(2, 2), "b.weight": torch.eye(2).to_sparse()}}, place / "m.pt")
+    return [place / "m.pt"]
+
+
 def _changed(change: Callable[[Any], Any]) -> Callable[[Path], list[Any]]:
     """A plain optimizer of which something was changed."""
 
@@ -94,6 +99,7 @@ def _step(value: Any) -> Callable[[Path], list[Any]]:
         (_a_rank_far_away, "m_rank*.pt of rank 1 is missing"),
         (_a_rank_twice, "m_rank*.pt of rank 1 is there twice"),
         (_a_pipe, "m.pt is a pipe and no file"),
+        (_sparse, "model.b.weight is a tensor without plain data"),
         (_many_numbers, "the model has 20000 tensors that may be those"),
         (_changed(lambda optimizer: optimizer.update(param_groups={"a": {"lr": 1}})), "is not something that a torch"),
         (_changed(lambda optimizer: optimizer["param_groups"].append({"params": ["x"]})), "not numbered from 0 on"),
