@@ -140,7 +140,7 @@ SAME = (
         ("--tp=2 --replicas=2 --check-replicas=2", 4),
         ("--tp=2 --grad-accumulation=3", 4),
         ("--tp=2 --grad-accumulation=3 --grad-accumulation-sync=last", 4),
-        ("--tp=2 --replicas=2 --grad-accumulation=2 --grad-accumulation-sync=replica", 8),
+        ("--tp=2 --replicas=2 --grad-accumulation=2 --grad-accumulation-sync=replica", 4),
         ("--tp=2 --activation-checkpointing=block --freeze=model.embed_tokens.*", 4),
         ("--tp=2 --activation-checkpointing=op --inspect", 4),
         ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
