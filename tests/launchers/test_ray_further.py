@@ -50,9 +50,13 @@ def test_losses_are_those_of_torchrun(train: Train, tmp_path: Path, flags: str) 
     assert result.metrics["step"] == 6
 
 
-def test_hsdp_with_four_workers(train: Train, tmp_path: Path) -> None:
-    expected = losses(train("--replicas=2", n=4, run="torchrun"))
-    through_ray(tmp_path / "ray", "--replicas=2", workers=4)
+@pytest.mark.parametrize(
+    "flags",
+    ["--replicas=2", "--model=llama --model-size=debug --dataset=random-tokens --seq-len=16 --batch-size=4 --tp=2"],
+)
+def test_a_mesh_of_two_dimensions_with_four_workers(train: Train, tmp_path: Path, flags: str) -> None:
+    expected = losses(train(*flags.split(), n=4, run="torchrun"))
+    through_ray(tmp_path / "ray", *flags.split(), workers=4)
     assert losses_in(tmp_path / "ray") == expected
 
 
