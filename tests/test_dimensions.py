@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from examples import tp_fsdp2
 from fsdp2.config import Config, parse
+from fsdp2.data.pieces import piece_of
 from fsdp2.models import get
 from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.mesh import make_mesh, of_fsdp
+from fsdp2.parallel.mesh import make_mesh, of_fsdp, of_pieces
+from fsdp2.parallel.sequence import split_sequences
 from fsdp2.parallel.tensor import split_layers
 from fsdp2.report import header
 from fsdp2.run.preflight import check_world
@@ -69,7 +71,7 @@ def trained(folder: Path) -> dict[str, Tensor]:
 # --- gradients, against plain autograd --------------------------------------------------------------------------------
 
 
-def _gradients(tied: bool, tp: int, replicas: int) -> dict[str, float]:
+def _gradients(tied: bool, tp: int, replicas: int, sp: int) -> dict[str, float]:
     """How far each parameter's gradient is from the whole model's on all samples, which torch alone computes."""
     torch.set_num_threads(1)
     spec, size = get("llama"), {**get("llama").sizes["debug"], "tied": tied}
@@ -89,18 +91,21 @@ def _gradients(tied: bool, tp: int, replicas: int) -> dict[str, float]:
     with torch.device("meta"):
         model = spec.make(**size)
     assert spec.splits is not None
-    split_layers(model, spec.splits(), mesh["tp"])
+    if tp > 1:
+        split_layers(model, spec.splits(), mesh["tp"])
+    if sp > 1:
+        split_sequences(model, of_pieces("cpu", world, tp, sp).get_group())
     shard(model, shard_groups(model, spec.blocks(model)), mesh=of_fsdp(mesh))
     allocate(model, torch.device("cpu"))
     reset_parameters(model, spec.initial_values, 1)
-    engine = FSDP2Engine(
-        model, None, torch.amp.GradScaler("cpu", enabled=False), early_unshard=False, splits_words=True
-    )
-    share = World(dist.get_rank(), world, 0, 1).share(tp)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    engine = FSDP2Engine(model, None, scaler, early_unshard=False, splits_words=tp > 1)
+    share = World(dist.get_rank(), world, 0, 1).share(tp, sp)
     mine = slice(*[6 * number // share.of for number in (share.index, share.index + 1)])
     with engine.losses():
-        loss = spec.loss(engine.forward(SimpleNamespace(inputs=inputs[mine], last=True)), targets[mine])
-        engine.backward(loss * share.of, last_microbatch=True)
+        piece = piece_of(inputs[mine], share.piece, sp)
+        loss = spec.loss(spec.call(model, SimpleNamespace(inputs=piece)), targets[mine].chunk(sp, dim=1)[share.piece])
+        engine.backward(loss * share.of * sp, last_microbatch=True)
     found = {}
     for (name, parameter), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         gradient, wanted = parameter.grad, theirs.grad
@@ -110,9 +115,14 @@ def _gradients(tied: bool, tp: int, replicas: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("tied", "tp", "replicas", "count"), [(False, 2, 1, 2), (True, 2, 1, 4), (False, 2, 3, 6)])
-def test_each_gradient_is_that_of_the_whole_model(ranks: Ranks, tied: bool, tp: int, replicas: int, count: int) -> None:
-    for found in ranks.run(_gradients, tied, tp, replicas, ranks=count):
+@pytest.mark.parametrize(
+    ("tied", "tp", "replicas", "sp", "count"),
+    [(False, 2, 1, 1, 2), (True, 2, 1, 1, 4), (False, 2, 3, 1, 6), (True, 1, 1, 2, 4), (False, 2, 1, 2, 4)],
+)
+def test_each_gradient_is_that_of_the_whole_model(
+    ranks: Ranks, tied: bool, tp: int, replicas: int, sp: int, count: int
+) -> None:
+    for found in ranks.run(_gradients, tied, tp, replicas, sp, ranks=count):
         assert len(found) == 21 - tied
         assert max(found.values()) < SUMS, found
 
@@ -141,7 +151,7 @@ SAME = (
         ("--tp=2 --grad-accumulation=3", 4),
         ("--tp=2 --grad-accumulation=3 --grad-accumulation-sync=last", 4),
         ("--tp=2 --replicas=2 --grad-accumulation=2 --grad-accumulation-sync=replica", 4),
-        ("--tp=2 --activation-checkpointing=block --freeze=model.embed_tokens.*", 4),
+        ("--tp=2 --activation-checkpointing=block --freeze=model.embed_tokens.* --freeze=*norm.weight", 4),
         ("--tp=2 --activation-checkpointing=op --inspect", 4),
         ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
         ("--tp=2 --cpu-offload --ema=0.9 --on-nonfinite=skip", 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +85,10 @@ def check_sharded(model: nn.Module, plain_type: type, placements: Sequence[Place
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise RuntimeError(f"{name} is a plain {type(parameter).__name__} and not a DTensor")
+        names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+        of_fsdp: list[Any] = [one for name, one in zip(names, parameter.placements, strict=True) if name != "tp"]
         # What tensor parallelism has cut before on the same dimension is a strided shard of that dimension.
-        dims = [getattr(one, "dim", None) for one in parameter.placements[: len(placements)]]
-        if dims != [getattr(one, "dim", None) for one in placements]:
+        if [Shard(one.dim) if hasattr(one, "split_factor") else one for one in of_fsdp] != list(placements):
             raise RuntimeError(f"{name} is placed {parameter.placements} and not {tuple(placements)}")
 
 

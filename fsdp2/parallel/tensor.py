@@ -32,9 +32,13 @@ def split_layers(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: Devi
 
     Raises ValueError for a parameter that the plan leaves whole: its gradient would be a part of the sum on each rank.
     """
+    # torch gives each module parameters of its own: a tied head would be trained alone, and a frozen norm trained.
     tied = [names for names in shared_names(model) if len(names) > 1]
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, dict(plan), src_data_rank=None)
-    share(model, tied)  # torch gives each module a parameter of its own, so that a tied head would be trained alone
+    share(model, tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ValueError(f"the plan of tensor parallelism says nothing of {', '.join(whole)}")

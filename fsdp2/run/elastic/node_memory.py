@@ -53,7 +53,6 @@ class NodeMemory:
     """The checkpoints in memory of a run with `--memory-checkpoint`.
 
     Attributes:
-        restores: whether the run goes on from one of these.
         failure: why this node's last save failed.
     """
 
@@ -65,14 +64,13 @@ class NodeMemory:
         Args:
             hold: is given the folder's lock, to release it at the end of the run.
         """
-        self.every, self.world, self.restores = every, world, False
+        self.every, self.world = every, world
         self.failure: str | None = None
         self._saver: Saver | None = None
         self._device, self._background = device, config.async_checkpoint is not None
         self._rng = _GivenState()
         self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._shards = world.world_size // config.replicas
-        self._node = world.rank // world.local_world_size
         self._check_world(config)
         self.folder = ROOT / folder_of(run.place)
         self._run, self.store = run, Store(LocalFiles(self.folder))
@@ -128,7 +126,7 @@ class NodeMemory:
         checkpoint = self.store.checkpoint(step)
         marker = read_marker(checkpoint)
         check_checkpoint(config, config.spec.described(config.model_size), checkpoint)
-        self.restores, self._start["from"] = True, [marker["start"], step]
+        self._start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         note = f"step {step} was in memory{got}: {self.folder}"
         origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=before(marker))
@@ -152,7 +150,7 @@ class NodeMemory:
         if self.world.rank == 0:
             publish(self._run.files, LINEAGE, json.dumps(self._start).encode())
         if self.world.local_rank == 0:
-            self.store.clear(keep=self._start["from"][1] if self.restores else None)
+            self.store.clear(keep=(self._start["from"] or (None, None))[1])
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is kept."""
