@@ -103,6 +103,46 @@ def test_optimizer_state_of_frozen_and_unused_parameters_is_restored(
         assert saved["first.weight"]["exp_avg"].abs().sum() > 0
 
 
+def _by_group(groups: list[tuple[list[str], float]]) -> AppState:
+    engine = _partly()
+    named = dict(engine.model.named_parameters())
+    engine.optimizer.param_groups.clear()
+    for names, decay in groups:
+        engine.optimizer.add_param_group({"params": [named[name] for name in names], "weight_decay": decay})
+    return _app(engine)
+
+
+WEIGHTS, BIASES = ([f"{name}.{kind}" for name in ("first", "second", "unused")] for kind in ("weight", "bias"))
+
+
+def _grouped_again(folder: Path, *groups: tuple[list[str], float]) -> Any:
+    """The weight decays after a restore into an optimizer with other groups, and what is refused."""
+    store = Store(LocalFiles(folder))
+    save(store, _by_group([(WEIGHTS, 0.1), (BIASES, 0.0)]), 1)
+    app = _by_group(list(groups))
+    try:
+        restore(store.checkpoint(1), app)
+    except ValueError as error:
+        return str(error)
+    return [group["weight_decay"] for group in app.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([(BIASES, 0.5), (WEIGHTS, 0.5)], [0.0, 0.1]),
+        # Torch would give the first group the decay of either.
+        ([([*WEIGHTS[:2], BIASES[2]], 0.5), ([*BIASES[:2], WEIGHTS[2]], 0.5)], "in one group"),
+        ([([*WEIGHTS, BIASES[0]], 0.5), (BIASES[1:], 0.5)], "in one group"),
+    ],
+)
+def test_an_optimizers_settings_go_with_their_parameters(
+    ranks: Ranks, tmp_path: Path, groups: Any, expected: Any
+) -> None:
+    for found in ranks.run(_grouped_again, tmp_path, *groups):
+        assert found == expected or (isinstance(expected, str) and expected in found)
+
+
 class Average:
     """A user's own object: a running average of the loss, and how often it was updated."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ class AppState(Stateful):
     ) -> None:
         self.model, self.optimizer, self.parts, self.source = model, optimizer, parts, source
         self.elsewhere = elsewhere
+        self._groups: Counter[frozenset[str]] = Counter()  # names in each of the optimizer's, as `state_dict` gave them
 
     def with_parts(self, parts: Mapping[str, Part]) -> AppState:
         """The same model and optimizer with other parts."""
@@ -86,6 +88,7 @@ class AppState(Stateful):
         """Sharded DTensors of model and optimizer, by names that don't depend on the world size. A collective call."""
         self.gather()
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        self._groups = _groups(optimizer)
         return {
             "model": {name: tensor for name, tensor in model.items() if not self.elsewhere(name)},
             "optim": optimizer,
@@ -93,7 +96,16 @@ class AppState(Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded into `state_dict()`. A collective call. Raises RuntimeError for names that differ."""
+        """Take what was loaded into `state_dict()`. A collective call.
+
+        Raises RuntimeError for names that differ, ValueError for an optimizer that groups them differently.
+        """
+        # Of groups that share a parameter, torch gives one of here the settings of any one there.
+        if apart := _groups(state["optim"]) - self._groups:
+            raise ValueError(
+                f"its optimizer has {', '.join(sorted(next(iter(apart)))[:2])} … in one group, and here they are with "
+                "other parameters; --resume-partial takes the weights alone"
+            )
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
         ours: list[dict[str, Any]] = [
             {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
@@ -114,6 +126,11 @@ class AppState(Stateful):
             self.source.scatter_state()
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
+
+
+def _groups(optimizer: Mapping[str, Any]) -> Counter[frozenset[str]]:
+    """The names in each group of an optimizer, in whatever order those are."""
+    return Counter(frozenset(group["params"]) for group in optimizer["param_groups"])
 
 
 @contextmanager
