@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.files import LocalFiles, NotAFile
 from fsdp2.checkpoint.metadata import sizes
 from fsdp2.checkpoint.pickles import Make, Unread, new_dict, require_small, unpickle
 from fsdp2.checkpoint.refusal import Refused
@@ -62,8 +62,10 @@ def mapped(path: Path) -> mmap.mmap:
     with LocalFiles(path.parent).open(path.name) as file:
         if not os.fstat(file.fileno()).st_size:
             raise Refused("is empty")
-        # Private and not read-only, as torch wants it; nobody writes to it.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:  # private and not read-only, as torch wants it; nobody writes to it
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:  # of a file larger than memory and swap
+            raise NotAFile(f"{path} can't be mapped into memory ({error.strerror})") from None
 
 
 def forget(memory: mmap.mmap) -> None:

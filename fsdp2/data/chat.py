@@ -23,7 +23,7 @@ from fsdp2.data.messages import Contents, conversation, encoded_twice, with_obje
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import foreign
-from fsdp2.data.tokenizer_file import FromFile
+from fsdp2.data.tokenizer_file import FromFile, declaring
 from fsdp2.foreign.code import installed_code_only
 from fsdp2.units import install
 
@@ -202,7 +202,8 @@ def open_chat(folder: str) -> Chat:
     """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
     from fsdp2.foreign.bounds import in_bounds
 
-    return in_bounds(lambda: Chat(folder), foreign(folder, _files(_place(folder))))
+    place = _place(folder)
+    return in_bounds(lambda: Chat(folder), foreign(folder, [*_files(place), *declaring(place)]))
 
 
 def _place(folder: str) -> Path:

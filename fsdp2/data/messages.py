@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
@@ -140,13 +141,16 @@ class Contents:
 def _marked(messages: list[Any]) -> list[Any]:
     """Messages whose contents are marks, in the form that each has."""
 
-    def marked(content: Any, text: str) -> Any:
-        return [{"type": "text", "text": text}] if isinstance(content, list) else text
+    def marked(content: Any, at: int) -> Any:
+        return [{"type": "text", "text": f"part{at}of"}] if isinstance(content, list) else f"part{at}of"
 
+    return _changed(messages, marked)
+
+
+def _changed(messages: list[Any], change: Callable[[Any, int], Any]) -> list[Any]:
+    """Messages with contents that are made of theirs and of their place."""
     numbered = enumerate(messages)
-    return [
-        {**one, "content": marked(one["content"], f"part{at}of")} if "content" in one else one for at, one in numbered
-    ]
+    return [{**one, "content": change(one["content"], at)} if "content" in one else one for at, one in numbered]
 
 
 def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
@@ -158,25 +162,14 @@ def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
     return -1
 
 
-def _as_given(messages: list[Any]) -> list[Any]:
-    return messages
+def _joined(content: Any, _: int) -> Any:
+    """As text: its parts are lines, as vLLM joins them where a template takes text."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
-def _joined(messages: list[Any]) -> list[Any]:
-    """With each content as text: its parts are lines, as vLLM joins them where a template takes text."""
-
-    def joined(content: Any) -> Any:
-        return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
-
-    return [{**one, "content": joined(one["content"])} if "content" in one else one for one in messages]
-
-
-def _in_parts(messages: list[Any]) -> list[Any]:
-    def parts(content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-    return [{**one, "content": parts(one["content"])} if "content" in one else one for one in messages]
+def _in_parts(content: Any, _: int) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 Form = Callable[[list[Any]], list[Any]]
-FORMS: tuple[Form, ...] = (_as_given, _joined, _in_parts)
+FORMS: tuple[Form, ...] = (list, partial(_changed, change=_joined), partial(_changed, change=_in_parts))

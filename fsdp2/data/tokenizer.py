@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from fsdp2.data.errors import UnusableText
+from fsdp2.foreign.kept import require_small
 
 if TYPE_CHECKING:
     from fsdp2.foreign.bounds import Foreign
@@ -104,13 +105,10 @@ def foreign(name: str, files: Sequence[Path]) -> Foreign:
     """The bounds of what works with these files, under a name for messages. Raises UnusableText."""
     from fsdp2.foreign.bounds import Foreign
 
-    for file in files:
-        require_regular(file)
+    try:
+        for file in files:
+            require_small(file)
+    except ValueError as error:
+        raise UnusableText(str(error)) from None
     fix = "give another with --tokenizer, or shorter documents"
     return Foreign(name, UnusableText, fix, sum(file.stat().st_size for file in files))
-
-
-def require_regular(file: Path) -> None:
-    """Raises UnusableText for what waits when it is read, or has no end."""
-    if file.exists() and not file.is_file():
-        raise UnusableText(f"{file}: is no regular file; put a copy of its content there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
-from fsdp2.data.tokenizer import Bytes, Tokenizer, foreign, require_regular
+from fsdp2.data.tokenizer import Bytes, Tokenizer, foreign
 from fsdp2.foreign.kept import files_to_keep
 from fsdp2.units import install
 
@@ -36,7 +37,7 @@ def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
         raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
     from fsdp2.foreign.bounds import in_bounds
 
-    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file]))
+    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file, *declaring(file.parent)]))
 
 
 def tokenizer_files(name: str) -> dict[str, bytes]:
@@ -166,6 +167,12 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
 _TOKENS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 
 
+def declaring(folder: Path) -> Iterator[Path]:
+    """The files beside a tokenizer.json that may declare tokens."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", SETTINGS)
+    return (folder / name for name in names if os.path.lexists(folder / name))
+
+
 class _Declared:
     """The tokens that the files beside a tokenizer.json declare, as transformers takes them.
 
@@ -219,7 +226,6 @@ def _split(token: str, where: Path, file: Path) -> UnusableText:
 
 
 def _read(settings: Path) -> dict[str, Any]:
-    require_regular(settings)
     try:
         found = json.loads(settings.read_bytes())
         if not isinstance(found, dict):

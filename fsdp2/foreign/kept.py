@@ -16,15 +16,20 @@ def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = No
 
     Raises ValueError for what a run can't keep: no regular file, a link out of its folder, or more than fits.
     """
-    found = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if not file.is_dir()]
     for file in found:
-        if not (file.is_file() or file.is_dir()):  # who reads a pipe waits, and a device has no end
-            raise ValueError(f"{file}: is no regular file; put a copy of its content there")
+        require_small(file)
         if file != named and not _stays(file, folder.resolve()):
             raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
-        if file.stat().st_size > MOST_KEPT:
-            raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
-    return [file for file in found if file.is_file()]
+    return found
+
+
+def require_small(file: Path) -> None:
+    """Raise ValueError for what waits when it is read, has no end, or more than any tokenizer's file has."""
+    if not file.is_file():
+        raise ValueError(f"{file}: is no regular file; put a copy of its content there")
+    if file.stat().st_size > MOST_KEPT:
+        raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
 
 
 def _stays(file: Path, folder: Path) -> bool:

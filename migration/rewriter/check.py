@@ -64,6 +64,9 @@ class Everything:
     notes: list[str]
 
 
+SEARCHED = 256 << 20  # bytes; a larger file may hold it
+
+
 def account(program: Program) -> list[Finding]:
     """Each use of FSDP1 in a program, and what becomes of it."""
     return of(rewrite(program).account)
@@ -101,5 +104,7 @@ def _names_fsdp1(path: Path) -> bool:
     """Return whether a file that is too large, or not text, holds FSDP1's name all the same."""
     if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
         return False
+    if path.stat().st_size > SEARCHED:
+        return True
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return SURE.search(data) is not None

@@ -162,11 +162,12 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]
         path = Path(checked("PATH", os.fspath(given), location))
         if path.is_dir():
             for file in _below(path):
-                if file.resolve().is_relative_to(path.resolve()):
+                # Unlike `Path.resolve`, it takes a link that leads to itself.
+                if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(path)):
                     found[file] = None
                 else:
                     notes.append(f"{printable(str(file))}: leads out of the folder; left out, name the file itself")
-        elif not path.exists():
+        elif not os.path.lexists(path):
             raise ConfigError(f"{printable(str(path))}: no such file or folder")
         elif path.suffix not in SUFFIXES:
             raise ConfigError(f"{printable(str(path))}: neither Python, a notebook, YAML nor JSON")

@@ -17,6 +17,7 @@ import pytest
 
 from fsdp2 import models
 from fsdp2.config import parse
+from fsdp2.data.chat import open_chat
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.reading import rows_of
@@ -245,6 +246,26 @@ def test_a_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             check_data(config)
         one_line(caught.value, f"{folder / name}: is no regular file; put a copy of its content there")
+
+
+@pytest.mark.parametrize(
+    "name", ["special_tokens_map.json", "chat_template.jinja", "old_chat_template", "additional_chat_templates/a.jinja"]
+)
+def test_a_file_beside_a_tokenizer_that_leads_nowhere_or_holds_terabytes(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = make_tokenizer(tmp_path / "tokenizer", PLAIN) / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(file.name)
+    with pytest.raises(UnusableText) as caught:
+        open_chat(str(tmp_path / "tokenizer"))
+    one_line(caught.value, f"{file}: is no regular file; put a copy of its content there")
+    file.unlink()
+    with file.open("wb") as sparse:  # the bounds of what reads it grow with its size
+        sparse.truncate(2 << 40)
+    with pytest.raises(UnusableText) as caught:
+        open_chat(str(tmp_path / "tokenizer"))
+    one_line(caught.value, f"{file}: has more than 256 MiB")
 
 
 @pytest.mark.usefixtures("soon")

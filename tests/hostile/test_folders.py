@@ -82,6 +82,11 @@ def test_a_file_larger_than_the_memory_is_refused(run: Path, capsys: pytest.Capt
         with pytest.raises(ConfigError, match="is larger than the memory that is free"):
             memory([str(run)])
     assert ".metadata is larger than the memory that is free" in capsys.readouterr().err
+    weights = run / "weights.pt"
+    weights.touch()
+    os.truncate(weights, 1 << 42)
+    assert main(["show", str(weights)]) == 2
+    assert f"{weights} can't be mapped into memory (" in capsys.readouterr().err
 
 
 def test_what_verify_says_of_damage_has_a_bound(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

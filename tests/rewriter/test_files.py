@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,20 @@ def test_nothing_outside_of_a_folder_is_changed_through_a_link(
     assert "fully_shard" in (folder / "real.py").read_text()
     run("rewrite", "--write", folder / "train.py")
     assert "fully_shard" in outside.read_text()
+
+
+def test_links_to_nothing_and_terabytes_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    (tmp_path / ".#train.py").symlink_to("user@host.1")  # as Emacs marks a file that is edited
+    (tmp_path / "sparse.py").touch()
+    os.truncate(tmp_path / "sparse.py", 2 << 40)  # looked through, it would take an hour
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert run("check", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert "loop.py: can't be read: Too many levels of symbolic links; left out" in printed.err
+    assert ".#train.py: can't be read: No such file or directory; left out" in printed.err
+    assert f"{tmp_path / 'sparse.py'}:1:1 FC24" in printed.out
+    assert f"{tmp_path / 'train.py'}: imports of FSDP1" in printed.out
 
 
 def test_what_else_is_on_the_line_of_a_call_stays(tmp_path: Path) -> None:
