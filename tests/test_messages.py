@@ -14,6 +14,10 @@ from tests.test_chat import GENERATION, PLAIN, encoded, learned, make_tokenizer,
 
 TEXT = '{"city": "Zürich", "days": 2}'
 CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
+NO_DEVELOPER = (
+    "{% set ns = namespace(shown=[]) %}{% for message in messages %}{% if message.role != 'developer' %}"
+    "{% set ns.shown = ns.shown + [message] %}{% endif %}{% endfor %}"
+)
 # How templates write a call's arguments, and how they show those of OpenAI's, which are the JSON text of an object.
 CALLS = {
     "{{ call.function.arguments | tojson }}": '{"city": "Zürich", "days": 2}',
@@ -44,8 +48,27 @@ def test_calls_that_a_template_leaves_out_are_refused(tmp_path: Path, marked: bo
     chat = Chat(str(make_tokenizer(tmp_path / "tools", GENERATION if marked else PLAIN)))
     line = talk("", "")
     line["messages"][1] |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": TEXT}}]}
-    with pytest.raises(UnusableText, match="its message 2 has tool_calls, and the chat template prints none"):
+    with pytest.raises(
+        UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template prints none"
+    ):
         encoded(chat, line)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("said", ["Be brief.", "a", [{"type": "text", "text": "Be brief."}]])
+def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, said: Any, marked: bool) -> None:
+    """As Qwen 3's does with OpenAI's developer: the answers would be learned to another prompt."""
+    pytest.importorskip("transformers")
+    template = GENERATION if marked else PLAIN
+    chat = Chat(str(make_tokenizer(tmp_path / "roles", NO_DEVELOPER + template.replace("messages", "ns.shown"))))
+    line = talk("a question", "an answer")
+    expected = learned(chat, line)
+    for role, content in (("system", said), ("developer", ""), ("developer", " ")):
+        assert learned(chat, {"messages": [{"role": role, "content": content}, *line["messages"]]}) == expected
+    with pytest.raises(
+        UnusableText, match=r"message 1 \(developer\) has content, and the chat template prints none"
+    ):
+        encoded(chat, {"messages": [{"role": "developer", "content": said}, *line["messages"]]})
 
 
 def test_arguments_that_are_no_object_stay_as_they_are(tmp_path: Path) -> None:

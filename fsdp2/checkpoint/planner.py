@@ -76,9 +76,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         loaded = parse_archive(value.getbuffer())
         # torch's optimizers use their settings without a look: also a tuple's parts have to be as they are here.
-        whole = name.startswith("app.optim.") and not name.endswith(".params")
-        if not _fits(loaded, self.state_dict[name], whole=whole):
-            kinds = type(loaded).__name__, type(self.state_dict[name]).__name__
+        whole, ours = name.startswith("app.optim.") and not name.endswith(".params"), self.state_dict[name]
+        if not _fits(loaded, ours, whole=whole):
+            kinds = type(loaded).__name__, type(ours).__name__
             raise Refused(f"is a {kinds[0]} of another kind than the {kinds[1]} here")
         self.state_dict[name] = loaded
         if self.flatten_state_dict:

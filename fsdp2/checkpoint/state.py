@@ -96,10 +96,8 @@ class AppState(Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded into `state_dict()`. A collective call.
-
-        Raises RuntimeError for names that differ, ValueError for an optimizer that groups them differently.
-        """
+        """Take what was loaded into `state_dict()`. A collective call. Raises RuntimeError for names that differ, and
+        ValueError for an optimizer that groups them differently."""
         # Of groups that share a parameter, torch gives one of here the settings of any one there.
         if apart := _groups(state["optim"]) - self._groups:
             raise ValueError(

@@ -19,11 +19,11 @@ from typing import Any
 import numpy
 
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.messages import Contents, conversation, encoded_twice, with_objects
+from fsdp2.data.messages import Contents, conversation, encoded_twice, unseen, with_objects
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import foreign
-from fsdp2.data.tokenizer_file import FromFile, declaring
+from fsdp2.data.tokenizer_file import DECLARING, FromFile
 from fsdp2.foreign.code import installed_code_only
 from fsdp2.units import install
 
@@ -89,7 +89,7 @@ class Chat:
         for row in rows:
             messages, tools = conversation(row)
             text, spans = self._rendered(messages, tools, row.where)
-            self._require_calls(messages, tools, text, row.where)
+            self._require_shown(messages, tools, text, row.where)
             yield self._tokens(text, spans, row.where)
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -125,20 +125,23 @@ class Chat:
             return self._shown(parsed, tools, where)
         return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
 
-    def _require_calls(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
-        """Raise UnusableText if a message's calls change nothing of the text: an empty answer would be learned."""
-        for at, message in enumerate(messages):
-            if not message.get("tool_calls"):
-                continue
-            without = [*messages[:at], {**message, "tool_calls": []}, *messages[at + 1 :]]
+    def _require_shown(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
+        """Raise UnusableText if a message's calls, or its content, change nothing of the text: an empty answer would be
+        learned, or one to another prompt."""
+
+        def render(some: list[Any]) -> str:
             try:
-                same = self._rendered(without, tools, where)[0] == text
+                return self._rendered(some, tools, where)[0]
             except UnusableText:  # so the template looks at them
-                same = False
-            if same:
+                return ""
+
+        calls = [(at, "tool_calls") for at, message in enumerate(messages) if message.get("tool_calls")]
+        for at, part in calls + [(at, "content") for at in unseen(messages, text, render)]:
+            changed = {**messages[at], part: type(messages[at][part])()}
+            if render([*messages[:at], changed, *messages[at + 1 :]]) == text:
                 raise UnusableText(
-                    f"{where}: its message {at + 1} has tool_calls, and the chat template prints none; give a template "
-                    "that does, or leave the conversation out"
+                    f"{where}: its message {at + 1} ({messages[at]['role']}) has {part}, and the chat template prints "
+                    "none of it; give a template that does, or leave the conversation out"
                 )
 
     def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
@@ -203,7 +206,8 @@ def open_chat(folder: str) -> Chat:
     from fsdp2.foreign.bounds import in_bounds
 
     place = _place(folder)
-    return in_bounds(lambda: Chat(folder), foreign(folder, [*_files(place), *declaring(place)]))
+    files = [*_files(place), *(place / name for name in DECLARING)]
+    return in_bounds(lambda: Chat(folder), foreign(folder, files))
 
 
 def _place(folder: str) -> Path:

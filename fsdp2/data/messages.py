@@ -115,6 +115,23 @@ def encoded_twice(texts: list[str], shown: str) -> bool:
     return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
 
 
+def unseen(messages: list[Any], text: str, render: Callable[[list[Any]], str]) -> list[int]:
+    """The places of messages of whose contents a template seems to print nothing in its text of them.
+
+    `render` gives that of others. A content that stands there as often as messages have it is seen.
+    """
+    given = {at: str(_joined(one.get("content", ""), at)).strip() for at, one in enumerate(messages)}
+    texts = [content for content in given.values() if content]
+    if all(text.count(content) == texts.count(content) for content in texts):
+        return []
+
+    def marked(content: Any, at: int) -> Any:
+        return [*content, *_in_parts(f"part{at}of", at)] if isinstance(content, list) else f"{content} part{at}of"
+
+    shown = render(_changed(messages, marked)).lower()
+    return [at for at in given if given[at] and f"part{at}of" not in shown] if shown else []
+
+
 class Contents:
     """Finds the form of contents that a template takes: as they are, as text, or in parts."""
 

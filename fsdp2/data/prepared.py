@@ -82,8 +82,8 @@ def dtype_of(encoder: Encoder) -> Any:
 
 def source_of(files: Sequence[File], encoder: Encoder) -> str:
     """Says which files in which state are made into tokens, and how."""
-    # Conversations in the cache may be of a time when calls that a template leaves out weren't refused.
-    kind = "chat, all calls printed" if encoder.kind == "chat" else encoder.kind
+    # Conversations in the cache may be of a time when what a template leaves out of them wasn't refused.
+    kind = "chat, all printed" if encoder.kind == "chat" else encoder.kind
     how = kind, encoder.identity, encoder.begin, encoder.field
     return identity_of(repr((FORMAT, list(files), *how)).encode())
 

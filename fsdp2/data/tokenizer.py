@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -102,13 +103,14 @@ def document(
 
 
 def foreign(name: str, files: Sequence[Path]) -> Foreign:
-    """The bounds of what works with these files, under a name for messages. Raises UnusableText."""
+    """The bounds of what works with these files, if they exist, under a name for messages. Raises UnusableText."""
     from fsdp2.foreign.bounds import Foreign
 
+    there = [file for file in files if os.path.lexists(file)]
     try:
-        for file in files:
+        for file in there:
             require_small(file)
     except ValueError as error:
         raise UnusableText(str(error)) from None
     fix = "give another with --tokenizer, or shorter documents"
-    return Foreign(name, UnusableText, fix, sum(file.stat().st_size for file in files))
+    return Foreign(name, UnusableText, fix, sum(file.stat().st_size for file in there))

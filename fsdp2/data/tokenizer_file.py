@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,6 +22,7 @@ FILES = (
     *("*chat_template*", "*chat_templates/*"),
 )
 SETTINGS = "config.json"  # of a model; it names the tokens that no file of its tokenizer does
+DECLARING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", SETTINGS)
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
 
 
@@ -37,7 +37,9 @@ def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
         raise UnusableText(f"{name}: has no tokenizer.json; give a folder or file that has one, or bytes")
     from fsdp2.foreign.bounds import in_bounds
 
-    return in_bounds(lambda: FromFile(file, bos), foreign(str(file), [file, *declaring(file.parent)]))
+    return in_bounds(
+        lambda: FromFile(file, bos), foreign(str(file), [file, *(file.parent / name for name in DECLARING)])
+    )
 
 
 def tokenizer_files(name: str) -> dict[str, bytes]:
@@ -165,12 +167,6 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
 
 
 _TOKENS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-
-
-def declaring(folder: Path) -> Iterator[Path]:
-    """The files beside a tokenizer.json that may declare tokens."""
-    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", SETTINGS)
-    return (folder / name for name in names if os.path.lexists(folder / name))
 
 
 class _Declared:
