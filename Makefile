@@ -335,6 +335,13 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 models: $(VENV)/.dev  ## every architecture that transformers knows, sharded beside a plain loop (95 min; writes docs/models.md)
 	$(TOX) models -- $(ARGS)
 
+.PHONY: compositions mutants
+compositions: $(VENV)/.dev  ## every pair of features beside one process (15 min; writes docs/compositions.md)
+	$(BIN)/python -m tests.compositions.page $(ARGS)
+
+mutants: $(VENV)/.dev  ## faults put in, one at a time: which cell notices? (8 min; writes docs/compositions.md)
+	$(BIN)/python -m tests.compositions.mutants
+
 chaos: $(VENV)/.dev  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)
 	$(TOX) chaos -- $(ARGS)
 

@@ -11,23 +11,21 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import platform
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from plan_accuracy_page import Row, of_meshes, page, picture
 from step_page import versions
-from tables import machine, write_page
+from tables import write_page
 from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -39,7 +37,6 @@ from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending
-from fsdp2_tools.compare.report import markdown_table
 from fsdp2_tools.plan.plans import plan
 from tests.harness import Ranks, main_in_ranks
 
@@ -113,54 +110,41 @@ FLAGS = (
     "--global-batch-size=13",
     "--test-batch-size=128",
 )
+# Meshes of 4 ranks, each with what else changes a rank's memory.
+MESHES = ("--tp=2", "--sp=2", "--tp=2 --sp=2", "--tp=2 --replicas=2", "--sp=2 --replicas=2")
+OF_MESHES = (
+    "",
+    "--mixed-precision=bf16",
+    "--activation-checkpointing=block",
+    "--activation-checkpointing=op --shard-granularity=layer",
+    "--grad-accumulation=2 --clip-grad-norm --optimizer=adamw --fused-optimizer",
+    "--grad-accumulation=2 --grad-accumulation-sync=last",
+    "--cpu-offload",
+    "--reshard-after-forward=true --ema=0.99",
+    "--explicit-prefetching=2 --mixed-precision=bf16 --reduce-dtype=bf16",
+)
+MESHES_BEGIN = "<!-- meshes -->"
 PAIRS = 150  # of those that there are
 STEPS = 3
 DATA_IS_THERE = "the data are there"  # in a trace
-
-
-@dataclass(frozen=True)
-class Row:
-    """A point, in bytes; `problem` says why there is none."""
-
-    model: str
-    flags: str
-    ranks: int
-    planned: int = 0
-    with_gloo: int = 0
-    phase: str = ""
-    taken: tuple[int, ...] = ()  # by rank, by the ledger
-    allocated: tuple[int, ...] = ()  # by rank, by torch's allocator
-    problem: str = ""
-
-    @property
-    def most(self) -> int:
-        return max(self.taken)
-
-    @property
-    def error(self) -> float:
-        """How much more was planned than taken, as a part of it; less is negative."""
-        return self.planned / self.most - 1
-
-    @property
-    def beside_allocator(self) -> float:
-        """The same, of the plan with gloo's buffers beside what the allocator gave: the plan shares no code with it."""
-        return self.with_gloo / max(self.allocated) - 1
 
 
 def main() -> None:
     parser = Parser(prog="benchmarks/plan_accuracy.py", allow_abbrev=False)
     parser.add_argument("--seconds", type=float, help="begin no row after so many")
     parser.add_argument("--only", help="rows whose model or flags have this in them; no page is written")
+    parser.add_argument("--meshes", action="store_true", help="the rows of the page's section on --tp and --sp alone")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--rows", type=Path, default=ROWS, help="where rows are kept; those of another code are left")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     began, code = time.perf_counter(), digest()
+    wanted = list(mesh_cases()) if given.meshes else cases()
     rows = {(row.model, row.flags, row.ranks): row for row in kept(given.rows, code)}
     with tempfile.TemporaryDirectory() as folder:
         pool = Ranks(Path(folder))
         try:
-            for case in cases():
+            for case in wanted:
                 if given.seconds and time.perf_counter() - began > given.seconds:
                     break
                 if case in rows or (given.only and given.only not in " ".join(map(str, case))):
@@ -173,9 +157,12 @@ def main() -> None:
                 print(*case, row.problem or f"{row.error:+.2%}", sep="  ", flush=True)
         finally:
             pool.close()
-    if rows and not given.only:
-        found = [rows[case] for case in cases() if case in rows]
-        write_page(given.page, page(found, time.perf_counter() - began))
+    found = [rows[case] for case in wanted if case in rows]
+    before, _, section = given.page.read_text().partition(MESHES_BEGIN)
+    if found and given.meshes and not given.only:
+        write_page(given.page, f"{before}{MESHES_BEGIN}\n{of_meshes(found)}")
+    elif found and not given.only:
+        write_page(given.page, f"{page(found, time.perf_counter() - began)}{MESHES_BEGIN}{section}")
         picture([row for row in found if not row.problem], given.page.with_suffix(".png"))
 
 
@@ -220,6 +207,13 @@ def all_cases() -> Iterator[tuple[str, str, int]]:
         yield list(MODELS)[number % len(MODELS)], flags, 4 if number % 2 or "replicas" in flags else 2
 
 
+def mesh_cases() -> Iterator[tuple[str, str, int]]:
+    """Those of the section on meshes."""
+    for number, (mesh, flags) in enumerate(itertools.product(MESHES, OF_MESHES)):
+        model = "llama debug" if number % 2 or mesh == "--tp=2 --sp=2" else "llama 10m"  # its 6 heads aren't 4 parts
+        yield model, f"{mesh} {flags}".strip(), 4
+
+
 def flags_of(model: str, folder: Path) -> str:
     """Those that choose a model and its batches."""
     if model in MODELS:
@@ -258,6 +252,8 @@ def point(pool: Ranks, run: Path, model: str, flags: str, ranks: int) -> Row | N
         words.append(f"--init-from={weights_of(pool, run.parent, model)}")
     line = list({word.partition("=")[0]: word for word in words}.values())  # a flag in place of the model's own
     row = Row(model, flags, ranks)
+    if "--tp" in flags or "--sp" in flags:
+        pool.close()  # torch keeps what it has made of a mesh for the life of a process
     try:
         config = parse(line)
         there = plan(config, ranks, None, None)
@@ -308,90 +304,6 @@ def taken(file: Path) -> int:
         if total > most and line.phase_at(when).name not in ("checkpoint", "full model", "between"):
             most = total
     return most
-
-
-def page(rows: Sequence[Row], seconds: float) -> str:
-    points = [row for row in rows if not row.problem]
-    errors = [row.error for row in points]
-    sizes = sorted(map(abs, errors))
-    beside = [row.beside_allocator for row in points]
-    under = [row for row in points if row.beside_allocator < 0]
-    head = (
-        "model",
-        "flags",
-        "ranks",
-        "planned, bytes",
-        "taken, bytes",
-        "error",
-        "phase of the peak",
-        "with gloo's buffers, beside the allocator",
-    )
-    cells = [
-        (
-            row.model,
-            f"`{row.flags or '(defaults)'}`",
-            str(row.ranks),
-            f"{row.planned:,}",
-            f"{row.most:,}",
-            f"{row.error:+.3%}",
-            row.phase,
-            f"{row.beside_allocator:+.1%}",
-        )
-        for row in sorted(points, key=lambda row: (row.model, row.ranks, row.flags))
-    ]
-    failed = [(row.model, f"`{row.flags or '(defaults)'}`", str(row.ranks), row.problem) for row in rows if row.problem]
-    without = markdown_table(("model", "flags", "ranks", "why there is no point"), failed) if failed else "None."
-    return f"""\
-# How exact a plan of memory is
-
-Written by `make plan-accuracy`. Each point is a training that was planned by `fsdp2.plan` and then run as gloo
-processes on the CPU with `--memory-snapshot`, beside torch's profiler. Compared is the most that the fullest rank held.
-A GPU has not been measured.
-
-**Beside torch's CPU allocator**, which shares no code with a plan, a plan with its term for gloo's buffers is
-{statistics.median(map(abs, beside)):.1%} off in the median, and {min(beside):+.1%} to {max(beside):+.1%} off. \
-It is less than what was given out in {len(under)} of {len(points)} points. The data set is left out of both. A GPU has
-no such term.
-
-**Beside the ledger** of tensors that [memory.md](memory.md) describes, in steps and evaluation, the same plan without
-gloo's term. Plan and run are counted by the same ledger here, so this shows that a plan executes what a run
-executes. What the ledger can't see of either, it doesn't show.
-
-- Points: {len(points)}; median error {statistics.median(sizes):.4%}, worst {max(errors, key=abs):+.3%}
-- Equal to the byte: {sum(row.planned == row.most for row in points)}; within 1.5 %: \
-{sum(size <= 0.015 for size in sizes)}; planned less than taken: {sum(one < 0 for one in errors)}, at most \
-{-min(*errors, 0.0):.3%}
-- "Fits" in one byte less than was taken: {sum(row.with_gloo < row.most for row in points)} times
-- Rank 0 took the most in {sum(row.taken[0] == row.most for row in points)} of {len(points)}
-- Date: {time.strftime("%Y-%m-%d")}; the last run of the script took {seconds:,.0f} s for what it measured
-- Machine: {machine()}
-- Versions: Python {platform.python_version()}, {", ".join(versions())}
-
-![predicted against measured](plan-accuracy.png)
-
-[plan.md](plan.md) says what a plan executes and what it can't see.
-
-{markdown_table(head, cells)}
-
-## Without a point
-
-{without}
-"""
-
-
-def picture(rows: Sequence[Row], file: Path) -> None:
-    """Planned against taken, and the errors."""
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
-    taken_, planned = [row.most / 1e6 for row in rows], [row.planned / 1e6 for row in rows]
-    left.plot([min(taken_), max(taken_)], [min(taken_), max(taken_)], color="grey", lw=0.8)
-    left.loglog(taken_, planned, ".", color="tab:blue", alpha=0.6)
-    left.set(xlabel="taken, MB", ylabel="planned, MB")
-    right.hist([100 * row.error for row in rows], bins=40, color="tab:blue")
-    right.set(xlabel="error, %", ylabel="points", yscale="log")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def test_the_trial_of_the_whole_loss_takes_less_than_a_step(ranks: Ranks, tmp_pa
 def test_a_question_without_targets_is_tried_as_well() -> None:
     tokens = torch.arange(200).view(1, 200)
     named = {"input_ids": tokens, "position_ids": tokens}
-    batch = trial.first_tokens(Batch(named, torch.full_like(tokens, -100), True, 1, 200, True))
+    batch = trial.first_tokens(Config(), Batch(named, torch.full_like(tokens, -100), True, 1, 200, True))
     assert batch.targets.tolist() == [[0] * trial.TOKENS]
     assert {name: tensor.shape for name, tensor in batch.inputs.items()} == dict.fromkeys(named, (1, trial.TOKENS))
 

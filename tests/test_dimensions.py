@@ -1,8 +1,9 @@
-"""Tensor and sequence parallelism beside FSDP2, and with each flag that combines with them: against one process."""
+"""Tensor and sequence parallelism beside FSDP2: gradients, runs, checkpoints. test_compositions has their pairs."""
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from examples import tp_fsdp2
+from fsdp2.allocations.timeline import load as load_timeline
 from fsdp2.config import Config, parse
 from fsdp2.data.pieces import piece_of
 from fsdp2.models import get
@@ -146,21 +148,13 @@ SAME = (
 @pytest.mark.parametrize(
     ("flags", "count"),
     [
-        ("--tp=2", 2),
         ("--tp=2 --replicas=2 --check-replicas=2", 4),
-        ("--tp=2 --grad-accumulation=3", 4),
-        ("--tp=2 --grad-accumulation=3 --grad-accumulation-sync=last", 4),
         ("--tp=2 --replicas=2 --grad-accumulation=2 --grad-accumulation-sync=replica", 4),
-        ("--tp=2 --activation-checkpointing=block --freeze=model.embed_tokens.* --freeze=*norm.weight", 4),
         ("--tp=2 --activation-checkpointing=op --inspect", 4),
         ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
         ("--tp=2 --cpu-offload --ema=0.9 --on-nonfinite=skip", 4),
         ("--tp=2 --dcp-api --shard-granularity=root", 4),
-        ("--sp=2", 2),
-        ("--sp=2 --grad-accumulation=3 --activation-checkpointing=block", 4),
-        ("--sp=2 --replicas=2 --activation-checkpointing=op --cpu-offload", 4),
         ("--sp=2 --ema=0.9 --freeze=*.mlp.* --inspect", 4),
-        ("--sp=2 --tp=2", 8),
         ("--sp=4", 4),
     ],
 )
@@ -197,6 +191,40 @@ def test_documents_of_a_row_stay_apart(train: Train, tmp_path: Path, dimension: 
     flags = [*LLAMA, "--checkpoint-every=never", f"--dataset=text:{tmp_path / 'text.jsonl'}"]
     ours, theirs = (losses(train(*flags, *more, n=n, run=f"{n}")) for n, more in ((4, [dimension]), (1, [])))
     assert relative(ours, theirs) < SUMS
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["--tp=2", "--tp=2 --replicas=2", "--sp=2", "--tp=2 --sp=2"])
+def test_what_travels_in_a_step(train: Train, tmp_path: Path, flags: str) -> None:
+    """Of each dimension on 4 ranks the calls of a step and their bytes, by the formulas of docs/sharding.md."""
+    tp, sp, replicas = ("--tp" in flags) + 1, ("--sp" in flags) + 1, ("--replicas" in flags) + 1
+    shards = 4 // tp // replicas
+    line = [*LLAMA, *flags.split(), "--checkpoint-every=never", "--memory-snapshot", "--reshard-after-forward=true"]
+    train(*line, n=4, steps=2)
+    timeline = load_timeline((tmp_path / "run" / "rank0_memory_timeline.json.gz").read_bytes())
+    found = Counter((one.name, one.bytes) for one in timeline.collectives if one.step == 2)
+    layers, dim, kv, hidden, words, tokens = 2, 64, 32, 176, 256, 12 // (4 // tp // sp) * 16
+    block, root = 4 * (2 * dim * dim + 2 * dim * kv + 3 * dim * hidden + 2 * dim), 4 * (2 * dim * words + dim)
+    wanted: Counter[tuple[str, int]] = Counter()
+    # FSDP2: parameters twice, gradients once, of a rank's part of each layer. Norms are split too only over shards.
+    norms = {block: 4 * 2 * dim, root: 4 * dim}
+    for size, count in ((block, layers), (root, 1)):
+        part = (size - norms[size]) // tp + norms[size]
+        wanted["all-gather", part] += 2 * count * (shards > 1)
+        wanted["reduce-scatter", part] += count * (shards > 1)
+        wanted["all-reduce", part // shards] += count * (replicas - 1)
+    # Tensor parallelism: the tokens of a rank's samples, into and out of attention, MLP, embedding and head, both ways.
+    whole = 4 * tokens // sp * dim
+    if tp > 1:
+        wanted["all-gather", whole] += 2 * (2 * layers + 1)
+        wanted["reduce-scatter", whole] += 2 * (2 * layers + 1)
+    # Sequence parallelism: queries, keys, values and results, both ways. One key is sent to both of its ranks.
+    if sp > 1:
+        wanted["all-to-all", whole // tp] += 2 * 2 * layers
+        wanted["all-to-all", 4 * tokens // sp * max(kv // tp, 16 * sp)] += 2 * 2 * layers
+    assert +wanted == Counter({one: count for one, count in found.items() if one[1] > 4 * tokens // sp})
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -65,9 +65,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, said: A
     expected = learned(chat, line)
     for role, content in (("system", said), ("developer", ""), ("developer", " ")):
         assert learned(chat, {"messages": [{"role": role, "content": content}, *line["messages"]]}) == expected
-    with pytest.raises(
-        UnusableText, match=r"message 1 \(developer\) has content, and the chat template prints none"
-    ):
+    with pytest.raises(UnusableText, match=r"message 1 \(developer\) has content, and the chat template prints none"):
         encoded(chat, {"messages": [{"role": "developer", "content": said}, *line["messages"]]})
 
 

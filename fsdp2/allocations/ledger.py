@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what `redistribute` may give
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,6 +38,7 @@ KINDS = (
 
 
 MAX_ENTRIES = 100_000
+WRAPPERS = (DTensor, AsyncCollectiveTensor)  # of other tensors, whose memory is what counts
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ class Ledger(TorchDispatchMode):
     # --- what it sees --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, WRAPPERS) for kind in types):
             return NotImplemented  # let it become the operations on its local tensors, and their collectives
         if self._copy is not None:
             self._end_copy(args)
@@ -187,6 +189,8 @@ class Ledger(TorchDispatchMode):
     def _find_copy(self, func: Any, tensor: Tensor) -> None:
         """gloo reduces in a copy of its input, which only a view of it shows, once the exchange is over."""
         storage = tensor.untyped_storage()
+        if id(storage) not in self._live:
+            return  # a shape without memory, by which DTensor learns how a result is sharded
         new = self._live[id(storage)][1]
         fresh = new is self.allocations[-1] and new.kind is None
         if fresh and new.bytes == self._reduced and getattr(func, "is_view", False):
@@ -207,6 +211,8 @@ class Ledger(TorchDispatchMode):
         """The allocation behind a tensor, entered if it is new; None if it has no memory of its own."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.elem
         if tensor.layout is not torch.strided:
             return None  # a sparse tensor has no storage: its indices and values, tensors themselves, are what counts
         storage = tensor.untyped_storage()

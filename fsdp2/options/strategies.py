@@ -70,10 +70,8 @@ def _sequence_parallel_refusals(options: Options) -> Iterator[str]:
     for flag, given, why in (
         ("--attention flex", options.attention == "flex", "its blocks are made of a rank's own tokens"),
         ("--memory-checkpoint", options.memory_checkpoint is not None, "it isn't tried with pieces of sequences"),
-        ("--lora", options.lora is not None, "it isn't tried with adapters"),
         ("--compile", options.compile, "the exchange of heads would break each block's graph"),
         ("--float8", options.float8 is not None, "it isn't tried with layers in float8"),
-        ("--chunked-loss", options.chunked_loss is not None, "it isn't tried, and a piece's logits are fewer already"),
     ):
         if given:
             yield f"--sp {sp} with {flag}: {why}; drop one of them"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Queries, keys, values (N, heads, tokens, width), and a mask of all tokens -> (N, heads, tokens, width)."""
@@ -60,7 +59,7 @@ def heads_for_tokens(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     (N, heads, tokens / ranks, width) -> (N, heads / ranks, tokens, width).
     """
     sent = torch.stack(piece.chunk(group.size(), dim=1))
-    return torch.cat(list(_exchanged(sent, group)), dim=2)
+    return torch.cat(list(_Exchange.apply(sent, group)), dim=2)
 
 
 def tokens_for_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,10 +68,19 @@ def tokens_for_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     (N, heads / ranks, tokens, width) -> (N, heads, tokens / ranks, width).
     """
     sent = torch.stack(heads.chunk(group.size(), dim=2))
-    return torch.cat(list(_exchanged(sent, group)), dim=1)
+    return torch.cat(list(_Exchange.apply(sent, group)), dim=1)
 
 
-def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part r goes to rank r, and from it comes a part in the same place."""
-    received: Tensor = all_to_all_single(torch.empty_like(sent), sent, group=group)
-    return received
+class _Exchange(torch.autograd.Function):
+    """Part r of the first dimension goes to rank r, and from it comes a part in the same place; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradient.contiguous(), ctx.group), None

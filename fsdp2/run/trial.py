@@ -54,18 +54,22 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
         torch.cuda.empty_cache()  # no step has tensors of these sizes
 
 
-def first_tokens(batch: Batch) -> Batch:
-    """The first `TOKENS` of each sequence, each with something to predict."""
+def first_tokens(config: Config, batch: Batch) -> Batch:
+    """The first of each sequence, at most `TOKENS` and with something to predict; with `--sp` this rank's piece."""
+    length = TOKENS - TOKENS % (config.tp * config.sp)
     inputs: Any = batch.inputs
-    cut = {name: tensor[:, :TOKENS] for name, tensor in inputs.items()} if isinstance(inputs, dict) else None
-    targets: Tensor = batch.targets[:, :TOKENS].clamp(min=0)  # class 0 where nothing is, as in a question of a chat
-    return dataclasses.replace(batch, inputs=inputs[:, :TOKENS] if cut is None else cut, targets=targets)
+    cut = {name: tensor[:, :length] for name, tensor in inputs.items()} if isinstance(inputs, dict) else None
+    targets: Tensor = batch.targets[:, :length].clamp(min=0)  # class 0 where nothing is, as in a question of a chat
+    given, _ = _piece(config, inputs[:, :length] if cut is None else cut, 0)
+    if config.sp > 1:
+        targets = targets.chunk(config.sp, dim=1)[runtime.world().share(config.tp, config.sp).piece]
+    return dataclasses.replace(batch, inputs=given, targets=targets)
 
 
 def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if the loss in chunks isn't that of the logits: a model may scale them after its last layer."""
     spec = config.spec
-    batch = first_tokens(next(evaluation_batches(dataset.test, 1, 0, 1, device)))
+    batch = first_tokens(config, next(evaluation_batches(dataset.test, 1, 0, 1, device)))
     with whole_logits(engine, spec) as plain:
         expected = plain.loss(engine.forward(batch), batch.targets)
     with engine.evaluating():
@@ -89,6 +93,16 @@ def _tried_by_a_copy(config: Config, look: Callable[..., bool | None]) -> bool |
     return look(spec.on_meta(config.model_size), spec.call, spec.logits)
 
 
+def _piece(config: Config, inputs: Any, place: int) -> tuple[Any, int]:
+    """The inputs that this rank has of rows, and how many of their tokens stand before a place in the row."""
+    if config.sp == 1:
+        return inputs, place
+    share = runtime.world().share(config.tp, config.sp)
+    piece = piece_of(inputs, share.piece, config.sp)
+    length = piece["input_ids"].shape[1]
+    return piece, min(max(0, place - share.piece * length), length)
+
+
 @torch.no_grad()
 def require_causal(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if somebody's model that is to learn the next token sees it.
@@ -102,15 +116,16 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
 
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    rows = {name: tensor[:1, :TOKENS].repeat(3, 1).to(device) for name, tensor in named.items()}
+    length = TOKENS - TOKENS % (config.tp * config.sp)
+    rows = {name: tensor[:1, :length].repeat(3, 1).to(device) for name, tensor in named.items()}
     tokens = rows["input_ids"]
     at = tokens.shape[1] // 2
     tokens[2, at] = abs(int(tokens[2, at]) - 1)
+    given, before = _piece(config, rows if isinstance(inputs, dict) else tokens, at)
     with whole_logits(engine, config.spec) as plain:
-        given = rows if isinstance(inputs, dict) else tokens
-        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))
+        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))[:, :before]
     seen = _tried_by_a_copy(config, sees_later)
-    if not all(gather(same(logits[:, :at]) and not seen)):
+    if not all(gather((not logits.numel() or same(logits)) and not seen)):
         raise ConfigError(
             f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
             "of those before it; give it a causal mask, which encoders of transformers have with is_decoder true"
@@ -130,15 +145,12 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
         return
     from fsdp2.models.causal import same, sees_documents, two_documents
 
-    tokens = torch.arange(16, device=device).repeat(3, 1) % 8
-    tokens[2, :8] = tokens[0, :8].flip(0)
-    named, first = two_documents(tokens, 8), 8  # the first token of the second document
-    if config.sp > 1:
-        share = runtime.world().share(config.tp, config.sp)
-        named = piece_of(named, share.piece, config.sp)
-        first = max(0, 8 - share.piece * (16 // config.sp))
+    length = 8 * config.tp * config.sp
+    tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8
+    tokens[2, :length] = tokens[0, :length].flip(0)
+    given, before = _piece(config, two_documents(tokens, length), length)
     with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(named, tokens, True, 3, 48, True)))[:, first:]
+        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))[:, before:]
     seen = _tried_by_a_copy(config, sees_documents)
     if not all(gather((not logits.numel() or same(logits)) and not seen)):
         raise ConfigError(

@@ -14,6 +14,7 @@ from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config
 from fsdp2.data import random_tokens, sampler
 from fsdp2.data.loader import Batch
+from fsdp2.data.pieces import piece_of
 from fsdp2.models.spec import ModelSpec
 from fsdp2.run.process.runtime import World
 
@@ -41,7 +42,8 @@ def microbatches(config: Config, spec: ModelSpec, world: World, ledger: Ledger) 
     The second finds the gradients of the first, and those between it and the last find the same.
     """
     count = config.global_batch(world.world_size)
-    sizes = sampler.microbatch_sizes(count, world.rank, world.world_size, config.grad_accumulation)
+    share = world.share(config.tp, config.sp)
+    sizes = sampler.microbatch_sizes(count, share.index, share.of, config.grad_accumulation)
     sizes = sizes if len(sizes) <= 3 else [*sizes[:2], sizes[-1]]
     for index, size in enumerate(sizes):
         batch = made_up(config, spec, size, count, last=index == len(sizes) - 1)
@@ -52,8 +54,9 @@ def microbatches(config: Config, spec: ModelSpec, world: World, ledger: Ledger) 
 def evaluation_batches(config: Config, spec: ModelSpec, world: World, ledger: Ledger) -> Iterator[Batch]:
     """Those of an evaluation, two at most: the second finds the outputs of the first, and so do all that follow."""
     most, counts = config.test_batch_size, samples(config.dataset, config.seq_len)
-    there = 2 * most * world.world_size if counts is None else counts[1]
-    starts = range(world.rank * most, there, world.world_size * most)
+    share = world.share(config.tp, config.sp)
+    there = 2 * most * share.of if counts is None else counts[1]
+    starts = range(share.index * most, there, share.of * most)
     sizes = [min(most, there - start) for start in starts] or [0]
     for size in sizes[:2]:
         rows = torch.empty(max(size, 1), dtype=torch.int64)  # the samples' numbers, which the loader still has
@@ -71,7 +74,9 @@ def made_up(config: Config, spec: ModelSpec, size: int, count: int, *, last: boo
         inputs, targets = torch.empty(rows, 1, 28, 28), torch.empty(rows, dtype=torch.int64)
     else:
         inputs, targets = _language(config, spec, rows)
-    return Batch(inputs, targets, size > 0, count, count * targets[0].numel(), last)
+    if config.sp > 1:
+        inputs, targets = piece_of(inputs, 0, config.sp), targets.chunk(config.sp, dim=-1)[0].contiguous()
+    return Batch(inputs, targets, size > 0, count, count * config.sp * targets[0].numel(), last)
 
 
 def _language(config: Config, spec: ModelSpec, rows: int) -> tuple[Any, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -79,12 +80,6 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"--strategy {config.strategy}: its engine copies values that a plan doesn't have; plan "
             f"{' or '.join(PLANNED)}, or measure it with python -m fsdp2.compare"
         )
-    if config.tp * config.sp > 1:
-        flag = f"--tp {config.tp}" if config.tp > 1 else f"--sp {config.sp}"
-        raise ConfigError(
-            f"{flag}: a plan executes one rank without others, and these exchange values; measure it "
-            "with python -m fsdp2.train --memory-snapshot on a few ranks"
-        )
     if config.float8:
         raise ConfigError(
             f"--float8 {config.float8}: a plan executes on a CPU, where it is emulated in other steps and memory; "
@@ -99,15 +94,25 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         from fsdp2.parallel.low_bit import tables  # torchao is an extra
 
         tables()
-    with fake.fake_group(rank, ranks), kernels(config.attention), ExitStack() as modes:
-        try:
+
+    def executed() -> Execution:
+        alike = fake.fake_group(rank, ranks), fake.propagation_told(ledger.look_away), kernels(config.attention)
+        with ExitStack() as modes:
+            for one in alike:
+                modes.enter_context(one)
             return _execute(config, world, device, ledger, modes, blocks)
-        except fake.data_dependent() as error:
-            operator = getattr(error, "func", None) or str(error).partition("\n")[0]
-            raise ConfigError(
-                f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
-                "decide what to compute; measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
-            ) from error
+
+    try:
+        # In a thread of its own: DTensor remembers what it has made of a mesh for the life of a thread, and would find
+        # the groups of another rank.
+        with ThreadPoolExecutor(1, "rank") as thread:
+            return thread.submit(executed).result()
+    except fake.data_dependent() as error:
+        operator = getattr(error, "func", None) or str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
+            "decide what to compute; measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
+        ) from error
 
 
 def _attending(config: Config, *, gloo: bool) -> Config:
@@ -206,7 +211,7 @@ def make_engine(
         "world_size": world.world_size,
     }
     if config.strategy == "fsdp2":
-        engine: Engine = parallelize(config, methods=spec.methods, **arguments)
+        engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **arguments)
     else:
         engine = baseline(config.strategy).build(config, Start(**arguments))
     engine.call = spec.call

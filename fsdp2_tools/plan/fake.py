@@ -143,6 +143,30 @@ def without_fakes() -> Any:
 
 
 @contextmanager
+def propagation_told(told: Callable[[bool], None]) -> Iterator[None]:
+    """Call `told` when DTensor begins and ends to learn a result's shape, by computing it on tensors of whole shapes.
+
+    A run does it on tensors without memory. Private; tests/plan/test_fake.py fails when it moves.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def learning(*args: Any) -> Any:
+        told(True)
+        try:
+            return original(*args)
+        finally:
+            told(False)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = learning  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def seen_by_transformers(values: Values) -> Iterator[None]:
     """Let transformers read values that are known, and take a tensor for traced where they aren't.
 

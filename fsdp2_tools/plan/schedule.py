@@ -12,8 +12,9 @@ accumulation included. A clock for the CPU, which issues one after the other, an
 4. A reduce-scatter waits for the computation to have filled its buffer; the computation fills the next one when the
    reduce-scatter before is done, and waits for all of them at the end of backward. An all-reduce between replicas
    follows the reduce-scatter on a stream of its own.
-5. Exchanges of the same ranks run one after another, in the order in which they were issued.
-6. Ranks on CPUs have one clock: the CPU computes, and gloo's exchanges are waited for where they are issued.
+5. The computation waits for an exchange between parts of a layer or of a sequence where it is issued.
+6. Exchanges of the same ranks run one after another, in the order in which they were issued.
+7. Ranks on CPUs have one clock: the CPU computes, and gloo's exchanges are waited for where they are issued.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py and _fsdp_state.py of torch 2.15;
 the last rule is NCCL's, of operations on one communicator.
@@ -29,6 +30,7 @@ from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
 
 FORWARD, BACKWARD = "forward", "backward"
+AWAITED = ", awaited"  # after the role of an exchange
 
 Price = Callable[[Work], float]  # seconds of an operator or a collective
 
@@ -103,7 +105,7 @@ def events(
         block = block if at is None else at
         seconds = price(work)
         last = found[-1] if found else None
-        role = work.role
+        role = f"{work.role}{AWAITED}" if work.awaited else work.role
         if role == "all-reduce" and not (
             phases[phase] == BACKWARD and last is not None and last.role == "reduce-scatter"
         ):
@@ -260,8 +262,14 @@ def replay(
             ran("all-reduce", name_of(event), all_reduce, event.seconds)
             if on_cpu:
                 wait(all_reduce, "all-reduce", "all groups")
-        else:  # another collective, which the computation waits for
-            compute = max(compute, cpu) + event.seconds
+        else:
+            end = max(compute, cpu, links[event.ranks]) + event.seconds
+            links[event.ranks] = end
+            exchange = event.role.removesuffix(AWAITED)
+            name = "parts of layers" if event.role.endswith(AWAITED) and exchange != "all-to-all" else name_of(event)
+            counted(name, exchange, event)
+            wait(end, exchange, name)
+            ran(exchange, name, end, event.seconds)
     if phase >= 0 and phases[phase] == BACKWARD:
         end_backward()
     done.seconds = max(cpu, compute, reduce, all_reduce)

@@ -41,6 +41,7 @@ class Work:
         flops: as a GPU computes them, so half of a causal attention; `full` counts it whole, as an MFU does.
         bytes: read and written; of a collective those of its larger side.
         ranks: of a collective, how many take part and how far they stand from each other.
+        awaited: of a collective, whether the computation waits for it where it is issued, as between parts of layers.
     """
 
     role: str
@@ -52,6 +53,7 @@ class Work:
     module: str
     phase: int
     ranks: tuple[int, int] = (1, 1)
+    awaited: bool = False
 
     def seconds(self, speed: Speed) -> float:
         """Of an operator that is no collective."""
@@ -78,7 +80,8 @@ class Watch:
         if namespace in ("c10d", "_c10d_functional"):
             collective = exchange(name)
             if collective is not None:
-                self._collective(collective, [*args, *kwargs.values(), result], module, phase)
+                awaited = collective == "all-to-all" or namespace != "c10d"  # FSDP2 and the loop call c10d's
+                self._collective(collective, [*args, *kwargs.values(), result], module, phase, awaited)
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -97,9 +100,9 @@ class Watch:
         self.flattens = name == "_foreach_copy_"
         self.done.append(Work(role, kind, flops, full, count, dtype, module, phase))
 
-    def _collective(self, name: str, values: Sequence[Any], module: str, phase: int) -> None:
+    def _collective(self, name: str, values: Sequence[Any], module: str, phase: int, awaited: bool) -> None:
         sizes = [_bytes([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]) for value in values]
-        self.done.append(Work(name, MEMORY, 0, 0, max(sizes), "", module, phase, _ranks(values)))
+        self.done.append(Work(name, MEMORY, 0, 0, max(sizes), "", module, phase, _ranks(values), awaited))
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[str, int, int]:
         if name.startswith("_scaled_dot_product"):

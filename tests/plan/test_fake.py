@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
@@ -17,6 +19,15 @@ def test_a_fake_rank_is_the_rank_it_says_and_sends_nothing() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
         dist.all_reduce(torch.ones(3))
     assert not dist.is_initialized()
+
+
+def test_shapes_of_split_tensors_are_learned_while_somebody_is_told() -> None:
+    told: list[bool] = []
+    with fake.fake_group(1, 4), fake.propagation_told(told.append):
+        mesh = init_device_mesh("cpu", (4,))
+        whole = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)], run_check=False)
+        assert (whole * 7).shape == (12, 5)
+    assert told == [True, False]
 
 
 def test_fake_tensors_have_no_memory() -> None:

@@ -49,6 +49,24 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str)
         assert taken(tmp_path, rank) == planned(flags, rank=rank).peak.bytes
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp=2",
+        "--sp=2 --clip-grad-norm",
+        "--tp=2 --replicas=2 --activation-checkpointing=block --mixed-precision=bf16",
+        "--tp=2 --sp=2 --grad-accumulation=2",
+    ],
+)
+def test_a_plan_of_a_mesh_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    ranks.close()  # torch keeps what it has made of a mesh for the life of a process
+    line = f"{LLAMA} {flags} --threads=1 --device=cpu --max-steps=3 --memory-snapshot"
+    ranks.run(run_settled, [*line.split(), f"--run-dir={tmp_path}"], ranks=4)
+    ranks.close()
+    for rank in (0, 3):
+        assert taken(tmp_path, rank) == planned(f"{LLAMA} {flags}", ranks=4, rank=rank).peak.bytes
+
+
 def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{DEEP} --mixed-precision --activation-checkpointing"
     # Of six blocks nobody plans nine instead.
