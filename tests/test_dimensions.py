@@ -233,6 +233,8 @@ ADAM = [flag for flag in LLAMA if not flag.startswith(("--optimizer", "--lr=", "
 MESHES = {
     "one": (1, []),
     "dp 2": (2, []),
+    "dp 4": (4, []),
+    "hsdp 2 x 2": (4, ["--replicas=2"]),
     "tp 2": (2, ["--tp=2"]),
     "dp 2 x tp 2": (4, ["--tp=2"]),
     "hsdp 2 x 1 x tp 2": (4, ["--tp=2", "--replicas=2"]),
@@ -252,14 +254,25 @@ def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path, mes
     assert same(full_files(tmp_path / "run"), full_files(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("there", list(MESHES))
-def test_each_mesh_reads_the_checkpoints_of_the_others(train: Train, ranks: Ranks, tmp_path: Path, there: str) -> None:
+READERS = ("tp 2", "dp 2 x tp 2", "tp 2 x sp 2", "one")  # the others read in these ways, and with `-m slow` themselves
+
+
+@pytest.mark.parametrize(
+    ("there", "readers"),
+    [
+        *((there, READERS) for there in MESHES if there not in ("dp 4", "hsdp 2 x 2")),
+        *(pytest.param(there, tuple(MESHES), marks=pytest.mark.slow) for there in MESHES),
+    ],
+)
+def test_each_mesh_reads_the_checkpoints_of_the_others(
+    train: Train, ranks: Ranks, tmp_path: Path, there: str, readers: tuple[str, ...]
+) -> None:
     """Model and optimizer, tensor by tensor: a run that has nothing left to do writes what it has read."""
     count, mesh = MESHES[there]
     train(*ADAM, *mesh, n=count, steps=2)
     before = full_files(tmp_path / "run")
     (tmp_path / "run" / "full_model" / "full-model.pt").unlink()
-    for here in {"tp 2", "dp 2 x tp 2", "tp 2 x sp 2", "one"} - {there}:
+    for here in {*readers} - {there}:
         ranks.close()
         shutil.copytree(tmp_path / "run", tmp_path / here)
         count, mesh = MESHES[here]

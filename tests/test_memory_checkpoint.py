@@ -93,13 +93,19 @@ def _begin(events: list[tuple[str, dict[str, Any]]]) -> tuple[str, int]:
 KEEPING = ["--memory-checkpoint", "--checkpoint-every=1000", "--no-save-model"]
 
 
-def test_ranks_that_are_started_again_go_on_from_memory(ranks: Ranks, tmp_path: Path, root: Path) -> None:
-    flags = small(tmp_path / "run", *KEEPING, "--max-steps=6")
+PIECES = "--model=llama --model-size=debug --dataset=random-tokens --seq-len=16 --sp=2".split()
+
+
+@pytest.mark.parametrize("more", [[], PIECES], ids=["", "pieces of sequences"])
+def test_ranks_that_are_started_again_go_on_from_memory(
+    ranks: Ranks, tmp_path: Path, root: Path, more: list[str]
+) -> None:
+    flags = small(tmp_path / "run", *more, *KEEPING, "--max-steps=6")
     ranks.run(_train, flags, root, 4)
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     events = ranks.run(_train, flags, root)[0]
     assert _begin(events) == ("resume", 3)  # step 4 was logged and not kept yet
-    whole = ranks.run(main_in_ranks, small(tmp_path / "whole", "--no-save-model", "--max-steps=6"))[0]
+    whole = ranks.run(main_in_ranks, small(tmp_path / "whole", *more, "--no-save-model", "--max-steps=6"))[0]
     assert losses(events) == losses(whole)[3:]
     assert not list(root.iterdir()), "the memory is given back"
 

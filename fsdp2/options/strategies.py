@@ -69,7 +69,6 @@ def _sequence_parallel_refusals(options: Options) -> Iterator[str]:
     spec, numbers = options.spec, options.spec.sizes[options.model_size]
     for flag, given, why in (
         ("--attention flex", options.attention == "flex", "its blocks are made of a rank's own tokens"),
-        ("--memory-checkpoint", options.memory_checkpoint is not None, "it isn't tried with pieces of sequences"),
         ("--compile", options.compile, "the exchange of heads would break each block's graph"),
         ("--float8", options.float8 is not None, "it isn't tried with layers in float8"),
     ):
