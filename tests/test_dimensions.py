@@ -330,7 +330,7 @@ def test_the_header_has_a_picture_of_the_ranks(flags: dict[str, int], count: int
         ("--model=transformer --sp=2", "ranks can't exchange its heads for tokens"),
         ("--model=llama --sp=2 --compile", "--sp 2 with --compile: the exchange of heads would break"),
         ("--model=llama --sp=2 --strategy=fsdp1", "fsdp1 has whole sequences on each rank; use --strategy fsdp2"),
-        ("--model=vit --tp=2", "it has no plan for splitting its layers"),
+        ("--model=cnn --tp=2", "it has no plan for splitting its layers"),
         ("--model=llama --tp=2 --compile", "--tp 2 with --compile: a compiled block leaves"),
         ("--model=llama --tp=2 --strategy=ddp", "ddp splits no layers; use --strategy fsdp2"),
     ],

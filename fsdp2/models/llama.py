@@ -287,6 +287,8 @@ SPEC = ModelSpec(
     head=head,
     attentions=ATTENTIONS,
     splits=splits,
+    split_sizes=lambda size, seq_len: (
+        {name: size[name] for name in ("heads", "kv_heads", "hidden", "vocab_size")} | {"--seq-len": seq_len}
+    ),
     attends_by_name=True,
-    split_sizes=("heads", "kv_heads", "hidden", "vocab_size"),
 )

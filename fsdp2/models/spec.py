@@ -108,7 +108,8 @@ class ModelSpec:
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.
         splits: for tensor parallelism, names of its modules, with `*`, and torch's style for each; None if it has none.
-        split_sizes: of the keyword arguments of `make`, those that the ranks of tensor parallelism must divide.
+            It raises ValueError for a model of which only a look at it tells that it has none.
+        split_sizes: (a size's keyword arguments, length of a sequence) -> by name, the numbers that ranks must divide.
         attends_by_name: whether its modules attend by `self.attend`, so that ranks can exchange heads for tokens.
         attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
             `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
@@ -135,7 +136,7 @@ class ModelSpec:
     scores: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     whole: ModelSpec | None = None
     splits: Callable[[], Mapping[str, ParallelStyle]] | None = None
-    split_sizes: Sequence[str] = ()
+    split_sizes: Callable[[Mapping[str, Any], int], Mapping[str, int]] = lambda *_: {}
     attends_by_name: bool = False
     attentions: Sequence[str] = ("auto", *KERNELS)
 

@@ -3,13 +3,15 @@ from the one before it. What it shows is sharding, not language."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from fsdp2.models.initial import Table, fan_in_uniform, normal, ones, zeros
-from fsdp2.models.spec import Batch, ModelSpec
+from fsdp2.models.spec import Batch, ModelSpec, plain
 
 SIZES = {
     "debug": {"vocab_size": 256, "dim": 64, "num_layers": 3},
@@ -72,8 +74,11 @@ def head(model: nn.Module) -> nn.Module:
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets."""
-    return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets.
+
+    A collective call where ranks hold the logits by words.
+    """
+    return plain(F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum"))
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
@@ -82,6 +87,30 @@ def call(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch.inputs["input_ids"] if isinstance(batch.inputs, dict) else batch.inputs)
 
 
+def splits() -> Mapping[str, ParallelStyle]:
+    """How ranks split each layer between them, and a row's tokens between blocks; a row-wise bias is added once."""
+    tokens, whole = Shard(1), Replicate()
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "layers.*.norm?": SequenceParallel(),
+        "layers.*.attention": ColwiseParallel(input_layouts=tokens, output_layouts=tokens),
+        "layers.*.mlp.0": ColwiseParallel(input_layouts=tokens),
+        "layers.*.mlp.2": RowwiseParallel(output_layouts=tokens),
+        "output": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
 SPEC = ModelSpec(
-    "transformer", "language", SIZES, Transformer, blocks, INITIAL_VALUES, loss, call, head=head, attentions=("auto",)
+    "transformer",
+    "language",
+    SIZES,
+    Transformer,
+    blocks,
+    INITIAL_VALUES,
+    loss,
+    call,
+    head=head,
+    attentions=("auto",),
+    splits=splits,
+    split_sizes=lambda size, seq_len: {name: size[name] for name in ("dim", "vocab_size")} | {"--seq-len": seq_len},
 )

@@ -5,13 +5,17 @@ Source: https://arxiv.org/abs/2010.11929
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table, fan_in_uniform, normal, ones, xavier_uniform, zeros
 from fsdp2.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 SIZES = {
     "seed": {"num_layers": 10, "num_heads": 2, "hidden_dim": 128, "mlp_dim": 128},
@@ -64,4 +68,37 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float(), targets, reduction="sum")
 
 
-SPEC = ModelSpec("vit", "image", SIZES, make, blocks, INITIAL_VALUES, loss)
+def splits() -> Mapping[str, ParallelStyle]:
+    """How ranks split the hidden numbers of each block between them; a row-wise bias is added once.
+
+    Attention is whole on each rank: `nn.MultiheadAttention` has one weight for queries, keys and values, and takes no
+    part of its heads.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from fsdp2.models.locally import Locally
+
+    in_blocks = ("ln_?", "self_attention", "self_attention.out_proj")
+    whole = (
+        "",
+        "conv_proj",
+        "encoder",
+        *(f"encoder.layers.*.{name}" for name in in_blocks),
+        "encoder.ln",
+        "heads.head",
+    )
+    columns, rows = "encoder.layers.*.mlp.0", "encoder.layers.*.mlp.3"
+    return {**{name: Locally() for name in whole}, columns: ColwiseParallel(), rows: RowwiseParallel()}
+
+
+SPEC = ModelSpec(
+    "vit",
+    "image",
+    SIZES,
+    make,
+    blocks,
+    INITIAL_VALUES,
+    loss,
+    splits=splits,
+    split_sizes=lambda size, _: {"mlp_dim": size["mlp_dim"]},
+)

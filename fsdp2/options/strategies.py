@@ -55,7 +55,13 @@ def _tensor_parallel_refusals(options: Options) -> Iterator[str]:
             yield f"--tp {tp} with {flag}: {why}; drop one of them"
     if spec.splits is None:
         yield f"--tp {tp} with --model {options.model}: it has no plan for splitting its layers; use llama, or drop it"
-    sizes = {name: numbers[name] for name in spec.split_sizes} | {"--seq-len": options.seq_len}
+        return
+    try:
+        spec.splits()
+        sizes = spec.split_sizes(numbers, options.seq_len)
+    except ValueError as error:
+        yield f"--tp {tp} with --model {options.model}: {error}; use another model, or drop --tp"
+        return
     if wrong := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
         common = math.gcd(*sizes.values())
         fitting = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0)

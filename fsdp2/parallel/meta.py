@@ -48,7 +48,7 @@ def share(model: nn.Module, names: Iterable[Sequence[str]]) -> None:
 
 def _get(model: nn.Module, name: str) -> Any:
     path, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(path), last)
+    return model.get_submodule(path)._parameters[last]  # as an attribute it may be what a module computes with
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.others.published import kept
+from tests.others.sections import kept
 
 if TYPE_CHECKING:
     from tests.others.table import Row
@@ -52,11 +52,13 @@ def _head(rows: Sequence[Row]) -> list[str]:
         "# Models of transformers and timm, one by one",
         "",
         f"`make models` writes this page ({sum(row.seconds for row in rows) / 60:.0f} minutes on {_machine()}). Last:",
-        f"{datetime.date.today()}, {_versions()}, two gloo ranks. Every model is tiny; no line of `fsdp2/` is",
+        f"{datetime.date.today()}, {versions()}, two gloo ranks. Every model is tiny; no line of `fsdp2/` is",
         "particular to one of them. Models of audio stand behind a function of one's own, which makes what they hear",
         "of pictures: `tests/others/audio.py`.",
         "",
-        kept(),
+        kept("published"),
+        "",
+        kept("splits"),
         "",
         "## All that the libraries know",
         "",
@@ -109,7 +111,7 @@ def _tables(rows: Sequence[Row]) -> list[str]:
             ]
         if others := [row for row in mine if not row.plain]:
             lines += [NOT_COMPARED, ""]
-            lines += [*(f"- {row.name}: {_text(row.failed)}" for row in others), ""]
+            lines += [*(f"- {row.name}: {text(row.failed)}" for row in others), ""]
     return lines
 
 
@@ -117,7 +119,7 @@ def _line(row: Row) -> str:
     cells: list[Any] = [row.name, f"{row.parameters:,}", row.groups or "", _yes(row.started), _gap(row.apart)]
     why = "; ".join(filter(None, (row.failed, *row.notes)))
     cells += [_yes(row.resumed), _yes(row.checkpointed), _gap(row.bf16), _yes(row.exported)]
-    cells += [_gap(row.trained), _text(why)]
+    cells += [_gap(row.trained), text(why)]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -130,7 +132,7 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
 
 
-def _versions() -> str:
+def versions() -> str:
     import timm
     import transformers
 
@@ -145,5 +147,5 @@ def _yes(value: bool | None) -> str:
     return "" if value is None else "yes" if value else "**no**"
 
 
-def _text(why: str) -> str:
+def text(why: str) -> str:
     return why[:200].replace("|", "/").replace("<", "‹").replace(">", "›")

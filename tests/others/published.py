@@ -16,11 +16,10 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
 from tests.others.common import flags
+from tests.others.sections import PAGE, put
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "models.md"
 CONFIGS: dict[str, dict[str, object]] = json.loads((HERE / "published.json").read_text())
-BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 INTRO = """
 ## Configurations as published
 
@@ -65,23 +64,6 @@ def row(name: str, found: str) -> str:
     return f"| {name} | `{named[0]}` | {found} |"
 
 
-def section(rows: list[str]) -> str:
-    """What stands between the two marks of the page."""
-    return "\n".join([BEGIN + INTRO + "\n".join(rows), "", END])
-
-
-def kept() -> str:
-    """The section of the page as it stands, for the program that writes the rest."""
-    _, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{BEGIN}{rest.partition(END)[0]}{END}"
-
-
-def put(page: str, rows: list[str]) -> str:
-    """The page with these rows, before the models one by one."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{section(rows)}{rest.partition(END)[2]}"
-
-
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
     found = []
@@ -89,4 +71,4 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             found.append(row(each, outcome(each, Path(place))))
             print(found[-1])
-    PAGE.write_text(put(PAGE.read_text(), found))
+    PAGE.write_text(put(PAGE.read_text(), "published", [*INTRO.strip().splitlines(), *found]))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fsdp2 import models
-from tests.others.published import CONFIGS, PAGE, outcome, row
+from tests.others.published import CONFIGS, outcome, row
+from tests.others.sections import PAGE
 
 
 @pytest.mark.parametrize("name", CONFIGS)
