@@ -93,7 +93,7 @@ def _begin(events: list[tuple[str, dict[str, Any]]]) -> tuple[str, int]:
 KEEPING = ["--memory-checkpoint", "--checkpoint-every=1000", "--no-save-model"]
 
 
-PIECES = "--model=llama --model-size=debug --dataset=random-tokens --seq-len=16 --sp=2".split()
+PIECES = ["--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=16", "--sp=2"]
 
 
 @pytest.mark.parametrize("more", [[], PIECES], ids=["", "pieces of sequences"])
