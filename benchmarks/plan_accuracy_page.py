@@ -105,7 +105,8 @@ def of_meshes(rows: Sequence[Row]) -> str:
 Written by `make plan-accuracy ARGS=--meshes`, in the same way: {len(points)} points on 4 ranks. Beside the ledger \
 {sum(row.planned == row.most for row in points)} are equal to the byte, and the worst is \
 {max((row.error for row in points), key=abs):+.3%} off. Beside the allocator, with gloo's buffers, plans are \
-{statistics.median(map(abs, beside)):.1%} off in the median, and {min(beside):+.1%} to {max(beside):+.1%}. \
+{statistics.median(map(abs, beside)):.1%} off in the median, and {min(beside):+.1%} to {max(beside):+.1%}: the term \
+for gloo's buffers was found for one dimension, and is too small for two. A GPU has no such term. \
 {time.strftime("%Y-%m-%d")}, {machine()}; {", ".join(versions())}.
 
 {table(points)}
