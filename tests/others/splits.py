@@ -35,7 +35,7 @@ from tests.harness import Ranks, same
 from tests.others.common import flags
 from tests.others.page import text, versions
 from tests.others.sections import PAGE, put
-from tests.others.table import Row, of_transformers, one_line
+from tests.others.table import LIMIT, Row, of_transformers, one_line
 
 MESHES = {"tp": 2, "tp x FSDP2": 4}  # by the number of ranks
 EQUAL = 1e-5  # relative: sums are made in another order
@@ -137,7 +137,9 @@ def outcome(name: str, ranks: Ranks, folder: Path) -> dict[str, str]:
     expected, said = wanted(plain, training), dict[str, str]()
     for mesh, count in MESHES.items():
         ranks.close()  # torch keeps what it has made of a mesh for the life of a process
-        gap, farthest = max(apart(found, expected) for found in ranks.run(gradients, line, training, ranks=count))
+        gap, farthest = max(
+            apart(found, expected) for found in ranks.run(gradients, line, training, ranks=count, timeout=LIMIT)
+        )
         said[mesh] = f"{gap:.0e}"
         if gap > EQUAL:
             own = rounding(copy.deepcopy(plain), expected, training)
