@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+HOW = ("foreach", "fused", "capturable", "differentiable")  # settings of how an optimizer computes, and not what
+
 
 class Part(Protocol):
     """Anything with a state: a scheduler, a gradient scaler, a place in the data."""
@@ -105,9 +107,7 @@ class AppState(Stateful):
                 "other parameters; --resume-partial takes the weights alone"
             )
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
-        ours: list[dict[str, Any]] = [
-            {k: group[k] for k in ("foreach", "fused") if k in group} for group in self.optimizer.param_groups
-        ]
+        ours: list[dict[str, Any]] = [{k: group[k] for k in HOW if k in group} for group in self.optimizer.param_groups]
         # Weights that are kept elsewhere are set to what they are.
         here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
         with _counted_as_trained(self.optimizer):

@@ -116,13 +116,11 @@ def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
         # A pipe would never end; a link to nothing is refused below.
         found = sorted((file for file in below if file.is_file() or not file.exists()), key=str)
     else:
-        named = [path] if there == path else _matching(there, path.relative_to(there))
-        found = [file for file in named if file.is_file()]
+        matching = glob.glob(str(path.relative_to(there)), root_dir=there, recursive=True)
+        found = [
+            file for file in ([path] if there == path else map(there.joinpath, sorted(matching))) if file.is_file()
+        ]
     return [_on_disk(file.absolute()) for file in found]
-
-
-def _matching(folder: Path, pattern: Path) -> list[Path]:
-    return [folder / name for name in sorted(glob.glob(str(pattern), root_dir=folder, recursive=True))]
 
 
 def _on_disk(path: Path) -> File:

@@ -94,7 +94,7 @@ def rows_of(
     """
     wide = shape[1:].numel()
     start, stop = (rows.start * wide, rows.stop * wide) if shape else (0, 1)
-    drawn = (memory or _new)(stop - start, dtype)
+    drawn = torch.empty(stop - start, dtype=dtype) if memory is None else memory(stop - start, dtype)
     for number in range(start // BLOCK, -(-stop // BLOCK) if stop > start else 0):
         first = number * BLOCK
         last = min(first + BLOCK, shape.numel())
@@ -108,10 +108,6 @@ def rows_of(
         if block is not mine:
             mine.copy_(block[low - first : high - first])
     return drawn.view(rows.stop - rows.start, *shape[1:]) if shape else drawn.view(())
-
-
-def _new(elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(elements, dtype=dtype)
 
 
 def slices_of(tensor: Tensor) -> tuple[slice, ...]:

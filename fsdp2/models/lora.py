@@ -44,7 +44,7 @@ class Lora:
 
     def targets_in(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
         """Names of the layers that get adapters. Raises ValueError if a pattern matches none."""
-        linear = [name for name, module in model.named_modules() if _is_linear(module)]
+        linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) or _is_transposed(one)]
         patterns = self.targets
         if not patterns:
             inside = {id(module) for block in blocks for module in block.modules()}
@@ -126,10 +126,6 @@ def _sharing(model: nn.Module, name: str) -> list[str]:
     """The modules, but for this one, that have its weight."""
     weight = model.get_submodule(name).weight
     return [one for one, module in model.named_modules() if one != name and getattr(module, "weight", None) is weight]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -131,10 +131,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, others KiB
 
 
-def _samples_per_second(samples: int, seconds: float) -> dict[str, Any]:
-    return {"samples_per_second": samples / seconds}
-
-
 class StepLog:
     """Emits a `train` event for each step, one step late.
 
@@ -155,7 +151,9 @@ class StepLog:
         device: torch.device,
         on_nonfinite: Callable[[int, str], None] = lambda step, what: None,
         on_finite: Callable[[dict[str, Any]], None] = lambda record: None,
-        speed: Callable[[int, float], dict[str, Any]] = _samples_per_second,
+        speed: Callable[[int, float], dict[str, Any]] = lambda samples, seconds: {
+            "samples_per_second": samples / seconds
+        },
     ) -> None:
         self.emit, self.device, self.speed = emit, device, speed
         self.on_nonfinite, self.on_finite = on_nonfinite, on_finite

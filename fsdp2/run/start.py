@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.state import AppState, Part, Progress, RandomState, SchedulerState
+from fsdp2.checkpoint.state import HOW, AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.config import Config
 from fsdp2.data.loader import Batches
@@ -68,6 +69,7 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
                 if not read_marker(files).get("imported"):
                     raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
                 job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
+            _require_possible(app.optimizer, ours, theirs)
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
         loaded, left_out = read_fitting_weights(app.model, files, hashes=hashes)
     except DamagedCheckpoint as error:
@@ -88,12 +90,26 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
 
 def _settings(app: AppState) -> dict[str, Any]:
     """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
-    beside = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+    beside = ("params", "lr", "initial_lr", *HOW)
     groups = enumerate(app.optimizer.param_groups)
     found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
     found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
     several = len(app.optimizer.param_groups) > 1
     return {f"{name} of group {number}" if several else name: value for (name, number), value in found.items()}
+
+
+def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that torch refuses where it makes an optimizer, or that need other state."""
+    makes = type(optimizer)
+    known = inspect.signature(makes).parameters.keys() - {"params", *HOW}
+    try:
+        for group in optimizer.param_groups if makes.__module__.startswith("torch.optim.") else ():
+            float(sum(value for value in group.values() if isinstance(value, int)))  # else it fails in the first step
+            makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an optimizer with its settings can't be made ({error})") from None
+    if wrong := [name for name in ours if name.startswith("amsgrad") and theirs[name] != ours[name]]:
+        raise ValueError(f"its optimizer has {wrong[0]} {theirs[wrong[0]]}, and no state for that")
 
 
 def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:

@@ -52,7 +52,7 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
         )
         lines = [f"wrote {target}: {len(names)} tensors of a model" + (" and its optimizer" if optimizer else "")]
         lines += [f"the source is {checked}", *wrong]
-        if others := [name for name, original in names.items() if _is_not_fp32(source.tensors[original])]:
+        if others := [name for name, original in names.items() if is_not_fp32(source.tensors[original])]:
             lines.append(
                 f"{len(others)} tensors are {source.tensors[names[others[0]]].dtype}, and training here keeps fp32: to "
                 "resume from them, import what `export --dtype fp32` makes of them"
@@ -129,8 +129,9 @@ def write_imported(
     return nonfinite.note()
 
 
-def _is_not_fp32(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != torch.float32
+def is_not_fp32(tensor: Tensor | None) -> bool:
+    """Return whether a tensor, if it is one, has numbers with a point in another dtype."""
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float32
 
 
 def _optimizer(source: Source, weight_names: Container[str]) -> tuple[dict[TreePath, str], str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2.allocations.ledger import KINDS
@@ -60,9 +59,5 @@ def series(line: Timeline, points: int = 4000, within: tuple[float, float] = (-m
     keep(*highest[1:])
     if last[0] > highest[1]:
         keep(*last)
-    columns = dict(zip(KINDS, _transposed(rows), strict=True))
+    columns = dict(zip(KINDS, map(list, zip(*rows, strict=True)), strict=True))
     return Series(times, {kind: column for kind, column in columns.items() if any(column)})
-
-
-def _transposed(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(column) for column in zip(*rows, strict=True)]

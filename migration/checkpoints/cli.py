@@ -70,7 +70,8 @@ def _run(given: argparse.Namespace) -> None:
             choice, parameters=names, shapes=shapes_of(model), recover=Recover(code, choice.with_optimizer)
         )
     done = convert(Path(given.source), given.out, choice)
-    _print(*done.lines, f"next: torchrun --nproc_per_node 2 -m fsdp2.train {_resume(given.out)}")
+    start = f"--init-from {given.out}" if done.narrow else _resume(given.out)
+    _print(*done.lines, f"next: torchrun --nproc_per_node 2 -m fsdp2.train {start}")
     proven = done.proof.line()
     if code is not None and steps:
         task = Task(code, *_optimizer(given, done), steps, Path(given.source), choice, done.target)

@@ -15,7 +15,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.sources.source import dotted
 from fsdp2_tools.checkpoint.export import new_path
-from fsdp2_tools.checkpoint.import_ import require_name, write_imported
+from fsdp2_tools.checkpoint.import_ import is_not_fp32, require_name, write_imported
 from migration.checkpoints.optimizer import may_be_parameters
 from migration.checkpoints.origin import Choice, Origin, opened_origin
 from migration.checkpoints.prove import Proof, compare
@@ -33,6 +33,7 @@ class Converted:
         groups: settings of the optimizer's groups, with names under `params`.
         kinds: of entries in its state: exp_avg and so on.
         parameters: names of what may be a parameter of the model.
+        narrow: how many tensors aren't fp32, which a resume refuses.
     """
 
     target: Path
@@ -41,6 +42,7 @@ class Converted:
     groups: list[dict[str, Any]]
     kinds: set[str]
     parameters: list[str]
+    narrow: int
 
 
 def convert(place: Path, out: str, choice: Choice) -> Converted:
@@ -69,7 +71,16 @@ def convert(place: Path, out: str, choice: Choice) -> Converted:
         )
         kinds = {str(path[-1]) for path in entries if path[1:3] == ("optim", "state")}
         parameters = choice.parameters or may_be_parameters(origin.model())
-        return Converted(target, _lines(origin, out) + nonfinite, proofs[0], origin.groups(), kinds, list(parameters))
+        lines, narrow = (
+            _lines(origin, out) + nonfinite,
+            [entry for entry in entries.values() if is_not_fp32(entry.meta)],
+        )
+        if narrow:
+            lines.append(
+                f"{len(narrow)} tensors, such as {narrow[0].where}, are not fp32, which training here keeps: "
+                "--init-from takes the weights, and the optimizer starts fresh"
+            )
+        return Converted(target, lines, proofs[0], origin.groups(), kinds, list(parameters), len(narrow))
 
 
 def _progress(origin: Origin) -> dict[TreePath, Entry]:

@@ -104,6 +104,12 @@ def _plain_names(
     for key, entries in state.items():
         for kind, entry in entries.items():
             ours = _shape(model[names[key]])
+            if (
+                kind in SHAPED
+                and entry.meta is not None
+                and not (entry.meta.is_floating_point() or entry.meta.is_complex())
+            ):
+                raise Refused(f"{entry.where} is {entry.meta.dtype}, with which no optimizer computes; {SAVE_AGAIN}")
             if kind in SHAPED and _shape(entry) != ours:
                 raise Refused(f"{entry.where} has the shape {_shape(entry)}, and {names[key]} {ours}: {_why(entry)}")
     return names
@@ -120,8 +126,8 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 
 
 def _as_torch_has_it(name: str, entry: Entry) -> Entry:
-    """Before torch 1.12 an optimizer counted its steps in plain numbers; torch makes such a tensor of them."""
-    if name != "step" or entry.meta is not None:
+    """Before torch 1.12 an optimizer counted its steps in plain numbers, and others count in integers."""
+    if name != "step" or (entry.meta is not None and (entry.meta.dtype, entry.meta.dim()) == (torch.float32, 0)):
         return entry
     return Entry(torch.empty((), device="meta"), lambda: torch.tensor(float(steps_of(entry))), entry.where)
 

@@ -138,7 +138,7 @@ def resume_fsdp1(task: Task) -> list[float]:
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
-        named = {_plain(name): parameter for name, parameter in sharded.named_parameters()}
+        named = {name.replace("_fsdp_wrapped_module.", ""): one for name, one in sharded.named_parameters()}
         optimizer = _optimizer(task, named)
         with opened_origin(task.source, task.choice) as origin:
             if all(entry.dcp for entry in origin.entries.values() if entry.meta is not None):
@@ -146,10 +146,6 @@ def resume_fsdp1(task: Task) -> list[float]:
             else:
                 _load_full(sharded, optimizer, origin)
         return _train(task, sharded, optimizer)
-
-
-def _plain(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def _load_full(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, origin: Origin) -> None:

@@ -86,7 +86,7 @@ def changed(scene: Scene, known: list[Undecided]) -> list[Undecided]:
             if string(text) in STREAMS and scene.shards and id(line := module.statement(text)) not in said:
                 said.add(id(line))
                 problems.append(Undecided("FC31", "FSDP2's models don't have it", text, module))
-            if PREFIX in (string(text) or "") and not _docstring(text, module):
+            if PREFIX in (string(text) or "") and not isinstance(module.parent(text), cst.Expr):
                 if scene.shards:
                     scene.take("FC09", text, module, KEPT)
                 if not scene.interface and not _stripped(module, text):
@@ -111,10 +111,6 @@ def _stripped(module: Module, text: cst.SimpleString) -> bool:
     call = module.parent(module.parent(text) or text)
     named = isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value
     return named in ("replace", "removeprefix")
-
-
-def _docstring(node: cst.CSTNode, module: Module) -> bool:
-    return isinstance(module.parent(node), cst.Expr)
 
 
 def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecided]:

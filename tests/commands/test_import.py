@@ -31,6 +31,7 @@ from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, read_all, write
 from tests.harness import Ranks, losses, make_engine, of_kind, one_step, same, small
+from tests.hostile.common import change_values, resume
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -228,6 +229,32 @@ def test_what_was_exported_is_imported_and_trained_on(finished: Path, tmp_path: 
     expected = losses(train(f"--init-from={finished / 'full_model' / 'full-model.pt'}", run="expected", steps=2))
     assert losses(train(f"--resume={imported}", run="new", steps=2)) == expected
     assert losses(train(f"--resume={imported}", "--resume-partial", run="partial", steps=2)) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "part"),
+    [
+        ("betas", (2.0, -1.0), "an optimizer with its settings can't be made (Invalid beta parameter at index 0: 2.0)"),
+        ("weight_decay", 10**400, "an optimizer with its settings can't be made (int too large to convert to float)"),
+        ("amsgrad", True, "its optimizer has amsgrad True, and no state for that"),
+        ("capturable", True, None),  # for a GPU alone
+        ("differentiable", True, None),
+    ],
+)
+def test_settings_of_an_import_with_which_no_step_is_made(
+    ranks: Ranks, tmp_path: Path, setting: str, value: Any, part: str | None
+) -> None:
+    ranks.run(_save_as_the_tutorial_does, str(tmp_path / "tutorial"))
+    imported = tmp_path / "run" / "checkpoints" / "step-00000000"
+    assert main(["import", str(tmp_path / "tutorial"), str(imported)]) == 0
+    change_values(
+        LocalFiles(imported),
+        lambda state: state.update({name: value for name in state if name.endswith(f".{setting}")}),
+    )
+    for (answer,) in ranks.run(resume, str(tmp_path / "run")):
+        assert (
+            answer == "resumed" if part is None else (answer.startswith("ConfigError: --resume: ") and part in answer)
+        )
 
 
 def _save_as_the_tutorial_does(folder: str) -> list[float]:

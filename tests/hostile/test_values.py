@@ -35,6 +35,10 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no place in the metrics": (lambda s: s.update({"app.progress.metrics_position": -1}), "metrics_position is -1"),
     "no place in the data": (lambda s: s.update({"app.batches.position": 1 << 40}), "sample 1099511627776 of epoch"),
     "no rate": (lambda s: s.update({name: "fast" for name in s if name.endswith(".lr")}), "is a str of another kind"),
+    "a rate that is none": (
+        lambda s: s.update({name: float("nan") for name in s if name.endswith(".lr")}),
+        "an optimizer with its settings can't be made (Invalid learning rate: nan)",
+    ),
     "climbs": (
         lambda s: s.update({name: True for name in s if name.endswith(".maximize")}),
         "its optimizer has other settings than its flags: maximize True",

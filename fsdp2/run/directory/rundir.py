@@ -72,7 +72,7 @@ class RunDir:
         files = [self.config, self.metrics, self.full_model, full / "full-optimizer.pt", full / MARKER]
         files += [path.with_name(f"{path.name}.tmp") for path in files]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
-        wrong += [(path, "plain file") for path in files if os.path.lexists(path) and not _is_plain(path)]
+        wrong += [(path, "plain file") for path in files if path.is_symlink() or (path.exists() and not path.is_file())]
         for path, what in wrong:
             raise ConfigError(
                 f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
@@ -156,10 +156,6 @@ class RunDir:
             for path in (self.metrics, self.config):
                 if self.files.size(path.name) is not None:
                     path.write_bytes(self.files.read(path.name))
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def _local_folder(url: str) -> Path:

@@ -20,6 +20,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from migration.checkpoints.rank_files import SHARDED, _whole
 from migration.checkpoints.tree import Entry
+from tests.commands.common import read_all
 from tests.harness import Ranks
 from tests.migrate.checkpoints import fsdp1
 from tests.migrate.checkpoints.conftest import Cli
@@ -88,6 +89,10 @@ def _step(value: Any) -> Callable[[Path], list[Any]]:
     return _changed(lambda optimizer: optimizer["state"][1].update(step=value))
 
 
+def _moments(dtype: torch.dtype) -> Callable[[Path], list[Any]]:
+    return _changed(lambda optimizer: optimizer["state"][1].update(exp_avg=optimizer["state"][1]["exp_avg"].to(dtype)))
+
+
 @pytest.mark.parametrize(
     ("make", "part"),
     [
@@ -108,6 +113,11 @@ def _step(value: Any) -> Callable[[Path], list[Any]]:
         (_step(torch.tensor(2.5)), "optim.state.1.step is 2.5 and no number of steps"),
         (_step(torch.ones(2)), "and no number of steps"),
         (_step(10**400), "and no number of steps"),
+        (
+            _moments(torch.int64),
+            "optim.state.1.exp_avg is torch.int64, with which no optimizer computes; save it again",
+        ),
+        (_moments(torch.bool), "optim.state.1.exp_avg is torch.bool, with which"),
     ],
 )
 def test_what_is_strange_is_refused_in_one_line(
@@ -121,6 +131,33 @@ def test_what_is_strange_is_refused_in_one_line(
     assert status == 2
     assert part in line
     assert (sorted(os.listdir(place)), (tmp_path / "out").exists()) == (before, False)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_what_is_not_fp32_is_said_and_no_resume_advised(cli: Cli, tmp_path: Path, what: str) -> None:
+    weights, optimizer = trained()
+    if what == "model":
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    else:
+        optimizer["state"][1]["exp_avg"] = optimizer["state"][1]["exp_avg"].half()
+    torch.save({"model": weights, "optim": optimizer}, tmp_path / "m.pt")
+    status, printed = cli(tmp_path / "m.pt", tmp_path / "out")
+    assert status == 0, printed
+    assert "are not fp32, which training here keeps: --init-from takes the weights" in printed
+    assert f"fsdp2.train --init-from {tmp_path / 'out'}" in printed
+
+
+@pytest.mark.parametrize("step", [torch.tensor(3), torch.tensor([3.0])])
+def test_steps_that_are_counted_in_another_form_are_taken(cli: Cli, tmp_path: Path, step: torch.Tensor) -> None:
+    weights, optimizer = trained()
+    for state in optimizer["state"].values():
+        state["step"] = step
+    torch.save({"model": weights, "optim": optimizer}, tmp_path / "m.pt")
+    status, printed = cli(tmp_path / "m.pt", tmp_path / "out")
+    assert status == 0, printed
+    assert "fp32" not in printed
+    steps = [tensor for name, tensor in read_all(tmp_path / "out", "app.optim.state.").items() if name.endswith("step")]
+    assert [(one.dtype, one.shape, float(one)) for one in steps] == [(torch.float32, (), 3.0)] * len(steps)
 
 
 def test_shards_of_one_place_that_differ_are_of_several_saves() -> None:
