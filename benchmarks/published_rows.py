@@ -250,10 +250,6 @@ class _Fused(torch.autograd.Function):
         return torch.softmax(logits, -1), None
 
 
-def _narrow(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
 def _loss(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], AbstractContextManager[None]]:
     """A way: the loss is this one, of logits as they are, not widened to fp32 before."""
 
@@ -315,7 +311,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "embedding and head in the root": _root_has_the_rest,
     "bf16 state": _bf16_state,
     "fused norm": _fused_norm,
-    "bf16 loss": _loss(_narrow),
+    "bf16 loss": _loss(lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum")),
     "fused loss": _loss(_Fused.apply),
 }
 

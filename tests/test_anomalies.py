@@ -56,6 +56,14 @@ def test_a_value_far_above_the_last_ones_is_a_jump() -> None:
     assert _jumps(losses[:90] + [30.0] * 3 * REMEMBERED, norms[:90] + [0.5] * 3 * REMEMBERED) == [(90, "loss")]
 
 
+def test_a_record_of_anything_is_passed_over() -> None:
+    looking = Jumps()
+    values: list[Any] = ["1", [1], {}, None, True, 10**400, float("nan"), float("inf"), -1, 0]
+    for value in values:
+        assert looking.look({"loss": value}) is None
+        assert looking.look({"grad_norm": value}) is None
+
+
 def test_a_loss_that_falls_to_nothing_or_is_negative_raises_no_alarm() -> None:
     noise = random.Random(1)
     falling = [2.3 * math.exp(-step / 30) * math.exp(noise.gauss(0, 0.8)) for step in range(400)]

@@ -56,7 +56,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.no_optimizer and (given.optimizer or given.optimizer_names):
         raise ConfigError("--no-optimizer with --optimizer or --optimizer-names: drop one of them")
     code = _code(given)
-    steps = _steps(given)
+    steps = 0 if given.prove is None else int(checked("--prove", given.prove, whole(1, 10_000)))
     choice = Choice(
         model_key=given.model_key,
         optimizer_file=Path(given.optimizer) if given.optimizer else None,
@@ -101,10 +101,6 @@ def _code(given: argparse.Namespace) -> Code | None:
     if given.prove is None and (given.loss or given.optimizer_class):
         raise ConfigError(f"--{'loss' if given.loss else 'optimizer-class'} without --prove: does nothing; drop it")
     return code
-
-
-def _steps(given: argparse.Namespace) -> int:
-    return 0 if given.prove is None else int(checked("--prove", given.prove, whole(1, 10_000)))
 
 
 def _optimizer(given: argparse.Namespace, done: Converted) -> tuple[str, list[dict[str, Any]]]:

@@ -27,13 +27,13 @@ class Jumps:
         """The field of a `train` record that jumps, and a line about it; None if none does.
 
         Args:
-            record: a value that isn't positive, or is no number, as fp16's overflows give and as None stands for in
-                metrics.jsonl, is passed over.
+            record: a value that isn't positive, or is no number, as fp16's overflows give and as a stranger's
+                metrics.jsonl may hold, is passed over.
         """
         found = []
         for name, (words, times) in LOOKED_AT.items():
-            value, recent = record[name], self._recent[name]
-            if value is None or not (math.isfinite(value) and value > 0):
+            value, recent = record.get(name), self._recent[name]
+            if not (isinstance(value, (int, float)) and 0 < value < 1e308):
                 continue
             usual, bound = _usual_and_bound(recent, times)
             high = value > bound
