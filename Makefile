@@ -336,7 +336,7 @@ models: $(VENV)/.dev  ## every architecture that transformers knows, sharded bes
 	$(TOX) models -- $(ARGS)
 
 .PHONY: compositions mutants
-compositions: $(VENV)/.dev  ## every pair of features beside one process (15 min; writes docs/compositions.md)
+compositions: $(VENV)/.dev  ## every pair of features beside one process (8 min; writes docs/compositions.md)
 	$(BIN)/python -m tests.compositions.page $(ARGS)
 
 mutants: $(VENV)/.dev  ## faults put in, one at a time: which cell notices? (8 min; writes docs/compositions.md)
