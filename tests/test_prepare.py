@@ -126,7 +126,7 @@ def test_another_process_is_waited_for(corpus: Path, tmp_path: Path) -> None:
         thread.start()
         assert said.wait(10)
         assert not found
-    thread.join(10)
+    thread.join(60)
     assert found == [read_meta(out)]
 
 

@@ -96,7 +96,7 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         tables()
 
     def executed() -> Execution:
-        alike = fake.fake_group(rank, ranks), fake.propagation_told(ledger.look_away), kernels(config.attention)
+        alike = fake.fake_group(rank, ranks), fake.propagation_told(FakeLedger.look_away), kernels(config.attention)
         with ExitStack() as modes:
             for one in alike:
                 modes.enter_context(one)

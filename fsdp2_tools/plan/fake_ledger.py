@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class FakeLedger(Ledger):
     steps_done = 0
     _backward = LOSS
     _name: str | None = None
-    _blind = False
+    _blind: ClassVar[bool] = False
 
     @property
     def in_model(self) -> bool:
@@ -62,6 +62,8 @@ class FakeLedger(Ledger):
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as in a run; of a fake tensor torch would make another one
         return self.values.compute(func, args, kwargs)
 
     def __enter__(self) -> FakeLedger:
@@ -73,9 +75,10 @@ class FakeLedger(Ledger):
         super().__exit__(*error)
         self.values.__enter__()
 
-    def look_away(self, away: bool) -> None:
-        """Count nothing until it is said again."""
-        self._blind = away
+    @classmethod
+    def look_away(cls, away: bool) -> None:
+        """Let each ledger count nothing until it is said again."""
+        cls._blind = away
 
     @contextmanager
     def named(self, operation: str) -> Iterator[None]:

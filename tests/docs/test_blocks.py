@@ -59,6 +59,7 @@ NOT_RUN = {
     ("docs/migration.md", ""): "run by tests/migrate/test_demo.py and tests/rewriter/test_commands.py",
     ("docs/notes/gpu.md", ""): "tests/gpu and benchmarks need a GPU",
     ("docs/notes/testing.md", "PYTEST_ADDOPTS"): "is this suite",
+    ("*", "make compositions"): "takes minutes and writes its page; tests/test_compositions.py runs forty of its cells",
     ("*", "make chaos"): "takes half an hour; tests/test_chaos.py does ten of its kills",
     ("*", "make bench"): "takes minutes and writes a page of docs/",
     ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
