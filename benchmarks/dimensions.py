@@ -6,6 +6,7 @@ such machine was measured.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import warnings
@@ -25,8 +26,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "dimensions.md"
 BEGIN, END = "<!-- planned: begin -->", "<!-- planned: end -->"
 COMMON = "--model=llama --dataset=random-tokens --batch-size=1 --mixed-precision --activation-checkpointing=block"
 MODELS = ("8b", "70b", "405b")
-RANKS = (8, 64, 1024)
-LENGTHS = (8192, 65536)
+CASES = ((8192, 8), (8192, 64), (8192, 1024), (65536, 64))  # tokens of a sample, GPUs
 
 
 def layouts(ranks: int, length: int) -> list[str]:
@@ -40,7 +40,7 @@ def layouts(ranks: int, length: int) -> list[str]:
 
 
 def row(model: str, ranks: int, length: int, mesh: str) -> tuple[str, ...]:
-    """What a plan says, or why there is none."""
+    """A row of the table: what a plan says, or why there is none."""
     h100 = gpu("h100")
     try:
         config = parse(f"{COMMON} --model-size={model} --seq-len={length} {mesh}".split())
@@ -58,12 +58,10 @@ def main() -> None:
     """Write the table."""
     warnings.simplefilter("ignore")
     rows, began = [], time.perf_counter()
-    for length in LENGTHS:
-        for model in MODELS:
-            for ranks in RANKS:
-                for mesh in layouts(ranks, length):
-                    rows.append(row(model, ranks, length, mesh))
-                    print(*rows[-1], f"{time.perf_counter() - began:.0f} s", sep="  ", flush=True)
+    for model, (length, ranks) in itertools.product(MODELS, CASES):
+        for mesh in layouts(ranks, length):
+            rows.append(row(model, ranks, length, mesh))
+            print(*rows[-1], f"{time.perf_counter() - began:.0f} s", sep="  ", flush=True)
     head = ("Llama", "GPUs", "tokens a sample", "mesh", "a GPU holds", "tokens/s a GPU", "waits for exchanges")
     before, rest = PAGE.read_text().split(BEGIN)
     made = f"{time.strftime('%Y-%m-%d')}, `python benchmarks/dimensions.py`."
