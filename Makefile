@@ -339,7 +339,7 @@ models: $(VENV)/.dev  ## every architecture that transformers knows, sharded bes
 compositions: $(VENV)/.dev  ## every pair of features beside one process (8 min; writes docs/compositions.md)
 	$(BIN)/python -m tests.compositions.page $(ARGS)
 
-mutants: $(VENV)/.dev  ## faults put in, one at a time: which cell notices? (8 min; writes docs/compositions.md)
+mutants: $(VENV)/.dev  ## faults put in, one at a time: which cell notices? (half an hour at most; writes docs/compositions.md)
 	$(BIN)/python -m tests.compositions.mutants
 
 chaos: $(VENV)/.dev  ## kill and disturb real runs at 500 moments, resume each, compare bit for bit (half an hour)

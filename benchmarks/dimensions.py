@@ -21,9 +21,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2_tools.compare.report import markdown_table
 from fsdp2_tools.plan.device import gpu
 from fsdp2_tools.plan.plans import plan
+from tests.others.sections import put
 
 PAGE = Path(__file__).parents[1] / "docs" / "dimensions.md"
-BEGIN, END = "<!-- planned: begin -->", "<!-- planned: end -->"
 COMMON = "--model=llama --dataset=random-tokens --batch-size=1 --mixed-precision --activation-checkpointing=block"
 MODELS = ("8b", "70b", "405b")
 CASES = ((8192, 8), (8192, 64), (8192, 1024), (65536, 64))  # tokens of a sample, GPUs
@@ -63,9 +63,8 @@ def main() -> None:
             rows.append(row(model, ranks, length, mesh))
             print(*rows[-1], f"{time.perf_counter() - began:.0f} s", sep="  ", flush=True)
     head = ("Llama", "GPUs", "tokens a sample", "mesh", "a GPU holds", "tokens/s a GPU", "waits for exchanges")
-    before, rest = PAGE.read_text().split(BEGIN)
     made = f"{time.strftime('%Y-%m-%d')}, `python benchmarks/dimensions.py`."
-    write_page(PAGE, f"{before}{BEGIN}\n{made}\n\n{markdown_table(head, rows)}\n{END}{rest.split(END)[1]}")
+    write_page(PAGE, put(PAGE.read_text(), "planned", [made, "", markdown_table(head, rows)]))
 
 
 if __name__ == "__main__":

@@ -297,6 +297,12 @@ def of_kind(events: list[tuple[str, dict[str, Any]]], wanted: str) -> list[dict[
     return [data for kind, data in events if kind == wanted]
 
 
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """How far the farthest number is from theirs, as a part of it."""
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
 def full_files(run: Path) -> list[Any]:
     return [torch.load(run / "full_model" / name, weights_only=True) for name in ("full-model.pt", "full-optimizer.pt")]
 

@@ -15,8 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2.allocations.ledger import Ledger
 from fsdp2.parallel.inspect import local
-from tests.harness import Ranks, batch, losses, make_engine
-from tests.test_equalities import relative
+from tests.harness import Ranks, batch, losses, make_engine, relative
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 K = "--grad-accumulation=3"

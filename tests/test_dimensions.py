@@ -29,7 +29,7 @@ from fsdp2.parallel.tensor import split_layers
 from fsdp2.report import header
 from fsdp2.run.preflight import check_world
 from fsdp2.run.process.runtime import World
-from tests.harness import Ranks, full_files, losses, of_kind, same
+from tests.harness import Ranks, full_files, losses, of_kind, relative, same
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -53,10 +53,6 @@ def _new_processes(ranks: Ranks) -> Iterator[None]:
     """torch keeps what it has made of a mesh for the life of a process, and an equal mesh of other groups finds it."""
     yield
     ranks.close()
-
-
-def relative(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

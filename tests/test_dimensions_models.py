@@ -20,8 +20,8 @@ from fsdp2.models.initial import reset_parameters
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallelize import parallelize
 from fsdp2.run.process.runtime import World
-from tests.harness import Ranks, full_files, losses, of_kind, same
-from tests.test_dimensions import QUICK, SAME, SUMS, apart, relative, trained
+from tests.harness import Ranks, full_files, losses, of_kind, relative, same
+from tests.test_dimensions import QUICK, SAME, SUMS, apart, trained
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 

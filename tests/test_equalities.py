@@ -14,17 +14,12 @@ import torch
 
 from fsdp2 import models
 from fsdp2.models.initial import reset_parameters
-from tests.harness import losses, of_kind
+from tests.harness import losses, of_kind, relative
 
 pytestmark = pytest.mark.losses_alone
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 Reference = Callable[..., list[float]]
-
-
-def relative(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("model", ["vit", "cnn"])

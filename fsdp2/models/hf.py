@@ -24,7 +24,6 @@ from fsdp2.foreign.kept import files_to_keep
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
-from fsdp2.models.hf_splits import plan_of, sizes_of
 from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.models.tried import wrong_with
 from fsdp2.units import install
@@ -186,6 +185,17 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             raise ValueError(f"{folder} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}")
         return state, wrong
 
+    @cache
+    def splits() -> Any:
+        from fsdp2.models.hf_splits import plan_of
+
+        return plan_of(made.described("own"), lambda model: wrong_with(model, task, call))
+
+    def split_sizes(*_: Any) -> Mapping[str, int]:
+        from fsdp2.models.hf_splits import sizes_of
+
+        return sizes_of(made.described("own"))
+
     language = task != "image"
     made = ModelSpec(
         name=f"hf:{place}",
@@ -204,8 +214,8 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
         files=lambda size: {path.name: path.read_bytes() for path in files_to_keep(folder, KEPT)},
-        splits=cache(lambda: plan_of(made.described("own"), lambda model: wrong_with(model, task, call))),
-        split_sizes=lambda *_: sizes_of(made.described("own")),
+        splits=splits,
+        split_sizes=split_sizes,
         methods=("generate",) if _generates(model_class) else (),
         attentions=("auto", *KERNELS) if _uses_torchs_attention(config, model_class) else ("auto",),
     )

@@ -6,16 +6,13 @@ Source: https://arxiv.org/abs/2010.11929
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table, fan_in_uniform, normal, ones, xavier_uniform, zeros
 from fsdp2.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 SIZES = {
     "seed": {"num_layers": 10, "num_heads": 2, "hidden_dim": 128, "mlp_dim": 128},
@@ -68,7 +65,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float(), targets, reduction="sum")
 
 
-def splits() -> Mapping[str, ParallelStyle]:
+def splits() -> Mapping[str, Any]:
     """How ranks split the hidden numbers of each block between them; a row-wise bias is added once.
 
     Attention is whole on each rank: `nn.MultiheadAttention` has one weight for queries, keys and values, and takes no
@@ -78,17 +75,11 @@ def splits() -> Mapping[str, ParallelStyle]:
 
     from fsdp2.models.locally import Locally
 
-    in_blocks = ("ln_?", "self_attention", "self_attention.out_proj")
-    whole = (
-        "",
-        "conv_proj",
-        "encoder",
-        *(f"encoder.layers.*.{name}" for name in in_blocks),
-        "encoder.ln",
-        "heads.head",
-    )
-    columns, rows = "encoder.layers.*.mlp.0", "encoder.layers.*.mlp.3"
-    return {**{name: Locally() for name in whole}, columns: ColwiseParallel(), rows: RowwiseParallel()}
+    block = "encoder.layers.*."
+    whole = ["", "conv_proj", "encoder", "encoder.ln", "heads.head"]
+    whole += [f"{block}{name}" for name in ("ln_?", "self_attention", "self_attention.out_proj")]
+    split = {f"{block}mlp.0": ColwiseParallel(), f"{block}mlp.3": RowwiseParallel()}
+    return {name: Locally() for name in whole} | split
 
 
 SPEC = ModelSpec(

@@ -61,8 +61,7 @@ def first_tokens(config: Config, batch: Batch) -> Batch:
     cut = {name: tensor[:, :length] for name, tensor in inputs.items()} if isinstance(inputs, dict) else None
     targets: Tensor = batch.targets[:, :length].clamp(min=0)  # class 0 where nothing is, as in a question of a chat
     given, _ = _piece(config, inputs[:, :length] if cut is None else cut, 0)
-    if config.sp > 1:
-        targets = targets.chunk(config.sp, dim=1)[runtime.world().share(config.tp, config.sp).piece]
+    targets = targets.chunk(config.sp, dim=1)[runtime.world().share(config.tp, config.sp).piece]
     return dataclasses.replace(batch, inputs=given, targets=targets)
 
 

@@ -13,6 +13,7 @@ from fsdp2.models import get
 from fsdp2.models.spec import ModelSpec, no_files
 
 Cell = frozenset[str]
+DIMENSIONS = ("HSDP", "TP", "SP")
 
 # Each run is sharded by FSDP2, so that this is the cell of no feature. 12 samples are a step; in 3 microbatches of 2
 # shards they are 2 each. The norm is clipped in each step.
@@ -73,8 +74,13 @@ def samples_of(cell: Cell) -> int:
 
 def ranks_of(cell: Cell) -> int:
     """Two for each dimension; pieces of sequences are shards too, and another dimension stands in for them."""
-    dimensions = len(cell & {"HSDP", "TP", "SP"})
+    dimensions = len(cell & set(DIMENSIONS))
     return 8 if dimensions == 3 else 4 if dimensions else 2
+
+
+def mesh_of(cell: Cell) -> tuple[int, list[str]]:
+    """Cells of equal ones run in the same processes."""
+    return ranks_of(cell), sorted(cell & set(DIMENSIONS))
 
 
 def flags_of(cell: Cell) -> list[str]:
@@ -108,7 +114,7 @@ def triples() -> list[Cell]:
     every = [frozenset(three) for three in itertools.combinations(FEATURES, 3) if allowed(frozenset(three))]
     draw = random.Random(SEED)
     found: list[Cell] = []
-    for dimension in ("HSDP", "TP", "SP"):
+    for dimension in DIMENSIONS:
         found += draw.sample([cell for cell in every if dimension in cell and cell not in found], TRIPLES // 3)
     return found
 
@@ -120,7 +126,7 @@ def _texts(samples: int) -> list[str]:
 
 def in_order(cells: list[Cell]) -> list[Cell]:
     """Those of a mesh side by side, since each mesh has processes of its own."""
-    return sorted(cells, key=lambda cell: (ranks_of(cell), sorted(cell & {"HSDP", "TP", "SP"})))
+    return sorted(cells, key=mesh_of)
 
 
 def fast() -> list[Cell]:

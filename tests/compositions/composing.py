@@ -22,16 +22,18 @@ from tests.compositions.cells import (
     FROZEN,
     SIZES,
     STEPS,
+    TEXTS,
     WINDOW,
     Cell,
     documents,
     flags_of,
+    mesh_of,
     ranks_of,
     samples_of,
     size_of,
     write_text,
 )
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, losses, main_in_ranks, of_kind, relative
 
 LR = 0.02
 # A step so long that the gradients are the larger part of the weights after it, and their difference but for a bit.
@@ -55,10 +57,6 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return found
 
 
-def relative(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What came of a cell.
@@ -78,12 +76,12 @@ class Composer:
     """Runs cells in a folder. The ranks are closed where the mesh changes, of which torch keeps what it has made."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
-        self.ranks, self.folder, self._mesh, self._runs = ranks, folder, "", 0
+        self.ranks, self.folder, self._mesh, self._runs = ranks, folder, (0, list[str]()), 0
         self._known: dict[Cell, alone.Trained] = {}
         self._drawn: dict[Cell, dict[str, Tensor]] = {}
         for name, size in SIZES.items():
             torch.save(alone.start_of(size), folder / f"{name}.pt")
-        for count in (11, 12):
+        for count in TEXTS:
             write_text(folder / f"{count}.jsonl", count)
 
     def outcome(self, cell: Cell) -> Outcome:
@@ -120,13 +118,14 @@ class Composer:
 
     def _run(self, cell: Cell, line: list[str], ranks: int = 0) -> tuple[list[Any], dict[str, Tensor]]:
         """rank 0's events, and what the run trained, read from its checkpoint by torch alone."""
-        count, dimensions = ranks or ranks_of(cell), sorted(cell & {"HSDP", "TP", "SP"})
-        if self._mesh != (mesh := f"{count} {dimensions}"):
+        count, dimensions = mesh_of(cell)
+        mesh = ranks or count, dimensions
+        if self._mesh != mesh:
             self.ranks.close()
         self._mesh, self._runs = mesh, self._runs + 1
         run, whole = self.folder / f"run{self._runs}", self.folder / "whole.pt"
         line = [*line, f"--run-dir={run}", "--checkpoint-every=1000", "--no-save-model"]
-        events = self.ranks.run(main_in_ranks, line, ranks=count)[0]
+        events = self.ranks.run(main_in_ranks, line, ranks=mesh[0])[0]
         (checkpoint,) = (run / "checkpoints").glob("step-*")
         dcp_to_torch_save(checkpoint, whole)
         trained: dict[str, Tensor] = torch.load(whole, weights_only=False)["app"]["model"]

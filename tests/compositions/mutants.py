@@ -21,9 +21,9 @@ import pytest
 
 from tests.compositions.cells import FEATURES, Cell, named
 from tests.compositions.page import PAGE, run, wrong
+from tests.others.sections import put
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 GITHUB = "https://github.com/"
 
 
@@ -321,9 +321,8 @@ def main() -> int:
         owner, _, number = mutant.report.partition("#")
         report = f"[{mutant.report}]({GITHUB}{owner}/issues/{number})" if mutant.report else ""
         rows.append(f"| {mutant.fault} | {report} | {how.partition(';')[0] or '**unnoticed**'} |")
-    before, rest = PAGE.read_text().split(BEGIN)
-    table = "\n".join(["| fault | a public report of the kind | noticed by |", "|---|---|---|", *rows])
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+    table = ["| fault | a public report of the kind | noticed by |", "|---|---|---|", *rows]
+    PAGE.write_text(put(PAGE.read_text(), "mutants", table))
     return any("**unnoticed**" in row for row in rows)
 
 

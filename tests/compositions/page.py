@@ -15,9 +15,9 @@ import transformers
 from tests.compositions.cells import FEATURES, SAME_BITS, SEED, STEPS, Cell, allowed, in_order, named, pairs, triples
 from tests.compositions.composing import BOUNDS, EXACT, Composer, Outcome
 from tests.harness import Ranks
+from tests.others.sections import put
 
 PAGE = Path(__file__).parents[2] / "docs" / "compositions.md"
-BEGIN, END = "<!-- cells: begin -->", "<!-- cells: end -->"
 
 
 def run(cells: list[Cell]) -> dict[Cell, Outcome]:
@@ -115,8 +115,7 @@ def main() -> int:
             f"{datetime.date.today()}, {minutes:.0f} minutes on 2 cores, torch {torch.__version__}, transformers "
             f"{transformers.__version__}; {STEPS} steps a cell, triples by the seed {SEED}."
         )
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{made}\n\n{_counts(found)}\n\n{table(found)}\n{END}{rest.split(END)[1]}")
+        PAGE.write_text(put(PAGE.read_text(), "cells", [made, "", _counts(found), "", table(found)]))
     return bool(problems)
 
 

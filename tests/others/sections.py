@@ -1,4 +1,4 @@
-"""Parts of docs/models.md that programs of their own write, between two marks."""
+"""Parts of a page, such as docs/models.md, that programs of their own write, between two marks."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
-from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, same
+from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, relative, same
 from tests.others.common import WORDS, flags, plain, save
 from tests.others.sections import PAGE
 from tests.others.splits import EQUAL, MESHES, outcome, passed
-from tests.test_dimensions import apart, relative, trained
+from tests.test_dimensions import apart, trained
 
 
 @pytest.fixture(autouse=True)
