@@ -116,16 +116,15 @@ class _Child:
         seconds, memory, length = self._foreign.limits(len(request))
         # An allocator keeps for later requests what an earlier, larger one was granted.
         self._granted = memory = max(memory, self._granted)
-        limits = seconds, memory, length
         try:
-            self._pipe.send(limits)
+            self._pipe.send((seconds, memory, length))
             self._pipe.send_bytes(request)
             while not self._pipe.poll(LOOK):
                 if _written(self._pid) - self._before > memory:
                     os.kill(self._pid, signal.SIGKILL)
             how, answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            how, answer = _ended_by(self._end()), None
+            how, answer = _ended_by(self._end())
         except BaseException:  # of a signal: what the child answers would be taken for that to the next request
             self._end()
             raise
@@ -136,7 +135,7 @@ class _Child:
         whys = {
             "failed": f"the library that reads it gives up ({answer})",
             "time": f"takes more than {seconds:.0f} seconds of a processor",
-            "memory": f"takes more than {memory / (1 << 30):.1f} GiB of memory, or ends the library that reads it",
+            "memory": f"takes more than {memory / 2**30:.1f} GiB of memory, or ends the library that reads it{answer}",
             "long": f"makes more than {length >> 20} MiB",
             "ended": "what works with it has been ended before",
         }
@@ -153,11 +152,12 @@ def _end(pipe: Connection, pid: int, owner: int) -> int | None:
     return os.waitpid(pid, 0)[1]
 
 
-def _ended_by(status: int | None) -> str:
+def _ended_by(status: int | None) -> tuple[str, str | None]:
     if status is None:
-        return "ended"
+        return "ended", None
     # Without memory a library ends its process itself, or the system does.
-    return "time" if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM) else "memory"
+    by_time = os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM)
+    return ("time", None) if by_time else ("memory", f" (exit code {os.waitstatus_to_exitcode(status)})")
 
 
 def _serve(make: Callable[[], Any], pipe: Connection, refusal: type[Exception]) -> NoReturn:
@@ -180,9 +180,9 @@ def _serve(make: Callable[[], Any], pipe: Connection, refusal: type[Exception]) 
                         answer = pickle.dumps(("long", None))
                 except refusal as error:
                     without = isinstance(error.__context__, MemoryError)  # of which it is only another name
-                    answer = pickle.dumps(("memory", None) if without else ("refused", str(error)))
+                    answer = pickle.dumps(("memory", "") if without else ("refused", str(error)))
                 except MemoryError:
-                    answer = pickle.dumps(("memory", None))
+                    answer = pickle.dumps(("memory", ""))
                 except BaseException as error:  # a panic of a library in Rust is no Exception
                     answer = pickle.dumps(("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"))
             pipe.send_bytes(answer)

@@ -165,7 +165,8 @@ OWN = re.compile(r"flags|run-directory|scale|benchmarks|migration|plan|models|up
 
 
 def _figures(page: Path) -> set[str]:
-    text = re.sub(r"<!-- table .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+    written = r"<!-- table .*?<!-- end -->|<!-- (\w+): begin -->.*?<!-- \1: end -->"  # by a program
+    text = re.sub(written, "", page.read_text(), flags=re.DOTALL)
     return set(FIGURE.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)))
 
 

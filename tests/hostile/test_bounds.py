@@ -64,7 +64,7 @@ def _endless(*kept: bytes) -> None:
         (lambda: _endless(b"x" * (SMALL + (32 << 20))), "file: takes more than 0.2 GiB of memory"),
         (lambda: b"x" * (1 << 50), "file: takes more than 0.2 GiB of memory"),
         (lambda: bytes(8 << 20), "file: makes more than 4 MiB; give another"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends the library that reads it; give another"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends the library that reads it (exit code -11); "),
         (lambda: 1 / 0, "the library that reads it gives up (ZeroDivisionError: division by zero); give another"),
     ],
 )
