@@ -302,7 +302,7 @@ class Config:
         one_of("report", "stop"),
     )
     check_replicas: int | None = option(
-        None, "HSDP, DDP: every N steps and before saves, compare the bits that ranks hold alike", whole(1)
+        None, "HSDP, TP, DDP: every N steps and before saves, compare the bits that ranks hold alike", whole(1)
     )
     resume_partial: bool = option(False, "with --resume STEP or PATH, load only the weights that fit", switch)
     verify: str = option(

@@ -24,7 +24,7 @@ def _fsdp2_refusals(options: Options) -> Iterator[str]:
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
         )
-    if options.check_replicas is not None and options.replicas == 1:
+    if options.check_replicas is not None and options.replicas == options.tp == 1:
         yield "--check-replicas with --replicas 1: no rank holds what another holds; add --replicas R or drop it"
     mode = options.grad_accumulation_sync
     if mode != "every" and options.grad_accumulation == 1:

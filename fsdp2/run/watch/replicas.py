@@ -1,16 +1,17 @@
-"""Return whether ranks that hold the same part of the model still hold the same bits of it.
+"""Compare the bits of parameters and optimizer state that several ranks hold alike.
 
-Replicas of HSDP, and all ranks of DDP, start from the same parameters and get the same averaged gradients. They stay
-equal to the bit, unless a GPU or a memory computes wrongly and says nothing: silent data corruption
-(https://arxiv.org/abs/2102.11245). What goes wrong in gradients after their reduction arrives with the next step in the
-parameters and the optimizer's state, which are compared.
+Replicas of HSDP, all ranks of DDP, and ranks of tensor parallelism, as far as their layers aren't split (norms), start
+from the same numbers and get the same gradients. They stay equal to the bit, unless a loop forgets to sum a gradient,
+or a GPU or a memory computes wrongly and says nothing: silent data corruption (https://arxiv.org/abs/2102.11245). What
+goes wrong in gradients after their reduction arrives with the next step in the parameters and the optimizer's state.
 """
 
 from __future__ import annotations
 
+import math
 import socket
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,44 +37,56 @@ class Replicas:
     def compare(self, step: int) -> tuple[list[int], str]:
         """The ranks that differ after this step, and a line about them; ([], "") if none does, or if it is known.
 
-        A collective call. `agreed` is the last step after which none differed.
+        A collective call, of 8 bytes a tensor and rank, that waits for a GPU. `agreed` is the last step after which
+        none differed.
         """
         if self._compared == step:
             return [], ""
         self._compared = step
-        held = self._engine.held()
-        wrong, what = compare(held["parameters"] + held["optimizer"], self._device)
+        named = dict(_named(self._engine))
+        mine = torch.stack([checksum(tensor, self._device) for tensor in named.values()])
+        sums = mine.new_empty(dist.get_world_size() * len(mine))
+        dist.all_gather_into_tensor(sums, mine)
+        wrong: set[int] = set()
+        names, known = [], True
+        for (name, tensor), column in zip(named.items(), sums.view(-1, len(mine)).t().cpu(), strict=True):
+            rows = holders(tensor, len(column))
+            if (column[rows] != column[rows[:, :1]]).any():
+                ranks, majority = different(column.tolist(), rows.tolist())
+                wrong, known = wrong.union(ranks), known and majority
+                names.append(name)
         if not wrong:
             self.agreed = step
             return [], ""
-        return wrong, f"{what}; they agreed after step {self.agreed}"
+        hosts = gather(socket.gethostname())
+        of = some([f"rank {rank} ({hosts[rank]})" for rank in sorted(wrong)])
+        hold = "hold other bits than most of their replicas" if known else "differ, and which is right isn't known"
+        what = f"replicas differ: parameters or optimizer state of {of} {hold}: {some(names)}"
+        return sorted(wrong), f"{what}; they agreed after step {self.agreed}"
+
+
+def _named(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in engine.model.named_parameters():
+        yield name, parameter
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{name}'s {key}", value
 
 
 @torch.no_grad()
-def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A sum over the bits of what this rank holds of the tensors, 0-d int64 on `device`; one flipped bit changes it."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in tensors:
-        bits = local(tensor).detach()
-        bits = torch.view_as_real(bits) if bits.is_complex() else bits
-        # Times an odd number: two tensors that change places change the sum.
-        total = 3 * total + bits.view(INTEGERS[bits.element_size()]).sum(dtype=torch.int64).to(device)
-    return total
+def checksum(tensor: Tensor, device: torch.device) -> Tensor:
+    """The sum of the bits of what this rank holds, 0-d int64 on `device`; one flipped bit changes it."""
+    bits = local(tensor).detach()
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
+    return bits.view(INTEGERS[bits.element_size()]).sum(dtype=torch.int64).to(device)
 
 
-def different(sums: Sequence[int], replicas: int) -> tuple[list[int], bool]:
+def different(sums: Sequence[int], holders: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
     """The ranks whose sum is another than most of the ranks' with the same part, and whether there is such a majority
-    wherever some differ: without one all of its ranks are among them.
-
-    Args:
-        sums: of the ranks, which stand in `replicas` rows of the mesh.
-    """
-    holders = defaultdict(list)
-    for rank in range(len(sums)):
-        holders[rank % (len(sums) // replicas)].append(rank)
+    wherever some differ: without one all of its ranks are among them. `sums` are of all ranks."""
     wrong: list[int] = []
     majority = True
-    for ranks in holders.values():
+    for ranks in holders:
         (usual, count), *_ = Counter(sums[rank] for rank in ranks).most_common()
         most = count > len(ranks) / 2
         majority = majority and most
@@ -81,23 +94,11 @@ def different(sums: Sequence[int], replicas: int) -> tuple[list[int], bool]:
     return sorted(wrong), majority
 
 
-def copies(tensors: Sequence[Tensor], world_size: int) -> int:
-    """How many ranks hold each element: the rows of HSDP's mesh, and all ranks if tensors are whole, as in DDP."""
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    return world_size if mesh is None else mesh.size(0) if "replicate" in (mesh.mesh_dim_names or ()) else 1
-
-
-def compare(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[int], str]:
-    """The ranks that hold other bits than their replicas, and a line about them; ([], "") if all agree.
-
-    A collective call, of 8 bytes a rank, with the same result on all of them. It waits for a GPU.
-    """
-    sums = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sums, checksum(tensors, device).reshape(1))
-    wrong, majority = different(sums.tolist(), copies(tensors, len(sums)))
-    if not wrong:
-        return [], ""
-    hosts = gather(socket.gethostname())
-    names = some([f"rank {rank} ({hosts[rank]})" for rank in wrong])
-    hold = "hold other bits than most of their replicas" if majority else "differ, and which is right isn't known"
-    return wrong, f"replicas differ: parameters or optimizer state of {names} {hold}"
+def holders(tensor: Tensor, world_size: int) -> Tensor:
+    """Ranks that hold the same elements, a row: along the mesh's dimensions that replicate; of a whole tensor all."""
+    if not isinstance(tensor, DTensor):
+        return torch.arange(world_size)[None]
+    mesh = tensor.device_mesh.mesh
+    alike = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    apart = [dim for dim in range(mesh.dim()) if dim not in alike]
+    return mesh.permute(*apart, *alike).reshape(-1, math.prod(mesh.size(dim) for dim in alike))
