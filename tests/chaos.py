@@ -1,19 +1,20 @@
 """Let something happen to a training run at a seeded moment, resume it, and compare with an undisturbed run.
 
     python -m tests.chaos --points 500 --seed 1        # what `make chaos` does
+    python -m tests.chaos --points 100 --of mesh
 
-Every point is real: two processes in a gloo group train, save and resume through `fsdp2.train`. At a file operation
-(before it, after it, or half-way through a write), in a training step, or while tensors are copied for an asynchronous
-save, one of several things happens:
+Every point is real: two processes in a gloo group train, save and resume through `fsdp2.train`; four with `--of mesh`,
+two that shard times two that split layers. At a file operation (before it, after it, or half-way through a write), in a
+training step, or while tensors are copied for an asynchronous save, one of several things happens:
 
-- SIGKILL to one rank or to both, or SIGSTOP to one for a second;
+- SIGKILL to one rank or to all, or SIGSTOP to one for a second;
 - the run directory is removed, or moved away;
 - the disk is full from then on.
 
 In some of the kills `metrics.jsonl` is damaged before the run is resumed. After each:
 
 - every committed checkpoint is whole, and none that the run has reported is lost, unless the directory was removed;
-- a run that could not go on has ended on both ranks, without a traceback where it knows the cause;
+- a run that could not go on has ended on all ranks, without a traceback where it knows the cause;
 - the resumed run ends with the losses, step by step and bit for bit, and the weights of the undisturbed one.
 """
 
@@ -59,18 +60,30 @@ def _over(content: bytes, generator: random.Random, patch: bytes) -> bytes:
     return content[:start] + patch + content[start + len(patch) :]
 
 
-FLAGS = [*SMALL, "--model=cnn"]
-FLAGS += [f"--max-steps={STEPS}", f"--checkpoint-every={EVERY}", f"--keep={KEEP}"]
+@dataclass(frozen=True)
+class Kind:
+    """A run that things happen to: its ranks, and its flags beside those that say how long it is."""
+
+    ranks: int
+    flags: tuple[str, ...]
 
 
-def run(folder: Path, name: str, flags: list[str], point: Point | None = None) -> list[int]:
-    """Start two ranks and wait for their end; their exit codes."""
+LLAMA = ("--threads=1", "--device=cpu", "--model=llama", "--model-size=debug", "--dataset=random-tokens")
+KINDS = {
+    "shards": Kind(2, (*SMALL, "--model=cnn")),
+    "mesh": Kind(4, (*LLAMA, "--seq-len=16", "--global-batch-size=12", "--tp=2", "--check-replicas=1")),
+}
+
+
+def run(folder: Path, kind: Kind, name: str, flags: list[str], point: Point | None = None) -> list[int]:
+    """Start the ranks and wait for their end; their exit codes."""
     with tempfile.TemporaryDirectory() as meeting:
-        line = [*FLAGS, *flags, f"--run-dir={folder / name}"]
+        line = [*kind.flags, f"--max-steps={STEPS}", f"--checkpoint-every={EVERY}", f"--keep={KEEP}", *flags]
+        line += [f"--run-dir={folder / name}"]
         ranks: list[Any] = []
-        for rank in (0, 1):
+        for rank in range(kind.ranks):
             arguments = (
-                rank, f"{meeting}/store", str(folder / f"{name}-rank{rank}.log"), line, point,
+                rank, kind.ranks, f"{meeting}/store", str(folder / f"{name}-rank{rank}.log"), line, point,
                 str(folder / f"{name}-moments{rank}.json"),
             )  # fmt: skip
             ranks.append(PROCESSES.Process(target=rank_main, args=arguments, daemon=True))
@@ -114,6 +127,7 @@ class Reference:
     """Uninterrupted runs to compare with, one to resume from, and how many moments there are."""
 
     folder: Path
+    kind: Kind
     losses: list[tuple[int, float]]
     weights: dict[str, torch.Tensor]
     # (background, resumed, rank) -> the moments of each kind, in order
@@ -124,26 +138,28 @@ def flags_of(background: bool) -> list[str]:
     return ["--async-checkpoint"] if background else []
 
 
-def prepare(folder: Path) -> Reference:
+def prepare(folder: Path, kind: Kind = KINDS["shards"]) -> Reference:
     moments: dict[tuple[bool, bool, int], dict[str, list[str]]] = {}
-    assert run(folder, "half", ["--max-steps=3"]) == [0, 0], (folder / "half-rank0.log").read_text()
+    whole = [0] * kind.ranks
+    assert run(folder, kind, "half", ["--max-steps=3"]) == whole, (folder / "half-rank0.log").read_text()
     for background in (False, True):
         for resumed in (False, True):
             name = f"reference-{background}-{resumed}"
             if resumed:
                 shutil.copytree(folder / "half", folder / name)
-            assert run(folder, name, flags_of(background)) == [0, 0], (folder / f"{name}-rank0.log").read_text()
-            for rank in (0, 1):
+            assert run(folder, kind, name, flags_of(background)) == whole, (folder / f"{name}-rank0.log").read_text()
+            for rank in range(kind.ranks):
                 moments[background, resumed, rank] = json.loads((folder / f"{name}-moments{rank}.json").read_text())
     losses = steps_of(folder / "reference-False-False")
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     weights = torch.load(folder / "reference-False-False" / "full_model" / "full-model.pt", weights_only=True)
-    return Reference(folder, losses, weights, moments)
+    return Reference(folder, kind, losses, weights, moments)
 
 
 def choose(reference: Reference, generator: random.Random) -> Point:
     """A point, and what happens there."""
-    background, resumed, rank = generator.random() < 0.5, generator.random() < 0.4, generator.randrange(2)
+    background, resumed = generator.random() < 0.5, generator.random() < 0.4
+    rank = generator.randrange(reference.kind.ranks)
     kind, number, when = a_moment(reference.moments[background, resumed, rank], generator)
     fault = "kill" if generator.random() < 0.5 else generator.choice(FAULTS)
     both = fault == "kill" and generator.random() < 0.5
@@ -175,8 +191,9 @@ def check(reference: Reference, point: Point) -> str:
         shutil.rmtree(path, ignore_errors=True)
     if point.resumed:
         shutil.copytree(folder / "half", victim)
-    codes = run(folder, "victim", flags_of(point.background), point)
-    output = "".join((folder / f"victim-rank{rank}.log").read_text() for rank in (0, 1))
+    kind = reference.kind
+    codes = run(folder, kind, "victim", flags_of(point.background), point)
+    output = "".join((folder / f"victim-rank{rank}.log").read_text() for rank in range(kind.ranks))
     check_end(point, codes, output)
     if moved(victim).exists():
         shutil.rmtree(victim, ignore_errors=True)  # of a moment in which something was about to be written
@@ -184,11 +201,11 @@ def check(reference: Reference, point: Point) -> str:
     left = check_what_is_left(point, victim)
     was_damaged = bool(point.damage) and damage_metrics(point, victim)
     if point.fault == "stop":
-        assert codes == [0, 0], f"{point}: exit codes {codes}\n{output[-3000:]}"
+        assert codes == [0] * kind.ranks, f"{point}: exit codes {codes}\n{output[-3000:]}"
     else:
-        codes = run(folder, "victim", flags_of(point.background))
+        codes = run(folder, kind, "victim", flags_of(point.background))
         log = (folder / "victim-rank0.log").read_text()
-        assert codes == [0, 0], f"{point}: the resumed run failed\n{log[-3000:]}"
+        assert codes == [0] * kind.ranks, f"{point}: the resumed run failed\n{log[-3000:]}"
     steps = steps_of(victim)
     if was_damaged:  # what was lost stays lost, and the log says so
         missing = [step for step, _ in reference.losses if step not in dict(steps)]
@@ -272,11 +289,11 @@ def hold(
     print(f"{given.points} {promise}")
 
 
-def arguments(prog: str, description: str, points: int) -> argparse.Namespace:
+def arguments(prog: str, description: str, points: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--points", type=int, default=points)
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    return parser
 
 
 def what(reference: Any, point: Point) -> str:
@@ -286,6 +303,15 @@ def what(reference: Any, point: Point) -> str:
 
 
 if __name__ == "__main__":
-    given = arguments("tests.chaos", "Disturb training runs and compare what is resumed.", 500)
+    parser = arguments("tests.chaos", "Disturb training runs and compare what is resumed.", 500)
+    parser.add_argument("--of", choices=KINDS, default="shards")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        hold(given, prepare(Path(folder)), choose, check, "left", "points, nothing lost, all resumed bit for bit")
+        hold(
+            given,
+            prepare(Path(folder), KINDS[given.of]),
+            choose,
+            check,
+            "left",
+            "points, nothing lost, all resumed bit for bit",
+        )

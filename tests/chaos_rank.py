@@ -49,7 +49,7 @@ class Point:
     number: int  # the how many-th of them, from 1
     rank: int
     when: str = "before"  # or after, or torn: half-way through a write
-    both: bool = False  # both ranks die; else the other must notice and end
+    both: bool = False  # all ranks die; else the others must notice and end
     background: bool = False  # --async-checkpoint
     resumed: bool = False  # the run that it happens to is one that resumes
     fault: str = "kill"
@@ -171,7 +171,9 @@ class Shard:
         self.close()
 
 
-def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | None, moments: str) -> None:
+def rank_main(
+    rank: int, world_size: int, store: str, log: str, flags: list[str], point: Point | None, moments: str
+) -> None:
     """One rank of a run, in a process of its own."""
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
@@ -184,7 +186,9 @@ def rank_main(rank: int, store: str, log: str, flags: list[str], point: Point | 
     # No launcher ends this rank when rank 0 has said what is wrong.
     cast(Any, ending._ended_by_launcher).__defaults__ = (0.5,)
     timeout = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+    )
 
     def on_event(kind: str, data: dict[str, Any]) -> None:
         if kind == "train":

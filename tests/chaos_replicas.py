@@ -173,7 +173,7 @@ def check(reference: Reference, point: Loss) -> str:
 
 
 if __name__ == "__main__":
-    given = arguments("tests.chaos_replicas", "Lose nodes of runs with two replicas.", 100)
+    given = arguments("tests.chaos_replicas", "Lose nodes of runs with two replicas.", 100).parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="chaos-") as folder,
         tempfile.TemporaryDirectory(prefix="chaos-", dir="/dev/shm") as memory,

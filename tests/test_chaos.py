@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.chaos import Reference, check, prepare
+from tests.chaos import KINDS, Reference, check, prepare
 from tests.chaos_rank import Point
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return prepare(tmp_path_factory.mktemp("chaos"))
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return prepare(tmp_path_factory.mktemp("mesh"), KINDS["mesh"])
 
 
 def _operation(reference: Reference, rank: int, wanted: str, **where: Any) -> Point:
@@ -45,3 +50,8 @@ POINTS = {
 @pytest.mark.parametrize("where", POINTS)
 def test_a_struck_run_loses_nothing_and_goes_on_bit_for_bit(reference: Reference, where: str) -> None:
     check(reference, POINTS[where](reference))
+
+
+@pytest.mark.slow
+def test_so_does_a_run_on_a_mesh(mesh: Reference) -> None:
+    check(mesh, _operation(mesh, 3, "data __3_0.distcp", when="torn", background=True))
