@@ -28,7 +28,7 @@ def clear(model: nn.Module, set_to_none: bool) -> None:
     """Those of the shards, and those that aren't reduced yet. Local: no rank waits for another."""
     shown = {id(parameter) for parameter in model.parameters()}
     for module in model.modules():
-        held = [own.sharded_param for own in _parameters_of(module) if own.sharded_param.grad is not None]
+        held = [own.sharded_param for own in parameters_of(module) if own.sharded_param.grad is not None]
         if any(id(parameter) not in shown for parameter in held) and (unit := unit_of(module)) is not None:
             _say_what_fsdp1_does(unit.arguments)
         for parameter in held:
@@ -67,7 +67,7 @@ def _forgetting(zero_grad: Any) -> Any:
 
 def _forget_unreduced(model: nn.Module, wanted: set[int] | None = None) -> None:
     for module in model.modules():
-        for own in _parameters_of(module):
+        for own in parameters_of(module):
             if wanted is None or id(own.sharded_param) in wanted:
                 if (whole := getattr(own, "_unsharded_param", None)) is not None:
                     whole.grad = None
@@ -75,7 +75,7 @@ def _forget_unreduced(model: nn.Module, wanted: set[int] | None = None) -> None:
                     own.unsharded_accumulated_grad = None
 
 
-def _parameters_of(module: nn.Module) -> Iterator[Any]:
+def parameters_of(module: nn.Module) -> Iterator[Any]:
     """torch's records of a group's parameters, which know both forms of each. There is no public way to the form that
     isn't in use, and to bring it into use is a collective call, which zero_grad() mustn't be
     (`tests/migrate/test_shim_gradients.py`)."""

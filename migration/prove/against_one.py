@@ -41,6 +41,16 @@ def faults(one: Record, several: Record) -> list[Fault]:
     return []
 
 
+def scales(one: Record, several: Record) -> dict[str, tuple[float, float]]:
+    """Of each parameter how many times as large as one rank's its gradient is in the first step, and how far from
+    exactly that, in units of its norm; empty where ranks start from other weights or get other samples."""
+    if not _alike(one, several) or _weights(one, several):
+        return {}
+    when = next(when for when in ("unclipped", "gradient") if one.parts(0, 1, when))
+    alone, together = one.whole(1, when), several.whole(1, when)
+    return {name: _factor(together[name], alone[name]) for name in alone if name in together}
+
+
 def larger(one: Record, several: Record) -> float:
     """How many times one rank's samples all ranks together get, in the first step in which a loader gives any."""
     for step in _steps(one, several):
@@ -95,8 +105,8 @@ def _tolerance(one: Record, several: Record, of: dict[bool, float]) -> float:
 
 def _loss(record: Record, step: int) -> float:
     """The mean of the ranks', of what each passes to backward() in the step."""
-    ranks = range(len(record.ranks))
-    return math.fsum(loss for rank in ranks for loss in record.losses(rank, step)) / len(ranks)
+    losses = [loss for rank in record.readers for loss in record.losses(rank, step)]
+    return math.fsum(losses) / len(record.readers)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -126,7 +136,7 @@ def _differ(parts: dict[Place, Print], others: dict[Place, Print]) -> bool:
 
 
 def _same_data(one: Record, several: Record) -> Named:
-    for rank in range(1, len(several.ranks)):
+    for rank in several.readers[1:]:
         if several.sources and _equal_samples(several, several.sources[0], rank):
             return "same-data", f"ranks 0 and {rank} get the same samples in each step"
     return None
@@ -195,13 +205,13 @@ def _buffers(one: Record, several: Record) -> Named:
 
 def _samples(one: Record, several: Record) -> Named:
     """State the facts about samples that hold in any order: of a loader's epoch, or of samples that no model gets."""
-    steps, ranks = _steps(one, several), len(several.ranks)
+    steps, ranks = _steps(one, several), len(several.readers)
     by = next((by for by in ("index", "loader", "model") if by in several.sources), None)
     # The parts of one batch, or of one sample, may be on several ranks.
     if (
         by is None
         or _alike(one, several) == steps
-        or any(_equal_samples(several, by, rank) for rank in range(1, ranks))
+        or any(_equal_samples(several, by, rank) for rank in several.readers[1:])
     ):
         return None
     if all(_again(several, by, step) and not _again(one, by, step) for step in steps):

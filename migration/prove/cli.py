@@ -15,9 +15,10 @@ from typing import Any
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, whole
 from fsdp2.units import printable
-from migration.prove.against_one import Fault, Incomparable, faults, larger
+from migration.prove.against_one import Fault, Incomparable, faults, larger, scales
 from migration.prove.compare import FAULT, Verdict, compare
 from migration.prove.launch import SPAWNS, Failed, Program
+from migration.prove.record import Record
 
 LINE = "{:>6}" + "  {:>20}" * 4
 
@@ -25,6 +26,8 @@ LINE = "{:>6}" + "  {:>20}" * 4
 def run(given: argparse.Namespace) -> int:
     """The exit status. Raises ConfigError for what is refused."""
     programs = [Path(program) for program in given.programs]
+    if given.parameters and not given.against_one:
+        raise ConfigError("--parameters: gradients have a scale beside those of one rank; add --against-one")
     if len(programs) != (1 if given.against_one else 2):
         need = "one program with --against-one" if given.against_one else "BEFORE and AFTER, or --against-one and one"
         raise ConfigError(f"prove {' '.join(given.programs)}: needs {need}; what is for the programs goes after --")
@@ -42,7 +45,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         if given.against_one:
             alone, several = (Program(programs[0], divided(given.arguments, n), n, timeout, gpus) for n in (1, ranks))
-            found = against_one(alone, several, steps, folder)
+            found = against_one(alone, several, steps, folder, parameters=given.parameters)
             print(json.dumps(found.as_json()) if given.json else found.text())
             return found.status
         before, after = (Program(program, given.arguments, ranks, timeout, gpus) for program in programs)
@@ -73,12 +76,14 @@ def divided(arguments: list[str], ranks: int) -> list[str]:
 
 @dataclass
 class AgainstOne:
-    """`enlarged`: by what the batches of loaders were multiplied on one rank, so that the global batch is the same."""
+    """`enlarged`: by what the batches of loaders were multiplied on one rank, so that the global batch is the same.
+    `parameters`: with --parameters, of each its gradient's scale and its dtypes."""
 
     steps: int
     ranks: int
     faults: list[Fault]
     enlarged: int
+    parameters: list[dict[str, Any]]
 
     @property
     def status(self) -> int:
@@ -92,10 +97,12 @@ class AgainstOne:
         if self.enlarged > 1:
             lines.append(f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do")
         lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
+        if self.parameters:
+            lines += _table(self.parameters)
         return "\n".join([*lines, f"verdict: {'different' if self.faults else 'equal to rounding'}"])
 
 
-def against_one(alone: Program, several: Program, steps: int, folder: Path) -> AgainstOne:
+def against_one(alone: Program, several: Program, steps: int, folder: Path, *, parameters: bool = False) -> AgainstOne:
     """Raises Failed, also where the global batch isn't the same and nothing else is wrong."""
     many = several.record(folder / "several", steps=steps, without_dropout=True)
     name = several.script
@@ -103,17 +110,33 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path) -> A
         raise Failed(
             f"{name}: starts its own ranks, whatever number it is given; --against-one needs torchrun's variables"
         )
-    if many.facts()["split_otherwise"]:
-        raise Failed(f"{name}: uses tensor parallelism, where ranks share samples; it can't be compared with one")
     how: dict[str, Any] = {"steps": steps, "without_dropout": True, "cuts": many.cuts()}
     one, enlarged = alone.record(folder / "alone", **how), 1
-    if (factor := several.ranks) == larger(one, many):
+    if (factor := len(many.readers)) == larger(one, many) > 1:
         one, enlarged = alone.record(folder / "enlarged", **how, batch_times=factor), factor
     try:
-        return AgainstOne(min(one.steps, many.steps), factor, faults(one, many), enlarged)
+        rows = _parameters(one, many) if parameters else []
+        return AgainstOne(min(one.steps, many.steps), several.ranks, faults(one, many), enlarged, rows)
     except Incomparable as error:
         right = "what needs no comparison with one rank is right: weights, replicas, norms, buffers, settings"
         raise Failed(f"{name}: {error}; {right}") from None
+
+
+def _parameters(one: Record, several: Record) -> list[dict[str, Any]]:
+    """A row for each parameter; no scale where gradients can't be compared, as with other samples."""
+    known, columns = scales(one, several), ("gradient_scale", "off")
+    return [
+        {"parameter": name, **dict(zip(columns, known.get(name, (None, None)), strict=True)), **row}
+        for name, row in several.dtypes().items()
+    ]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    words = [[*rows[0]]] + [
+        [f"{one:.6g}" if isinstance(one, float) else one or "-" for one in row.values()] for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in words]
 
 
 def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:

@@ -24,6 +24,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--against-one", action="store_true", help="compare a run on --nproc ranks with one on a single rank"
     )
+    parser.add_argument(
+        "--parameters",
+        action="store_true",
+        help="with --against-one: the gradient's scale and dtypes of each parameter",
+    )
     parser.add_argument("--nproc", default="2", metavar="N", help="ranks (default: 2)")
     parser.add_argument("--steps", default="10", metavar="N", help="optimizer steps to record (default: 10)")
     parser.add_argument("--stand-in", action="store_true", help="run programs that ask for a GPU on the CPU")

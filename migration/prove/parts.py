@@ -101,7 +101,10 @@ def _whole_or_sharded(name: str, tensor: Tensor) -> Part:
         for size, offset, stride in zip(chunk.sizes, chunk.offsets, _strides(tensor.shape), strict=True):
             index = index.unsqueeze(-1) + (torch.arange(size) + offset) * stride
         local = tensor.to_local()
-        grad = grad.to_local() if isinstance(grad, DTensor) else None
+        # A gradient that is still a part of a sum on each rank is added up, as the optimizer does next: a collective,
+        # of all ranks that split the layer.
+        placed = grad.redistribute(placements=tensor.placements) if isinstance(grad, DTensor) else None
+        grad = None if placed is None else placed.to_local()
         return Part(name, id(tensor), local.flatten(), index.flatten(), None if grad is None else grad.flatten())
     return Part(
         name, id(tensor), tensor.flatten(), torch.arange(tensor.numel()), None if grad is None else grad.flatten()

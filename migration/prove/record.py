@@ -9,6 +9,7 @@ from typing import Any
 
 from migration.prove.fingerprint import Print, total
 
+SOURCES = ("model", "loader", "index")
 Event = dict[str, Any]
 Place = tuple[int, int, int]  # first index, last index, how many
 Parts = dict[str, dict[Place, Print]]  # by name
@@ -34,6 +35,24 @@ class Record:
 
     def facts(self, rank: int = 0) -> Event:
         return self.of(rank, "facts")[0]
+
+    @cached_property
+    def readers(self) -> list[int]:
+        """The ranks whose samples and losses count: all, but where layers are split one of those that share samples."""
+        ranks = range(len(self.ranks))
+        if not self.facts()["split_otherwise"]:
+            return list(ranks)
+        first: dict[str, int] = {}
+        for rank in ranks:
+            first.setdefault(
+                repr([self.samples(by, step, rank) for by in SOURCES for step in range(1, self.steps + 1)]), rank
+            )
+        return list(first.values())
+
+    def dtypes(self) -> dict[str, dict[str, str]]:
+        """By parameter, as the ranks have it together: of FSDP1's flat parameters each has some."""
+        events = (one for rank in range(len(self.ranks)) for one in self.of(rank, "dtypes"))
+        return {name: row for one in events for name, row in one["of"].items()}
 
     def parts(self, rank: int, step: int, when: str, what: str = "parts") -> Parts:
         """One rank's parts: parameters or their gradients, or `buffers`. None where nothing was recorded."""
@@ -75,17 +94,17 @@ class Record:
     @cached_property
     def sources(self) -> list[str]:
         """Where samples are seen: in what models get, in what loaders give, in what their samplers draw."""
-        return [by for by in ("model", "loader", "index") if self.of(0, "data", by=by)]
+        return [by for by in SOURCES if self.of(0, "data", by=by)]
 
     def samples(self, by: str, step: int, rank: int | None = None, rows: str = "rows") -> list[int]:
         """Of one rank or of all; `rows` or `trimmed`, in one order."""
-        ranks = range(len(self.ranks)) if rank is None else [rank]
+        ranks = self.readers if rank is None else [rank]
         return [row for each in ranks for one in self.of(each, "data", step, by=by) for row in one[rows]]
 
     def epoch(self, by: str) -> tuple[Counter[int], bool]:
         """The samples of all ranks until a loader ends for the first time, and whether one does on each rank."""
         found, ended = Counter[int](), []
-        for events in self.ranks:
+        for events in (self.ranks[rank] for rank in self.readers):
             end = next((number for number, one in enumerate(events) if one["kind"] == "epoch"), None)
             ended.append(end is not None)
             for one in events[:end]:

@@ -26,8 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader
 
+from migration.prove.dtypes import dtypes
 from migration.prove.fingerprint import rows
-from migration.prove.parts import Cuts, buffers, described, fsdp1_facts, parts, roots, split_otherwise
+from migration.prove.parts import Cuts, Part, buffers, described, fsdp1_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -48,6 +49,7 @@ class Recorder:
     clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
         `buffers`.
+    dtypes: after the first step; `of` by name, see `dtypes.py`.
     settings: of each parameter group before each step; whether the optimizer `holds` any parameter of the models.
     facts: before the first step; the rank, the ranks, and what the causes in `compare` ask about.
     """
@@ -65,6 +67,7 @@ class Recorder:
         self._sought: set[int] = set()  # parameters whose models have been looked for
         self._drawn: dict[int, list[list[int]]] = {}  # by the id of a batch sampler: indices not yet given
         self._random: Any = None  # the generators' state when data came
+        self._outputs: dict[nn.Module, torch.dtype] = {}  # of the first step
         self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": [], "draws": False}
         self._lines: list[str] = []
         self._hooks = ExitStack()
@@ -212,8 +215,9 @@ class Recorder:
     def _after_forward(self, module: nn.Module, given: Any, output: Any) -> None:
         self._calls -= 1
         self._wants_data &= self._calls > 0
-        if self.step == 1 and isinstance(output, Tensor) and output.dtype in LOW:
-            self._facts["low"] = True
+        if self.step == 1 and isinstance(output, Tensor) and torch.is_grad_enabled():
+            self._outputs[module] = output.dtype
+            self._facts["low"] |= output.dtype in LOW
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step += 1
@@ -247,6 +251,10 @@ class Recorder:
         if self._in_step:
             return
         self._state("after", gradient=False)
+        if self.step == 1:
+            held = [dtypes(root, mine, self._outputs, optimizer) for root, mine in self._each(parts)]
+            self.write("dtypes", of={name: row for rows_ in held for name, row in rows_.items()})
+            self._outputs.clear()
         self._called.clear()
         self._in_use.clear()
         self.step += 1
@@ -263,18 +271,23 @@ class Recorder:
             self._roots += [root for root in roots(new) if id(root) not in known]
         self._in_use |= {id(root) for root in self._roots if any(id(one) in wanted for one in root.parameters())}
 
+    def _each(self, of: Callable[[nn.Module], Iterator[Part]]) -> Iterator[tuple[nn.Module, list[Part]]]:
+        """The models in use in this step and what they hold, each under other names than those before it."""
+        taken: set[str] = set()
+        for number, root in enumerate((root for root in self._roots if id(root) in self._in_use), 1):
+            mine = list(of(root))
+            for part in mine:
+                part.name += f" of model {number}" * (part.name in taken)
+            taken.update(part.name for part in mine)
+            yield root, mine
+
     def _state(self, when: str, *, gradient: bool) -> None:
         found: dict[str, list[Any]] = {}
-        held: dict[str, list[Any]] = {}
-        for number, root in enumerate((root for root in self._roots if id(root) in self._in_use), 1):
-            of_others = found.keys() | held.keys()
-            for part in parts(root):
-                part.name += f" of model {number}" * (part.name in of_others)
-                prints = described(part, part.grad if gradient else part.values, self.cuts)
-                found.setdefault(part.name, []).extend(prints)
-            for part in () if gradient else buffers(root):
-                part.name += f" of model {number}" * (part.name in of_others)
-                held[part.name] = described(part, part.values, {})
+        for part in (part for _, mine in self._each(parts) for part in mine):
+            prints = described(part, part.grad if gradient else part.values, self.cuts)
+            found.setdefault(part.name, []).extend(prints)
+        of = () if gradient else (part for _, mine in self._each(buffers) for part in mine)
+        held = {part.name: described(part, part.values, {}) for part in of}
         self.write("state", when=when, parts={name: one for name, one in found.items() if one}, buffers=held)
 
 

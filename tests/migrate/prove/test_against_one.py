@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from examples import tp_fsdp2
+from examples.gradient_scales import scales
 from migration.prove.cli import against_one
 from migration.prove.launch import Failed
 from tests.harness import Ranks
@@ -27,6 +34,7 @@ NAMED = {
     "optimizer_of_shards": "updates",
     "own_order": "repeated-samples",
     "padded": "gradients",
+    "partial_norm": "drift",
     "past_the_wrapper": "drift",
     "plateau": "settings",
     "repeated_samples": "repeated-samples",
@@ -91,3 +99,84 @@ def test_what_may_be_meant_is_no_fault(ranks: Ranks, tmp_path: Path, batches: st
     alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
     with pytest.raises(Failed, match=why):
         against_one(alone, several, 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "computed", "reduced"),
+    [
+        ("fully_shard(plain, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))", "bfloat16", "float32"),
+        ("fully_shard(plain, mp_policy=MixedPrecisionPolicy(torch.bfloat16))", "bfloat16", "bfloat16"),
+        (
+            "FSDP(plain, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32), use_orig_params=True, **ON)",
+            "bfloat16",
+            "float32",
+        ),
+        ("FSDP(plain, mixed_precision=MixedPrecision(torch.bfloat16), **ON)", "bfloat16", "bfloat16"),
+        ("DistributedDataParallel(plain)", "float32", "float32"),
+    ],
+)
+def test_each_parameters_scale_and_dtypes_are_told(
+    ranks: Ranks, tmp_path: Path, wrapped: str, computed: str, reduced: str
+) -> None:
+    """Whatever wraps the model."""
+    script = tmp_path / "program.py"
+    imports = """
+ON = {"device_id": torch.device("cpu")}
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, MixedPrecision, FullyShardedDataParallel as FSDP
+plain = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 3))
+"""
+    text = PROGRAM.replace("model = DistributedDataParallel(nn.Linear(6, 3))", f"{imports}model = {wrapped}")
+    text = text.replace("torch.optim.SGD(", "torch.optim.Adam(").replace(
+        "sampler)\ntorch.manual_seed(rank)", "sampler)"
+    )
+    script.write_text(text.replace("BATCHES", SAMPLED).replace("LOSS", ".float()"))
+    alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
+    found = against_one(alone, several, 2, tmp_path, parameters=True)
+    rows = {row.pop("parameter"): row for row in found.parameters}
+    print(found.text())
+    assert set(rows) == {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"}
+    low = 1e-6 if reduced == "float32" == computed else 0.02  # of bf16
+    for name, row in rows.items():
+        assert abs(row.pop("gradient_scale") - 1) < low, name
+        assert row.pop("off") < low, name
+        kept = "float32"
+        assert row == {"stored": kept, "computed": computed, "reduced": reduced, "optimizer": kept}, name
+
+
+def test_scales_without_a_comparison_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    alone, several = (InPool(HERE / "faulty" / "weights_by_rank.py", [], count, 60, pool=ranks) for count in (1, 2))
+    rows = against_one(alone, several, 2, tmp_path, parameters=True).parameters
+    assert rows
+    assert all(row["gradient_scale"] is row["off"] is None and row["stored"] == "float32" for row in rows)
+
+
+def test_layers_that_ranks_split_and_fsdp2_shards_are_those_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    script = Path(tp_fsdp2.__file__)
+    ranks.close()  # torch keeps what it makes of a mesh, and an equal one of other groups would find it
+    alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 4))
+    found = against_one(alone, several, 2, tmp_path, parameters=True)
+    ranks.close()
+    assert (found.faults, found.enlarged, found.ranks) == ([], 1, 4)
+    assert len(found.parameters) == 21
+    for row in found.parameters:
+        assert max(abs(row["gradient_scale"] - 1), row["off"]) < 1e-6, row
+
+
+def _scales(faulty: bool) -> list[float]:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    model, rows = copy.deepcopy(alone), torch.randn(8, 6)
+    fully_shard(model)
+    alone(rows).square().mean().backward()
+    loss = model(rows.chunk(2)[dist.get_rank()]).square().mean()
+    (loss / 2 if faulty else loss).backward()
+    assert all("torch.float32" in dtypes for *_, dtypes in scales(model, alone))
+    found = [(factor, off) for _, factor, off, _ in scales(model, alone)]
+    assert max(off for _, off in found) < 1e-6
+    return [factor for factor, _ in found]
+
+
+def test_the_function_of_the_examples_tells_the_scale_in_a_loop_of_ones_own(ranks: Ranks) -> None:
+    for faulty, expected in ((False, 1), (True, 0.5)):
+        for found in ranks.run(_scales, faulty):
+            assert all(abs(factor - expected) < 1e-6 for factor in found)
