@@ -72,13 +72,7 @@ ROWS = (
     Row("bf16, recomputing", f"--batch-size=4 {BLOCK}"),
     Row("bf16, compiled, recomputing, not sharded", f"--batch-size=4 --compile {BLOCK} --strategy=none"),
     *(
-        Row(
-            f"bf16, compiled, {how}, batch {batch}",
-            f"--batch-size={batch} --compile {flag}",
-            "1b",
-            40,
-            80,
-        )
+        Row(f"bf16, compiled, {how}, batch {batch}", f"--batch-size={batch} --compile {flag}", "1b", 40, 80)
         for how, flag in (("saving all", ""), ("recomputing what is cheap", OP), ("recomputing", BLOCK))
         for batch in (2, 8, 16)
     ),

@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    FSDPModule,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
 
 from fsdp1_interface.arguments import Arguments
 from fsdp1_interface.units import Ignored, alone, chosen, materialize, own_modules, synchronize

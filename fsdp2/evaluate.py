@@ -19,12 +19,7 @@ from fsdp2.run.process.runtime import World
 
 
 def evaluate(
-    forward: Callable[[Batch], Any],
-    spec: ModelSpec,
-    split: Split,
-    config: Config,
-    world: World,
-    device: torch.device,
+    forward: Callable[[Batch], Any], spec: ModelSpec, split: Split, config: Config, world: World, device: torch.device
 ) -> dict[str, float]:
     """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
 

@@ -47,12 +47,7 @@ IN_CODE = rows(
         "Such a program keeps FSDP1's interface, which reads them at run time. Once you know what they are, write them "
         "into a call of fully_shard.",
     ),
-    (
-        "model.module, model._fsdp_wrapped_module",
-        "model",
-        EXACT,
-        "There is no wrapper, so nothing is below it.",
-    ),
+    ("model.module, model._fsdp_wrapped_module", "model", EXACT, "There is no wrapper, so nothing is below it."),
     (
         '"_fsdp_wrapped_module." in names',
         "the name itself",
@@ -154,12 +149,7 @@ IN_CODE = rows(
         EXACT,
         "The same losses. Wrapped first and sharded second, recomputation is inside of the group.",
     ),
-    (
-        "code that can't be parsed",
-        "nothing",
-        REFUSED,
-        "It holds names of FSDP1; nothing could be said about them.",
-    ),
+    ("code that can't be parsed", "nothing", REFUSED, "It holds names of FSDP1; nothing could be said about them."),
     (
         "torch.compile of a sharded model",
         "the same; better each block, before fully_shard",
@@ -239,12 +229,7 @@ IN_CODE = rows(
 IN_CONFIGURATIONS = rows(
     "FY",
     "",
-    (
-        "accelerate: fsdp_version",
-        "fsdp_version: 2",
-        EXACT,
-        "Below fsdp_config; without it accelerate uses FSDP1.",
-    ),
+    ("accelerate: fsdp_version", "fsdp_version: 2", EXACT, "Below fsdp_config; without it accelerate uses FSDP1."),
     (
         "accelerate: fsdp_sharding_strategy",
         "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from fsdp2_tools.checkpoint.adapters import Adapters, merged
 from tests.harness import Ranks, imported_once, losses, main_in_ranks, of_kind
+from tests.hostile.common import change_values
 
-pytest.importorskip("peft", reason="adapters are peft's layers")
+peft = pytest.importorskip("peft", reason="adapters are peft's layers")
 imported_once("peft")
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -215,14 +217,78 @@ def _as_before(run: Path) -> None:
         write_marker(LocalFiles(folder), {key: value for key, value in marker.items() if key != HASH})
 
 
-def test_what_else_a_file_of_adapters_says_is_not_exported(adapters: Path, tmp_path: Path) -> None:
-    """peft has settings that change what weights mean; those of the checkpoint count."""
+def _settings() -> dict[str, Any]:
+    """Each setting that peft has for adapters beside those of a run, with a value that it hasn't by default."""
+    others = {bool: True, float: 0.5, int: 8, dict: {"q_proj": 2}, type(None): [0]}
+    own = {"base_model_name_or_path", "fan_in_fan_out", "r", "lora_alpha", "inference_mode", "peft_version"}
+    found = {key: others.get(type(value), "x") for key, value in peft.LoraConfig().to_dict().items() if key not in own}
+    more = {"layers_to_transform": 0, "target_modules": "all-linear", "layers_pattern": "layers", "bias": "lora_only"}
+    return {**found, **more, "init_lora_weights": "pissa"}
+
+
+@pytest.mark.parametrize("by", ["file", "marker", "both"])
+def test_a_setting_by_which_adapters_mean_something_else_is_refused(
+    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    """peft would take them otherwise, and nothing else tells which was meant: no hash covers the file."""
     run = Path(shutil.copytree(adapters, tmp_path / "run"))
-    file = run / "model" / "adapter_config.json"
-    was = json.loads(file.read_text())
-    file.write_text(json.dumps({**was, "use_rslora": True, "alpha_pattern": {"*": 1e30}}))
+    file, folder = run / "model" / "adapter_config.json", LocalFiles(run / "checkpoints" / "step-00000006")
+    was, marker = json.loads(file.read_text()), {k: v for k, v in read_marker(folder).items() if k != HASH}
+    assert len(_settings()) > 20
+    for key, value in _settings().items():
+        if by != "marker":
+            file.write_text(json.dumps({**was, key: value}))
+        elif key != "target_modules":  # which then differs
+            file.write_text(json.dumps({name: one for name, one in was.items() if name != key}))
+        if by != "file":
+            write_marker(folder, {**marker, "adapters": {**was, key: value}})
+        for form in ("hf", "peft", "pt"):
+            assert checkpoint_command(["export", str(run), str(tmp_path / "out"), f"--format={form}"]) == 2, key
+            out, line = capsys.readouterr()
+            assert (out, line.count("\n"), f" {key}" in line) == ("", 1, True), line
+    assert not (tmp_path / "out").exists()
+
+
+def _of(name: str, half: str) -> bool:
+    return name.startswith("app.model.") and half in name
+
+
+TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another rank": (lambda s: s.update({n: one[:2] for n, one in s.items() if _of(n, "lora_A")}), "and r is 4"),
+    "one half": (lambda s: s.pop(next(n for n in s if _of(n, "lora_B"))), "and r is 4"),
+    "a whole weight": (lambda s: s.update({"app.model.lm_head.weight": torch.ones(2, 2)}), "lm_head.weight is no half"),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_that_the_description_does_not_name_are_refused(
+    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    change, reason = TENSORS[kind]
+    change_values(LocalFiles(run / "checkpoints" / "step-00000006"), change)
+    for form in ("peft", "pt"):
+        assert checkpoint_command(["export", str(run), str(tmp_path / "out"), f"--format={form}"]) == 2
+        line = capsys.readouterr().err
+        assert "its tensors aren't the adapters that adapter_config.json describes: " in line
+        assert reason in line
+
+
+def test_a_base_that_has_changed_since_is_neither_merged_nor_used(
+    ranks: Ranks, base: Path, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does where the run that it is of goes on."""
+    place, run = Path(shutil.copytree(base, tmp_path / "base")), Path(shutil.copytree(adapters, tmp_path / "run"))
+    for file in (run / "config.json", run / "model" / "adapter_config.json"):
+        file.write_text(file.read_text().replace(str(base), str(place)))
+    assert checkpoint_command(["export", str(run), str(tmp_path / "before"), "--format=pt"]) == 0
+    assert infer.main(run)["count"] > 0
+    ranks.run(main_in_ranks, [*LLAMA, f"--run-dir={place}", "--max-steps=4"])
+    assert checkpoint_command(["export", str(run), str(tmp_path / "after"), "--format=pt"]) == 2
+    assert f"its adapters go beside the weights that {place}" in capsys.readouterr().err
     assert checkpoint_command(["export", str(run), str(tmp_path / "peft"), "--format=peft"]) == 0
-    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text()) == was
+    with pytest.raises(ConfigError, match="its adapters go beside the weights of"):
+        infer.main(run)
 
 
 def test_inference_refuses_another_scale_than_the_checkpoints(adapters: Path, tmp_path: Path) -> None:
@@ -296,7 +362,7 @@ def test_an_export_that_cant_merge_advises_no_merging_elsewhere() -> None:
 
     ours = source("lm_head.lora_A.default.weight", "lm_head.lora_B.default.weight")
     with pytest.raises(Refused, match="use --format peft, and load both, unmerged") as caught:
-        merged(ours, source("model.embed_tokens.weight"), Adapters(b"", "base", 1.0, False))
+        merged(ours, source("model.embed_tokens.weight"), Adapters(b"", "base", 2, 1.0, ("lm_head",), False))
     assert "merge_and_unload" not in str(caught.value)
 
 

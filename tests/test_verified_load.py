@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.restore import read_weights, restore
-from fsdp2.checkpoint.state import AppState, Progress, RandomState
+from fsdp2.checkpoint.state import AppState, Progress, RandomState, WeightsOnly
 from fsdp2.checkpoint.store import DamagedCheckpoint, Store
 from tests.harness import Ranks, flip_a_bit, make_engine, one_step, save
 
@@ -77,7 +77,7 @@ def _load(how: str, checkpoint: Path) -> str:
     app, files = _app(), LocalFiles(checkpoint)
     load: dict[str, Callable[[], Any]] = {
         "all": lambda: restore(files, app),
-        "weights": lambda: read_weights(app.model, files),
+        "weights": lambda: read_weights(WeightsOnly(app.model), files),
         "sizes": lambda: restore(files, app, hashes=False),
     }
     try:

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observed(
-    config: Config,
-    engine: Engine,
-    checkpoints: Checkpoints,
-    world: World,
-    device: torch.device,
+    config: Config, engine: Engine, checkpoints: Checkpoints, world: World, device: torch.device
 ) -> Iterator[Callable[[], int | None]]:
     """Record the training as `--memory-snapshot`, `--memory-limit` and `--profile` ask.
 

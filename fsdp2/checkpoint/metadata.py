@@ -41,10 +41,7 @@ _ALLOWED = {
 }
 
 
-_KNOWN: dict[str, Make] = {
-    "torch.Size": lambda numbers: sizes(numbers, "size"),
-    "collections.OrderedDict": new_dict,
-}
+_KNOWN: dict[str, Make] = {"torch.Size": lambda numbers: sizes(numbers, "size"), "collections.OrderedDict": new_dict}
 
 
 def load_metadata(data: bytes) -> Metadata:

@@ -51,11 +51,7 @@ class Unread:
 
 
 def unpickle(
-    data: bytes,
-    known: Mapping[str, Make],
-    *,
-    is_allowed: Callable[[str], bool],
-    persistent: Make | None = None,
+    data: bytes, known: Mapping[str, Make], *, is_allowed: Callable[[str], bool], persistent: Make | None = None
 ) -> Any:
     """Read a pickle without running it. Raises Refused, with a reason that reads on from the name of the file.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -125,17 +125,15 @@ def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and its files of another")
 
 
-def read_weights(model: nn.Module, checkpoint: Files, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
+def read_weights(wanted: WeightsOnly, checkpoint: Files) -> None:
     """Load the weights alone into a sharded model, verified; no rank sees a full copy. A collective call.
-
-    Args:
-        elsewhere: see `AppState`.
 
     Strict as far as weights go: raises ValueError that lists what differs, or DamagedCheckpoint.
     """
     _, reader = open_together(checkpoint)
-    others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith("app.model."))
-    _load(WeightsOnly(model, elsewhere), reader, ignore=others)
+    ours = tuple(f"app.{part}." for part in ("model", *wanted.parts))
+    others = tuple(name for name in reader.read_metadata().state_dict_metadata if not name.startswith(ours))
+    _load(wanted, reader, ignore=others)
 
 
 def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = True) -> tuple[int, list[str]]:

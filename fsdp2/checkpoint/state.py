@@ -149,20 +149,25 @@ def _counted_as_trained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class WeightsOnly(Stateful):
-    """The model alone, for inference from a sharded checkpoint; `elsewhere` as in `AppState`."""
+    """The model alone, for inference from a sharded checkpoint; `elsewhere` and `parts` as in `AppState`."""
 
-    def __init__(self, model: nn.Module, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
-        self.model, self.elsewhere = model, elsewhere
+    def __init__(
+        self, model: nn.Module, elsewhere: Callable[[str], bool] = lambda name: False, parts: Mapping[str, Part] = {}
+    ) -> None:
+        self.model, self.elsewhere, self.parts = model, elsewhere, parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded DTensors of the model alone."""
+        """Sharded DTensors of the model, and the parts."""
         weights = get_model_state_dict(self.model)
-        return {"model": {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}}
+        model = {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}
+        return {"model": model, **{name: part.state_dict() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was loaded into `state_dict()`. Raises RuntimeError for names that differ."""
         here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
         set_model_state_dict(self.model, {**here, **state["model"]}, options=StateDictOptions(strict=True))
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
 
 
 class SchedulerState:

@@ -179,14 +179,7 @@ class Batches:
             if last:
                 # Before the last one is handed out: a checkpoint written in this step must not repeat it.
                 self.position += samples
-            yield Batch(
-                _on(self.device, inputs),
-                _on(self.device, targets),
-                size > 0,
-                samples,
-                targets_of_all,
-                last,
-            )
+            yield Batch(_on(self.device, inputs), _on(self.device, targets), size > 0, samples, targets_of_all, last)
 
     def next_epoch(self) -> None:
         """Go to the start of the next epoch, which has another order."""

@@ -17,12 +17,7 @@ from fsdp2.data.splits import Dataset, Images
 # values for MNIST.
 NORMALISE = {"fashion-mnist": (0.5, 0.5), "mnist": (0.1307, 0.3081)}
 FOLDERS = {"fashion-mnist": "FashionMNIST", "mnist": "MNIST"}
-FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 HEADER_BYTES = 16  # of a file of images: a magic number, how many, and their two sides
 
 

@@ -60,11 +60,7 @@ class Foreign:
     def limits(self, given: int) -> tuple[float, int, int]:
         """Seconds of a processor, bytes of memory and bytes of an answer, with so many bytes of input."""
         size, memory = self.size + given, MEMORY if self.memory is None else self.memory
-        return (
-            SECONDS + SECONDS_PER_BYTE * size,
-            memory + MEMORY_PER_BYTE * size,
-            ANSWER + ANSWER_PER_BYTE * size,
-        )
+        return (SECONDS + SECONDS_PER_BYTE * size, memory + MEMORY_PER_BYTE * size, ANSWER + ANSWER_PER_BYTE * size)
 
 
 def in_bounds(make: Callable[[], T], foreign: Foreign) -> T:

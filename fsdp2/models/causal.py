@@ -74,13 +74,7 @@ def two_documents(tokens: Tensor, first: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _changes(
-    model: nn.Module,
-    call: Call,
-    logits: Logits,
-    inputs: Any,
-    targets: Tensor,
-    begin: int,
-    count: int,
+    model: nn.Module, call: Call, logits: Logits, inputs: Any, targets: Tensor, begin: int, count: int
 ) -> bool | None:
     """True if the last of three rows, which differs elsewhere, gets other numbers for `count` tokens from `begin` on.
 

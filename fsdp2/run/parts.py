@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.state import plain_names
@@ -25,10 +26,16 @@ def add_parts(config: Config, engine: Engine) -> None:
 
         engine.ema = Ema(plain_names(engine.model, keep_vars=True), config.ema)
         engine.parts = {**engine.parts, "ema": engine.ema}
-    if config.lora is not None:
-        engine.elsewhere = elsewhere(config)
-        frozen = [tensor for name, tensor in plain_names(engine.model).items() if engine.elsewhere(name)]
-        engine.parts = {**engine.parts, "base": Base(str(config.weights), checksum(frozen))}
+    engine.elsewhere = elsewhere(config)
+    engine.parts = {**engine.parts, **base_of(config, engine.model)}
+
+
+def base_of(config: Config, model: nn.Module) -> dict[str, Base]:
+    """The part of a checkpoint for the weights that adapters go beside, in a model that has them. A collective call."""
+    if config.lora is None:
+        return {}
+    frozen = [tensor for name, tensor in plain_names(model).items() if elsewhere(config)(name)]
+    return {"base": Base(str(config.weights), checksum(frozen))}
 
 
 class Base:
@@ -50,7 +57,7 @@ class Base:
 
 
 @torch.no_grad()
-def checksum(tensors: list[Tensor]) -> int:
+def checksum(tensors: Iterable[Tensor]) -> int:
     """The sum of the bits of all elements, as bfloat16, modulo 2^64: the same however the tensors are sharded.
 
     A collective call where they are sharded. It tells one training's weights from another's, and not one order of the

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_weights
-from fsdp2.checkpoint.state import plain_names
+from fsdp2.checkpoint.state import WeightsOnly, plain_names
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
@@ -33,6 +33,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.rundir import RunDir, kept_files, read_config
 from fsdp2.run.init_from import require_finite
 from fsdp2.run.initial_weights import InitialValues, StartWeights, elsewhere
+from fsdp2.run.parts import base_of
 from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import process_group
@@ -93,11 +94,11 @@ def from_checkpoint(config: Config, checkpoint: Files) -> Load:
         if start.wanted:
             start(model)
         try:
-            read_weights(model, checkpoint, elsewhere(config))
+            read_weights(WeightsOnly(model, elsewhere(config), base_of(config, model)), checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
-            raise ConfigError(
-                f"--sharded: the checkpoint is damaged: {error}; drop --sharded to use full-model.pt, if there is one"
-            ) from None
+            how = "is damaged" if isinstance(error, DamagedCheckpoint) else "can't be loaded"
+            other = "drop --sharded to use full-model.pt, if there is one" if config.lora is None else "put those back"
+            raise ConfigError(f"--sharded: the checkpoint {how}: {error}; {other}") from None
         require_finite(plain_names(model), f"--sharded: {short(str(checkpoint))}")
 
     return load

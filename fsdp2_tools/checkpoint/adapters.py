@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +14,20 @@ from fsdp2.checkpoint.refusal import Refused, is_name, one_line
 from fsdp2.checkpoint.sources.safetensors_files import write_file
 from fsdp2.checkpoint.sources.source import Source, weights
 from fsdp2.checkpoint.store import MARKER, read_marker
+from fsdp2.models.lora import base_name, is_adapter
+from fsdp2.run.parts import checksum
 
 FILE = "adapter_config.json"  # peft's name
 _BASE = "base_model_name_or_path"
+_CHECKSUM = "app.base.checksum"
 _LARGEST = 10**6  # as --lora-alpha allows
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+# What a run says there of its adapters. peft has fifteen other settings by which the same tensors mean something else:
+# they are as peft has them by default, which for those that aren't here is empty.
+_SAID = (_BASE, "fan_in_fan_out", "r", "lora_alpha", "target_modules")
+_ASIDE = (_BASE, "inference_mode", "peft_version")  # which may change
+_DEFAULTS = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, "lora_dropout": 0.0}
+_DEFAULTS |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "layers_to_transform": None}
 
 
 @dataclass(frozen=True)
@@ -27,13 +37,17 @@ class Adapters:
     Attributes:
         content: of the file.
         base: where the weights are that the adapters go beside.
-        scale: B A counts so many times.
-        transposed: whether those weights are (in, out).
+        rank: of the product B A.
+        scale: that product counts so many times.
+        targets: the ends of the names of layers that have adapters.
+        transposed: whether the weights of those are (in, out).
     """
 
     content: bytes
     base: str
+    rank: int
     scale: float
+    targets: tuple[str, ...]
     transposed: bool
 
 
@@ -41,7 +55,7 @@ def read_adapters(content: bytes, place: str) -> Adapters:
     """Raises Refused for what isn't as a run writes it."""
     try:
         facts = json.loads(content)
-        base, transposed, rank, alpha = (facts[key] for key in (_BASE, "fan_in_fan_out", "r", "lora_alpha"))
+        base, transposed, rank, alpha, targets = (facts[key] for key in _SAID)
         if not (isinstance(base, str) and is_name(base)):
             raise ValueError(f"{_BASE} is no name")
         if type(transposed) is not bool:
@@ -50,34 +64,57 @@ def read_adapters(content: bytes, place: str) -> Adapters:
             raise ValueError(f"r is no whole number from 1 to {_LARGEST}")
         if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
             raise ValueError(f"lora_alpha is no number above 0, and up to {_LARGEST}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if not (isinstance(targets, list) and all(isinstance(one, str) for one in targets)):
+            raise TypeError("target_modules is no list of names")
+        for key in facts.keys() - {*_SAID, *_ASIDE}:
+            if facts[key] != _DEFAULTS[key] if key in _DEFAULTS else facts[key] not in (None, False, [], {}):
+                raise ValueError(f"no run sets {key}, by which adapters mean something else; merge them with peft")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{place}: {FILE} can't be used ({one_line(error)})") from None
-    return Adapters(content, base, alpha / rank, transposed)
+    return Adapters(content, base, rank, alpha / rank, tuple(targets), transposed)
 
 
 def vouched(adapters: Adapters, source: Source) -> Adapters:
-    """The adapters as the marker of their checkpoint says; where the base is, says the file.
+    """The adapters, after the marker of their checkpoint was asked; where the base is, says the file alone.
 
-    The marker of an earlier version has the flags of the run alone. Raises Refused where it and the file differ.
+    The marker of an earlier version has the flags of the run alone. Raises Refused where they and the file differ, or
+    the tensors are of other adapters.
     """
-    if source.folder is None or not is_there(source.folder, MARKER):
-        return adapters
-    marker = read_marker(source.folder)
-    flags, kept = marker.get("config", {}), marker.get("adapters")
-    file = json.loads(adapters.content)
-    if kept is None:
-        rank = flags.get("lora")
-        if type(rank) is not int:
-            return adapters
-        kept = {**file, "r": rank, "lora_alpha": flags.get("lora-alpha") or 2.0 * rank}
-    kept = {**kept, _BASE: adapters.base}
-    for key in ("r", "lora_alpha", "fan_in_fan_out"):
-        if kept.get(key) != file[key]:
+    marker, file = _marker(source), json.loads(adapters.content)
+    flags, kept = marker.get("config", {}), marker.get("adapters", {})
+    rank = flags.get("lora")
+    by_flags = {"r": rank, "lora_alpha": flags.get("lora-alpha") or 2.0 * rank} if type(rank) is int else {}
+    for key, value in [*kept.items(), *by_flags.items()]:
+        if key not in _ASIDE and file.get(key, value) != value:
             raise Refused(
                 f"{source.place}: {FILE} of its run says {key} {file[key]}, and {MARKER} of the checkpoint "
-                f"{kept.get(key)}; put the file back that the run wrote"
+                f"{value}; put the file back that the run wrote"
             )
-    return read_adapters((json.dumps(kept, indent=1) + "\n").encode(), source.place)
+    found = read_adapters((json.dumps({**kept, **file}, indent=1) + "\n").encode(), source.place)
+    _layers(source, found)
+    return found
+
+
+def _marker(source: Source) -> Mapping[str, Any]:
+    return read_marker(source.folder) if source.folder is not None and is_there(source.folder, MARKER) else {}
+
+
+def _layers(source: Source, adapters: Adapters) -> dict[str, tuple[str, str]]:
+    """Layer -> the names of its A and B in a source. Raises Refused for tensors that are none, or of other adapters."""
+    names = weights(source)
+    layers = [name.removesuffix(_A) for name in names if name.endswith(_A)]
+    found = {layer: (names[layer + _A], names.get(layer + _B, "")) for layer in layers}
+    pairs = {original for pair in found.values() for original in pair}
+    wrong = [f"{name} is no half of a pair" for name, original in names.items() if original not in pairs]
+    for layer, (a, b) in found.items():
+        shapes = [tuple(source.tensors[name].shape) if name else () for name in (a, b)]
+        if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == adapters.rank:
+            wrong.append(f"those of {layer} are {shapes[0]} and {shapes[1]}, and r is {adapters.rank}")
+        if not any(f".{layer}".endswith(f".{target}") for target in adapters.targets):
+            wrong.append(f"target_modules doesn't name {layer}")
+    if wrong:
+        raise Refused(f"{source.place}: its tensors aren't the adapters that {FILE} describes: {wrong[0]}")
+    return found
 
 
 def write_peft(
@@ -98,8 +135,8 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
 
     Raises Refused if the adapters aren't of these weights.
     """
-    ours, theirs = weights(source), weights(base)
-    layers = {f"{name.removesuffix(_A)}.weight": name.removesuffix(_A) for name in ours if name.endswith(_A)}
+    theirs = weights(base)
+    layers = {f"{layer}.weight": pair for layer, pair in _layers(source, adapters).items()}
     if absent := sorted(layers.keys() - theirs.keys()):
         raise Refused(
             f"{source.place}: {base.place} has no {absent[0]}, which the adapters go beside; use --format peft, and "
@@ -110,7 +147,7 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
         weight: Tensor = base.read(theirs[name])
         if name not in layers:
             return weight
-        a, b = (source.read(ours[layers[name] + end]).double() for end in (_A, _B))
+        a, b = (source.read(original).double() for original in layers[name])
         change = (b @ a).T if adapters.transposed else b @ a
         if change.shape != weight.shape:
             raise Refused(
@@ -121,3 +158,25 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
 
     tensors = {name: base.tensors[original] for name, original in theirs.items()}
     return Source(source.place, tensors, [], {name: (name,) for name in tensors}, read)
+
+
+def same_base(source: Source, base: Source, tied: Sequence[Sequence[str]]) -> str:
+    """What is known of the base, for the line that says what was written: nothing, if it is that of the training.
+
+    By a checksum of each weight that the model has. Raises Refused if they are others.
+
+    Args:
+        tied: names of one weight, of which a file may hold one alone.
+    """
+    names = weights(base)
+    for group in tied:
+        names |= {name: names[known] for known in group if known in names for name in group if name not in names}
+    model = [base_name(name) for name in _marker(source).get("model", {}) if not is_adapter(name)]
+    if _CHECKSUM not in source.values or not model or not names.keys() >= {*model}:
+        return f", and {base.place} can't be compared with the weights of the training"
+    if checksum(base.read(names[name]) for name in model) != source.read(_CHECKSUM):
+        raise Refused(
+            f"{source.place}: its adapters go beside the weights that {base.place} had at that time, and those there "
+            "differ; use --format peft, and load them beside those"
+        )
+    return ""

@@ -24,9 +24,9 @@ from fsdp2.checkpoint.sources.safetensors_files import write_safetensors
 from fsdp2.checkpoint.sources.source import averaged, weights
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.data.tokenizer_file import SETTINGS, is_tokenizers
-from fsdp2_tools.checkpoint.adapters import Adapters, merged, vouched, write_peft
+from fsdp2_tools.checkpoint.adapters import Adapters, merged, same_base, vouched, write_peft
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
-from fsdp2_tools.checkpoint.hf_folder import dtype_of, without_copies, write_hf
+from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,7 +83,9 @@ def export(
         if average:
             source = averaged(source)
         if adapters is not None and to != "peft":
-            source = trained = merged(source, stack.enter_context(opened(adapters.base)), adapters)
+            base = stack.enter_context(opened(adapters.base))
+            checked += same_base(source, base, tied(like[0]) if like is not None else [])
+            source = trained = merged(source, base, adapters)
         names = weights(source)
         if like is not None:
             names = without_copies(trained, names, like[0])

@@ -75,9 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--ema", action="store_true", help="take the average of the weights, which a run with --ema keeps"
     )
     exporting.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="cast floating-point tensors; unset = hf: as the model's config.json says",
+        "--dtype", choices=DTYPES, help="cast floating-point tensors; unset = hf: as the model's config.json says"
     )
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"

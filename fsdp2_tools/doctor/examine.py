@@ -101,12 +101,7 @@ def _exchanges(
     return rows
 
 
-def run(
-    options: Options,
-    world: World,
-    device: torch.device,
-    show: Callable[[list[Row], float], None],
-) -> list[Row]:
+def run(options: Options, world: World, device: torch.device, show: Callable[[list[Row], float], None]) -> list[Row]:
     """Every rank's part of an examination; the rows, on all ranks. A collective call, which no rank waits in forever.
 
     Args:

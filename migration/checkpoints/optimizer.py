@@ -190,10 +190,7 @@ def _names_of_numbers(
 
 
 def _by_groups(
-    members: list[list[Any]],
-    shapes: list[tuple[int, ...] | None],
-    candidates: list[str],
-    theirs: list[tuple[int, ...]],
+    members: list[list[Any]], shapes: list[tuple[int, ...] | None], candidates: list[str], theirs: list[tuple[int, ...]]
 ) -> dict[str, str]:
     """Several groups, numbered one after the other: which parameters are in which must follow from their shapes."""
     split, at = [], 0

@@ -46,14 +46,7 @@ class Finding:
         return f"{self.place} {self.code} [{self.status}] {self.message} -> {self.replacement} ({self.link})"
 
 
-def make(
-    file: str,
-    place: tuple[int | None, int, int],
-    code: str,
-    what: str,
-    status: str,
-    why: str = "",
-) -> Finding:
+def make(file: str, place: tuple[int | None, int, int], code: str, what: str, status: str, why: str = "") -> Finding:
     """A finding, in the words of the table's row unless it has its own. `what` is the code that was found."""
     row = BY_CODE[code]
     cell, line, col = place

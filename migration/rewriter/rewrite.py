@@ -10,17 +10,7 @@ from pathlib import Path
 import libcst as cst
 
 from fsdp2.units import printable
-from migration.rewriter import (
-    account,
-    beyond,
-    each_parameter,
-    imports,
-    interface,
-    marks,
-    methods,
-    names,
-    statedicts,
-)
+from migration.rewriter import account, beyond, each_parameter, imports, interface, marks, methods, names, statedicts
 from migration.rewriter.account import Entry
 from migration.rewriter.constructor_calls import code_of, constructions, meta_calls, named
 from migration.rewriter.edits import Edits, Undecided

@@ -42,12 +42,7 @@ POLICIES = (
 )
 # What only says something, and stays torch's where FSDP1's class goes.
 OPTIONS = {*ENUMS, *CONFIGS, *POLICIES, "MixedPrecision", "CPUOffload"}
-KNOWN = {
-    CLASS,
-    *OPTIONS,
-    "ShardedGradScaler",
-    "FlatParameter",
-}
+KNOWN = {CLASS, *OPTIONS, "ShardedGradScaler", "FlatParameter"}
 # What is under torch.distributed.fsdp and is FSDP2's, or both's.
 OTHERS = {
     "fully_shard",

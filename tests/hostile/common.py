@@ -36,7 +36,8 @@ def change_values(checkpoint: LocalFiles, change: Callable[[dict[str, Any]], Non
     for path in checkpoint.root.iterdir():
         if path.name != MARKER:
             path.unlink()
-    write_dcp(checkpoint, {}, state, paths, lambda name: state[name])
+    places = {name: paths.get(name, tuple(name.split(".", 2))) for name in state}
+    write_dcp(checkpoint, {}, state, places, lambda name: state[name])
     vouch(checkpoint)
 
 

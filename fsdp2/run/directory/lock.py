@@ -133,11 +133,7 @@ class WriterLock:
 
     @staticmethod
     def is_seen(
-        folder: Path,
-        token: str,
-        *,
-        seconds: float = SECONDS_TO_BE_SEEN,
-        say: Callable[[str], None] = lambda _: None,
+        folder: Path, token: str, *, seconds: float = SECONDS_TO_BE_SEEN, say: Callable[[str], None] = lambda _: None
     ) -> bool:
         """Return whether the writer with this token has this folder, waiting for a network file system to show it.
 

@@ -12,11 +12,7 @@ from fsdp2.options.errors import ConfigError, shown
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How launchers other than torchrun number their tasks, and count them. A SLURM job has no step before srun.
-TASKS = {
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-}
+TASKS = {"SLURM_STEP_NUM_TASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 
 # A name of Kubernetes is known some time after its pod.
 SECONDS_TO_RESOLVE = 60.0
