@@ -190,13 +190,7 @@ class StepLog:
             event.synchronize()
         loss, norm, stop, failed = values.tolist()
         self.stop, self.failed = int(stop), int(failed)
-        record = {
-            "step": data["step"],
-            "epoch": data["epoch"],
-            "loss": loss,
-            "lr": data["lr"],
-            "grad_norm": norm,
-        }
+        record = {"step": data["step"], "epoch": data["epoch"], "loss": loss, "lr": data["lr"], "grad_norm": norm}
         record |= {**data, "peak_memory_bytes": peak_memory_bytes(self.device)}
         self.emit("train", record)
         if what := nonfinite(record):

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
-from fsdp2.units import size
+from fsdp2.units import printable, size
 
 FILE = "plan.json"
 # Flags that change neither what a step holds nor how long it takes.
@@ -62,19 +62,23 @@ class Planned:
 
 def advice(place: str, world_size: int) -> str | None:
     """Bytes of a rank that flags save by the plan in a run's directory; None where it says nothing."""
-    from fsdp2.options.settings_file import parse_json
-
     try:
-        content: Any = parse_json(open_files(place).read(FILE))
+        content = _content(place)
         found = content["advice"]
         if found["plan"]["ranks"] != world_size:
             return None
-        saved = [f"  {str(flag)[:80]:44}{size(int(count))} less" for flag, count in found["singly"].items()]
-        together = " ".join(str(flag)[:80] for flag in found["flags"])
+        saved = [f"  {printable(str(flag)[:80]):44}{size(int(count))} less" for flag, count in found["singly"].items()]
+        together = " ".join(printable(str(flag)[:80]) for flag in found["flags"])
         end = f"together, {together}: {size(int(found['plan']['bytes']))} a rank"
         return "\n".join([f"what each flag saves by itself, as {FILE} has planned it:", *saved, end]) if saved else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _content(place: str) -> Any:
+    from fsdp2.options.settings_file import parse_json, read_bytes
+
+    return parse_json(read_bytes(f"{place.rstrip('/')}/{FILE}"))
 
 
 def _range(step_ms: tuple[float, float, float]) -> str:
@@ -85,23 +89,24 @@ def read(config: Config, world_size: int) -> Planned | str | None:
     """The plan in a run's directory for this many ranks; what is wrong with it; None if there is none."""
     if config.run_dir is None:
         return None  # a new directory
-    files = open_files(config.run_dir)
-    if files.size(FILE) is None:
+    if open_files(config.run_dir).size(FILE) is None:
         return None
-    from fsdp2.options.settings_file import parse_json
-
     try:
-        content: Any = parse_json(files.read(FILE))
+        content = _content(config.run_dir)
         plans = {one["ranks"]: one for one in content["plans"]}
         if world_size not in plans:
-            return f"plan: {FILE} is for {', '.join(map(str, plans))} ranks; python -m fsdp2.plan --ranks {world_size}"
+            ranks = printable(", ".join(map(str, plans)))[:80]
+            return f"plan: {FILE} is for {ranks} ranks; python -m fsdp2.plan --ranks {world_size}"
         one, flags = plans[world_size], to_flags(config)
         there = content["flags"]
-        time = one.get("time")
+        time, tensors = one.get("time"), one["tensors"]
+        step_ms = None if time is None else (time["low"], time["milliseconds"], time["high"])
+        if not all(0 < number < 1 << 63 for number in (tensors, *(step_ms or ()))):
+            raise ValueError("it plans what no step takes")
         return Planned(
-            int(one["tensors"]),
-            None if time is None else tuple(float(time[name]) for name in ("low", "milliseconds", "high")),  # type: ignore[arg-type]
-            str(one["peak"]["phase"])[:80],
+            tensors,
+            step_ms,
+            printable(str(one["peak"]["phase"])[:80]),
             tuple(f"--{flag}" for flag, value in flags.items() if flag not in FREE and there.get(flag) != value),
         )
     except (ValueError, LookupError, TypeError, AttributeError):

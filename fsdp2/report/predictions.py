@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.data.splits import IGNORED, Dataset
 
 
@@ -77,9 +78,7 @@ def draw(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
             text = f"{mark} …{context_of(one, dataset)}  →  {sample['predicted']}   (is {sample['actual']})"
             axis.text(0, 0.5, text.replace("$", r"\$"), color=colour, family="monospace", fontsize=11)
     figure.tight_layout()
-    # Beside it first: a run directory may be a stranger's, and a link there leads anywhere.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        drawn = Path(folder) / path.name
-        figure.savefig(drawn, dpi=110)
-        drawn.replace(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
     pyplot.close(figure)
+    publish(LocalFiles(path.parent), path.name, drawn.getvalue())  # not behind a link: the folder may be a stranger's

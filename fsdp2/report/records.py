@@ -69,6 +69,8 @@ def readable(file: BinaryIO, step: int) -> tuple[bytes, str]:
     steps: set[int] = set()
     first = at = 0
     for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            break  # a hole in a file may be of terabytes
         record = parse(line)
         if record is None:
             continue

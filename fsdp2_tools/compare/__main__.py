@@ -21,10 +21,11 @@ from fsdp2_tools.compare.options import parse
 if __name__ == "__main__":
     early.answer(parse)
 
-from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.errors import require
 from fsdp2.run.directory.rundir import environment
 from fsdp2.run.process import ending
 from fsdp2.units import short
+from fsdp2_tools import results
 from fsdp2_tools.compare import report
 from fsdp2_tools.compare.advice import advice
 from fsdp2_tools.compare.measure import Measured, measure, memory_of_rank
@@ -37,12 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     """Compare, write to `--out`, and return the measurements. Raises ConfigError before anything is started."""
     options, training = parse(arguments)
     table = rows(options["strategies"], options["variants"], training, options["nproc"])
-    out = Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}")
     require("plotly", "plots", "the page")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    out = results.folder(Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}"))
     steps, repeats = options["steps"], options["repeats"]
     warm_up = min(WARM_UP, steps // 2)
     began = time.monotonic()
@@ -72,10 +69,10 @@ def write(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]
     """All forms of the result, into a folder."""
     from fsdp2_tools.compare.picture import page, write_image, write_memory_image
 
-    (out / "compare.md").write_text(report.as_markdown(found, facts, lines))
-    (out / "compare.csv").write_text(report.as_csv(found))
-    (out / "compare.json").write_text(report.as_json(found, facts, lines))
-    (out / "compare.html").write_text(page(found, facts, lines))
+    results.write(out / "compare.md", report.as_markdown(found, facts, lines))
+    results.write(out / "compare.csv", report.as_csv(found))
+    results.write(out / "compare.json", report.as_json(found, facts, lines))
+    results.write(out / "compare.html", page(found, facts, lines))
     write_image(found, out / "compare.png")
     write_memory_image(found, out / "memory.png")
 

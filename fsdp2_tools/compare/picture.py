@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fsdp2_tools import results
 from fsdp2_tools.compare.advice import efficient, step_ms
 from fsdp2_tools.compare.measure import SHOWN_STEPS, Measured
 from fsdp2_tools.compare.report import HEADINGS, cells
@@ -15,11 +16,7 @@ from fsdp2_tools.memory.html import COLOURS, themed
 
 def write_image(found: Sequence[Measured], path: Path) -> None:
     """Both pictures side by side, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = results.pyplot()
     good = [row for row in found if row.failed is None]
     figure, (scatter, bars) = pyplot.subplots(1, 2, figsize=(14, max(4.5, 0.45 * len(good) + 2)), layout="constrained")
     best = efficient(found)
@@ -48,8 +45,7 @@ def write_image(found: Sequence[Measured], path: Path) -> None:
     bars.set(xlabel="MB at the peak")
     if good:
         figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    results.picture(figure, path)
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
@@ -70,11 +66,7 @@ def write_memory_image(found: Sequence[Measured], path: Path) -> None:
 
     All panels share both axes. Time is counted in steps: a row whose steps are slower doesn't hold more memory for it.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = results.pyplot()
     good = [row for row in found if row.failed is None and row.over_time is not None and row.over_time.times]
     columns = min(3, max(1, len(good)))
     lines = max(1, -(-len(good) // columns))
@@ -113,8 +105,7 @@ def write_memory_image(found: Sequence[Measured], path: Path) -> None:
         panel.tick_params(labelbottom=True)
     kinds = [kind for kind in COLOURS if kind in drawn]
     figure.legend([drawn[kind] for kind in kinds], kinds, loc="outside lower center", ncols=5, fontsize="small")
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    results.picture(figure, path, dpi=90)
 
 
 def page(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]) -> str:

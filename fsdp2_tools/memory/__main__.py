@@ -16,10 +16,11 @@ if __name__ == "__main__":
     early.answer(parse)
 
 from fsdp2.allocations.timeline import Timeline, file_name
-from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.errors import require
 from fsdp2.options.parser import files_at
 from fsdp2.run.process import ending
 from fsdp2.units import printable, short, size
+from fsdp2_tools import results
 from fsdp2_tools.memory.read import exchanges, read_timelines
 
 
@@ -34,15 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     require("plotly", "plots", "the pages")
     from fsdp2_tools.memory.page import page
 
-    out = Path(options.out or ("." if "://" in options.run else options.run))
+    out = results.folder(Path(options.out or ("." if "://" in options.run else options.run)))
     written = []
     for line in lines:
         path = out / file_name(line.facts["rank"]).replace(".json.gz", ".html")
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            path.write_text(page(line, "the run's own ledger of tensors"))
-        except OSError as error:
-            raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+        results.write(path, page(line, "the run's own ledger of tensors"))
         print(f"page: {short(path.absolute())}")
         written.append(path)
     return written

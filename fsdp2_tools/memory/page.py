@@ -134,11 +134,7 @@ def figure(line: Timeline) -> Any:
         row=1,
         col=1,
     )
-    drawn.update_layout(
-        hovermode="x unified",
-        barmode="overlay",
-        legend={"traceorder": "reversed"},
-    )
+    drawn.update_layout(hovermode="x unified", barmode="overlay", legend={"traceorder": "reversed"})
     drawn.update_yaxes(ticksuffix="B", tickformat=".3s", range=[0, most * 1.1], row=1, col=1)
     drawn.update_yaxes(showticklabels=False, showgrid=False, fixedrange=True, row=2, col=1)
     drawn.update_xaxes(ticksuffix=" s", row=2, col=1)

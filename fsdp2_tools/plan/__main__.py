@@ -29,6 +29,7 @@ from fsdp2.options.values import checked, location, whole
 from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run.process import ending
 from fsdp2.units import byte_count, short
+from fsdp2_tools import results
 from fsdp2_tools.plan import advice, calibration, page, report, report_search, report_time
 from fsdp2_tools.plan.device import Gpu
 from fsdp2_tools.plan.device import gpu as find_gpu
@@ -144,10 +145,7 @@ def _search(
         return plan(changed, ranks, gpu, limit)
 
     found = search(config, choices(config, ranks, gpu=not gpu.on_cpu), replan)
-    try:
-        following = report_search.write(found, out)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    following = report_search.write(found, out)
     data = {"ranks": ranks, "settings": report_search.as_data(found)}
     print(json.dumps(data, indent=1) if as_json else "\n".join([*report_search.lines(found), *following]))
     return [one.plan for one in found]
@@ -162,11 +160,7 @@ def _draw(file: Path, plans: Sequence[Plan], gpu: Gpu | None, limit: int | None,
             if size != config.batch_size:
                 say(f"planning {count:,} ranks with --batch-size {size}")
                 every.append(plan(dataclasses.replace(config, batch_size=size), count, gpu, limit))
-    text = page.page(every, gpu, config, say)
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--html {file}: can't be written ({error.strerror}); choose a place that can") from None
+    results.write(file, page.page(every, gpu, config, say), "--html")
     say(f"open {short(file.absolute())}")
 
 

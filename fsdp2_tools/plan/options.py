@@ -20,9 +20,7 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
     )
     own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: the GPU's)")
     own.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="the trials.json of fsdp2.tune: rates of --gpu are fitted to it",
+        "--calibration", metavar="FILE", help="the trials.json of fsdp2.tune: rates of --gpu are fitted to it"
     )
     own.add_argument("--tokens", metavar="N", help="say what a training of so many tokens costs in GPU-hours")
     own.add_argument("--search", action="store_true", help="rank settings by their time within the budget")

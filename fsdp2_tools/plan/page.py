@@ -69,9 +69,7 @@ def in_order(line: Timeline) -> Timeline:
         replace(a, born=number[a.born], died=None if a.died is None else number[a.died]) for a in line.allocations
     ]
     return replace(
-        line,
-        allocations=allocations,
-        phases=[replace(phase, began=number[phase.began]) for phase in line.phases],
+        line, allocations=allocations, phases=[replace(phase, began=number[phase.began]) for phase in line.phases]
     )
 
 

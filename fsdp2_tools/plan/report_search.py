@@ -11,6 +11,7 @@ from typing import Any
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
 from fsdp2.units import short, size
+from fsdp2_tools import results
 from fsdp2_tools.plan.report_time import duration
 from fsdp2_tools.plan.search import Setting, frontier
 
@@ -68,9 +69,8 @@ def write(found: Sequence[Setting], out: Path) -> list[str]:
     """The best setting and the picture, into a folder. Returns what to do next."""
     if not found[0].plan.fits:
         return []
-    out.mkdir(parents=True, exist_ok=True)
     flags = {name: value for name, value in to_flags(found[0].plan.config).items() if name not in ("run-dir", "resume")}
-    (out / SETTINGS).write_text(json.dumps({"flags": flags}, indent=1) + "\n")
+    results.write(results.folder(out) / SETTINGS, json.dumps({"flags": flags}, indent=1) + "\n")
     _picture(found, out / PICTURE)
     words = ["--config", short((out / SETTINGS).absolute()), *code_flags(found[0].plan.config)]
     return [f"train with the first: python -m fsdp2.train {shlex.join(words)}"]
@@ -78,11 +78,7 @@ def write(found: Sequence[Setting], out: Path) -> list[str]:
 
 def _picture(found: Sequence[Setting], path: Path) -> None:
     """Memory against time; names stand at the frontier."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = results.pyplot()
     figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
     edge = frontier(found)
     for there, colour in ((found, "#4477aa"), (edge, "#cc3311")):
@@ -96,8 +92,7 @@ def _picture(found: Sequence[Setting], path: Path) -> None:
     if budget < 1.3 * max(map(_gb, found)):  # elsewhere it would push all points into a corner
         axes.axvline(budget, color="#888888", linewidth=1, linestyle="--")
     axes.set(xlabel="memory of a rank, GB (dashed: the budget)", ylabel="predicted time of a step, ms")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    results.picture(figure, path)
 
 
 def _gb(one: Setting) -> float:

@@ -32,6 +32,7 @@ from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.runtime import World
 from fsdp2.units import short
+from fsdp2_tools import results
 from fsdp2_tools.compare.measure import memory_of_rank
 from fsdp2_tools.plan.calibration import calibrate, read
 from fsdp2_tools.plan.device import Gpu
@@ -64,11 +65,7 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     check(config, ranks)
     device = runtime.pick_device(config.device, World(0, ranks, 0, ranks)).type
     budget: int = options["budget"] or memory_of_rank(ranks, config.device)
-    out = Path(options["out"] or f"tuned/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: can't be written ({error.strerror}); choose a folder that can") from None
+    out = results.folder(Path(options["out"] or f"tuned/{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     began = time.monotonic()
 
     def say(text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
 from fsdp2.units import size
+from fsdp2_tools import results
 from fsdp2_tools.compare.report import markdown_table, terminal
 from fsdp2_tools.tune.rounds import Candidate, deviation, interval, is_faster
 
@@ -86,10 +87,10 @@ def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], ou
     `flags` and `measured` of each setting are what `fsdp2.plan --calibration` reads.
     """
     chosen = best if is_faster(best, tried[0]) else tried[0]
-    (out / SETTINGS).write_text(json.dumps({"flags": flags(chosen.config)}, indent=1) + "\n")
+    results.write(out / SETTINGS, json.dumps({"flags": flags(chosen.config)}, indent=1) + "\n")
     told = [f"- {name}: {value}" for name, value in facts.items()]
     text = ["# Settings that were tried", "", *verdict(tried, best), "", markdown_table(HEADINGS, cells(tried)), ""]
-    (out / "tuned.md").write_text("\n".join([*text, *told]) + "\n")
+    results.write(out / "tuned.md", "\n".join([*text, *told]) + "\n")
     found = [
         {
             "name": one.name,
@@ -105,17 +106,13 @@ def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], ou
         }
         for one in tried
     ]
-    (out / "trials.json").write_text(json.dumps({"facts": facts, "trials": found}, indent=1) + "\n")
+    results.write(out / "trials.json", json.dumps({"facts": facts, "trials": found}, indent=1) + "\n")
     _picture(tried, chosen, out / "tuned.png")
 
 
 def _picture(tried: Sequence[Candidate], chosen: Candidate, path: Path) -> None:
     """Each setting's steps as a part of the default's, with their spread."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = results.pyplot()
     good = sorted((one for one in tried if one.failed is None and one.ratios), key=lambda one: one.score, reverse=True)
     figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.45 * max(1, len(good))), layout="constrained")
     for place, one in enumerate(good):
@@ -125,5 +122,4 @@ def _picture(tried: Sequence[Candidate], chosen: Candidate, path: Path) -> None:
     axes.axvline(1, color="#888888", linewidth=1)
     axes.set_yticks(range(len(good)), [f"{one.name}  ({size(one.peak_bytes)})" for one in good])
     axes.set(xlabel="time of a step as a part of the default's beside it: median and quartiles; red is recommended")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    results.picture(figure, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,21 +10,26 @@ from typing import Any
 
 import pytest
 
+from fsdp2.allocations.timeline import dump
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.report import planned
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_tools import results
 from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.memory.__main__ import main as memory
 from tests.fuzz.runs import limits
 from tests.hostile.common import checkpoint_of, vouch
+from tests.memory.test_timeline import LINE
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-NAMES = ["config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "full_model/COMMIT.json", ".lock"]
+NAMES = ["rank0_memory_timeline.json.gz", "rank1_trace.json.gz", "hang.txt", "plan.json", "memory.json"]
+NAMES += ["config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "full_model/COMMIT.json", ".lock"]
 NAMES += ["full_model/full-model.pt", "full_model/full-model.pt.tmp", "full_model/full-optimizer.pt"]
 KINDS: dict[str, Callable[[Path], Any]] = {
     "a folder": Path.mkdir,
@@ -71,6 +77,60 @@ def test_a_timeline_that_is_none_is_refused(run: Path) -> None:
     os.mkfifo(run / "rank0_memory_timeline.json.gz")
     with pytest.raises(ConfigError, match="is a pipe and no file"):
         memory([str(run)])
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "nothing": {"tensors": 0},
+    "less": {"tensors": -1},
+    "text": {"tensors": "7"},
+    "more than there is": {"tensors": 1 << 70},
+    "no time": {"time": {"low": 0, "milliseconds": 0, "high": 0}},
+    "a time that is text": {"time": {"low": 1.0, "milliseconds": "nan", "high": "inf"}},
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_plan_that_is_none_stops_no_run(tmp_path: Path, kind: str) -> None:
+    """What it says is divided by at the run's end, and printed."""
+    whole = {"ranks": 2, "tensors": 7, "time": None, "peak": {"phase": "\x1b[31m" + "x" * 1000}}
+    config = Config(run_dir=str(tmp_path), model_size="tiny")
+    for plan in (whole, {**whole, **PLANS[kind]}, {**whole, "ranks": "\x1b[31m" + "3" * 1000}):
+        (tmp_path / planned.FILE).write_text(json.dumps({"flags": {}, "plans": [plan]}))
+        found = planned.read(config, 2)
+        lines = [found] if isinstance(found, str) else [found.line, *found.beside(7, [1.0])] if found else []
+        assert lines
+        assert isinstance(found, str) == (plan is not whole)
+        assert all(line.isprintable() and len(line.partition(" (planned with")[0]) < 200 for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_replaces_a_link_and_not_what_it_leads_to(kind: str, tmp_path: Path) -> None:
+    """Results go into folders that a stranger may have prepared, and are found unwritable before anything is done."""
+    (tmp_path / "theirs").write_text("theirs")
+    place = tmp_path / "out" / "page.html"
+    place.parent.mkdir()
+    KINDS[kind](place)
+    if kind == "a folder":
+        with pytest.raises(
+            ConfigError, match=r"--out .*page\.html: can't be written \(Is a directory\); choose a folder"
+        ):
+            results.write(place, "ours")
+    else:
+        results.write(place, "ours")
+        assert place.read_text() == "ours"
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    with pytest.raises(ConfigError, match=r"--out .*theirs: can't be written \(File exists\); choose a folder"):
+        results.folder(tmp_path / "theirs")
+
+
+def test_a_page_of_memory_goes_behind_no_link(run: Path) -> None:
+    theirs, page = run.parent / "theirs", run / "rank0_memory_timeline.html"
+    theirs.write_text("theirs")
+    page.symlink_to(theirs)
+    (run / "rank0_memory_timeline.json.gz").write_bytes(dump(LINE))
+    memory([str(run)])
+    assert theirs.read_text() == "theirs"
+    assert not page.is_symlink()
 
 
 def test_a_file_larger_than_the_memory_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
+_OURS = re.compile(r"(config|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")  # files of a run, and asides
 
 
 class RunDir:
@@ -69,10 +70,11 @@ class RunDir:
         """
         full = self.full_model.parent
         folders = [self.path / "checkpoints", full, self.path / "tensorboard"]
-        files = [self.config, self.metrics, self.full_model, full / "full-optimizer.pt", full / MARKER]
-        files += [path.with_name(f"{path.name}.tmp") for path in files]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
-        wrong += [(path, "plain file") for path in files if path.is_symlink() or (path.exists() and not path.is_file())]
+        files = [
+            path for path in [*_entries(self.path), *_entries(full)] if path.parent == full or _OURS.match(path.name)
+        ]
+        wrong += [(path, "plain file") for path in files if path.is_symlink() or not path.is_file()]
         for path, what in wrong:
             raise ConfigError(
                 f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
@@ -156,6 +158,10 @@ class RunDir:
             for path in (self.metrics, self.config):
                 if self.files.size(path.name) is not None:
                     path.write_bytes(self.files.read(path.name))
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _local_folder(url: str) -> Path:

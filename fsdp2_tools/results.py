@@ -1,0 +1,54 @@
+"""What tools leave in a folder: each file is there whole, in the place of what had its name, and not behind a link."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.options.errors import ConfigError
+
+
+def folder(out: Path) -> Path:
+    """A folder for results. Raises ConfigError, before anything is measured, if nothing can be written there."""
+    with _explained(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    return out
+
+
+def write(path: Path, content: str | bytes, flag: str = "--out") -> None:
+    """Write a file. Raises ConfigError with the flag that its place was given by."""
+    with _explained(path, flag):
+        publish(LocalFiles(path.parent), path.name, content.encode() if isinstance(content, str) else content)
+
+
+def pyplot() -> Any:
+    """matplotlib's, for figures that no window shows. It is imported here, since it takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def picture(figure: Any, path: Path, dpi: int = 110) -> None:
+    """Write a figure as PNG, and close it."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi)
+    pyplot().close(figure)
+    write(path, drawn.getvalue())
+
+
+@contextmanager
+def _explained(place: Path, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{flag} {place}: can't be written ({why}); choose a folder that can") from None
