@@ -1,4 +1,4 @@
-"""What tools leave in a folder: each file is there whole, in the place of what had its name, and not behind a link."""
+"""Files that tools leave: each is there whole, in the place of what had its name, and never behind a link."""
 
 from __future__ import annotations
 

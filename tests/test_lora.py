@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -251,6 +252,38 @@ def test_a_setting_by_which_adapters_mean_something_else_is_refused(
 
 def _of(name: str, half: str) -> bool:
     return name.startswith("app.model.") and half in name
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "gone": (Path.unlink, ""),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+    "terabytes": (lambda path: os.truncate(path, 2 << 40), "has more than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_description_that_is_gone_is_the_markers(
+    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The adapters alone were exported as the model's weights."""
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    change, reason = FILES[kind]
+    change(run / "model" / "adapter_config.json")
+    checkpoint = run / "checkpoints" / "step-00000006"
+    for form in ("pt", "peft"):
+        for source, out in ((adapters, tmp_path / form), (run, tmp_path / f"{form}-changed")):
+            status = checkpoint_command(["export", str(source), str(out), f"--format={form}"])
+            line = capsys.readouterr().err
+            assert (status, out.exists()) == ((2, False) if reason and source == run else (0, True))
+            assert reason in line or source == adapters
+    if kind == "gone":
+        assert torch.load(tmp_path / "pt").keys() == torch.load(tmp_path / "pt-changed").keys()
+        description = [(tmp_path / name / "adapter_config.json").read_bytes() for name in ("peft", "peft-changed")]
+        assert json.loads(description[0]) == json.loads(description[1])
+        (checkpoint / "COMMIT.json").unlink()
+        checkpoint.rename(tmp_path / "alone")
+        assert checkpoint_command(["export", str(tmp_path / "alone"), str(tmp_path / "out"), "--format=pt"]) == 2
+        assert "holds adapters, and no adapter_config.json of a run beside it" in capsys.readouterr().err
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

@@ -174,7 +174,7 @@ def _read(files: RemoteFiles) -> dict[str, Any] | None:
         lease = json.loads(files.read(LEASE))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return lease if isinstance(lease, dict) else {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
@@ -62,8 +61,10 @@ class Planned:
 
 def advice(place: str, world_size: int) -> str | None:
     """Bytes of a rank that flags save by the plan in a run's directory; None where it says nothing."""
+    from fsdp2.options.settings_file import read_table
+
     try:
-        content = _content(place)
+        content = read_table(f"{place}/{FILE}")
         found = content["advice"]
         if found["plan"]["ranks"] != world_size:
             return None
@@ -73,12 +74,6 @@ def advice(place: str, world_size: int) -> str | None:
         return "\n".join([f"what each flag saves by itself, as {FILE} has planned it:", *saved, end]) if saved else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def _content(place: str) -> Any:
-    from fsdp2.options.settings_file import parse_json, read_bytes
-
-    return parse_json(read_bytes(f"{place.rstrip('/')}/{FILE}"))
 
 
 def _range(step_ms: tuple[float, float, float]) -> str:
@@ -91,8 +86,10 @@ def read(config: Config, world_size: int) -> Planned | str | None:
         return None  # a new directory
     if open_files(config.run_dir).size(FILE) is None:
         return None
+    from fsdp2.options.settings_file import read_table
+
     try:
-        content = _content(config.run_dir)
+        content = read_table(f"{config.run_dir.rstrip('/')}/{FILE}")
         plans = {one["ranks"]: one for one in content["plans"]}
         if world_size not in plans:
             ranks = printable(", ".join(map(str, plans)))[:80]

@@ -25,7 +25,7 @@ from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.tokenizer_file import tokenizer_files
-from fsdp2.options.settings_file import read_table
+from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
 from fsdp2_tools.checkpoint.adapters import FILE, Adapters, read_adapters
 from fsdp2_tools.checkpoint.diff import diff
@@ -40,7 +40,7 @@ def model_file(place: str, name: str) -> Path | None:
     """A file that a run keeps with its model, for the run or a checkpoint of it; None if there is none."""
     path = Path(place).absolute()
     files = (run / MODEL_FILES / name for run in (path, *path.parents[:2]))
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if os.path.lexists(file)), None)  # what is no file, its reader refuses
 
 
 def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
@@ -72,7 +72,7 @@ def tokenizer_of(place: str) -> tuple[Mapping[str, bytes] | None, str]:
     kept = run / TOKENIZER
     for folder in (kept, *kept.glob("*/")):
         without_links(folder)
-    if (kept / "tokenizer.json").is_file():
+    if os.path.lexists(kept / "tokenizer.json"):
         try:
             return tokenizer_files(str(kept)), ""
         except UnusableText as error:
@@ -86,7 +86,7 @@ def tokenizer_of(place: str) -> tuple[Mapping[str, bytes] | None, str]:
 
 def _flags(file: Path) -> Mapping[str, Any]:
     """The flags of a run by its config.json; none if there is no such file. Raises Refused."""
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
     try:
         flags = read_table(str(file)).get("flags", {})
@@ -95,14 +95,16 @@ def _flags(file: Path) -> Mapping[str, Any]:
     return flags if isinstance(flags, dict) else {}
 
 
-def adapters_of(place: str, to: str) -> Adapters | None:
-    """Read the adapters' description in a run, None if it has no adapters. Raises Refused for `peft` then."""
+def adapters_of(place: str) -> Adapters | None:
+    """Read the adapters' description in a run, None if it has none. Raises Refused."""
     file = model_file(place, FILE)
-    if file is not None:
-        return read_adapters(file.read_bytes(), place)
-    if to == "peft":
-        raise Refused(f"--format peft: {place} has no {MODEL_FILES}/{FILE}, which runs with --lora have; use hf")
-    return None
+    if file is None:
+        return None
+    try:
+        content = read_bytes(str(file))
+    except ValueError as error:
+        raise Refused(f"{file}: {error}") from None
+    return read_adapters(content, place)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_size=limit,
             like=like,
             tokenizer=tokenizer,
-            adapters=adapters_of(arguments.place, arguments.format),
+            adapters=adapters_of(arguments.place),
             average=arguments.ema,
         )
         line += f"; {without}" if without else ""

@@ -74,14 +74,22 @@ def read_adapters(content: bytes, place: str) -> Adapters:
     return Adapters(content, base, rank, alpha / rank, tuple(targets), transposed)
 
 
-def vouched(adapters: Adapters, source: Source) -> Adapters:
-    """The adapters, after the marker of their checkpoint was asked; where the base is, says the file alone.
+def vouched(adapters: Adapters | None, source: Source) -> Adapters | None:
+    """The adapters by the file of the run, if it is there, and the marker of their checkpoint; None if it holds none.
 
-    The marker of an earlier version has the flags of the run alone. Raises Refused where they and the file differ, or
-    the tensors are of other adapters.
+    The marker of an earlier version has the flags of the run alone. Raises Refused where they and the file differ, the
+    tensors are of other adapters, or nothing describes them.
     """
-    marker, file = _marker(source), json.loads(adapters.content)
+    marker = _marker(source)
     flags, kept = marker.get("config", {}), marker.get("adapters", {})
+    if adapters is None and not kept:
+        if any(map(is_adapter, source.tensors)):
+            raise Refused(
+                f"{source.place}: holds adapters, and no {FILE} of a run beside it describes them; put that back, or "
+                "merge them with peft"
+            )
+        return None
+    file = kept if adapters is None else json.loads(adapters.content)
     rank = flags.get("lora")
     by_flags = {"r": rank, "lora_alpha": flags.get("lora-alpha") or 2.0 * rank} if type(rank) is int else {}
     for key, value in [*kept.items(), *by_flags.items()]:
@@ -161,9 +169,9 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
 
 
 def same_base(source: Source, base: Source, tied: Sequence[Sequence[str]]) -> str:
-    """What is known of the base, for the line that says what was written: nothing, if it is that of the training.
+    """A note on the base for the line that says what was written; "" if it is that of the training.
 
-    By a checksum of each weight that the model has. Raises Refused if they are others.
+    By a checksum of each weight that the model has, whole and so without a collective. Raises Refused if they differ.
 
     Args:
         tied: names of one weight, of which a file may hold one alone.

@@ -60,7 +60,7 @@ def export(
         average: the average of the weights in their place.
         tokenizer: for `hf`, path -> content of the tokenizer that is written in the place of that of `like`; empty =
             none is. Unset = the model was trained with its own.
-        adapters: what the checkpoint holds adapters of, which are added to the weights but for `peft`.
+        adapters: as the run's file describes those of the checkpoint, which are added to the weights but for `peft`.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
@@ -78,8 +78,9 @@ def export(
             require_kept(marker, like[1], f"{place}: model")
             if to == "hf":
                 require_kept(marker, tokenizer or {}, f"{place}: {TOKENIZER}", TOKENIZER)
-        if adapters is not None:
-            adapters = vouched(adapters, source)
+        adapters = vouched(adapters, source)
+        if to == "peft" and adapters is None:
+            raise Refused(f"--format peft: {place} holds no adapters, which runs with --lora have; use hf")
         if average:
             source = averaged(source)
         if adapters is not None and to != "peft":
@@ -105,8 +106,7 @@ def export(
                 aside.mkdir()
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
-                elif to == "peft":
-                    assert adapters is not None
+                elif adapters is not None and to == "peft":
                     write_peft(LocalFiles(aside), adapters, tensors, read)
                 elif to == "hf":
                     assert like is not None

@@ -29,12 +29,13 @@ from tests.memory.test_timeline import LINE
 pytestmark = pytest.mark.usefixtures("soon")
 
 NAMES = ["rank0_memory_timeline.json.gz", "rank1_trace.json.gz", "hang.txt", "plan.json", "memory.json"]
+NAMES += ["model/config.json", "model/adapter_config.json", "tokenizer/tokenizer.json", "full_model/model.safetensors"]
 NAMES += ["config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "full_model/COMMIT.json", ".lock"]
 NAMES += ["full_model/full-model.pt", "full_model/full-model.pt.tmp", "full_model/full-optimizer.pt"]
 KINDS: dict[str, Callable[[Path], Any]] = {
     "a folder": Path.mkdir,
     "a pipe": os.mkfifo,
-    "a link": lambda path: path.symlink_to(path.parents[path.parent.name == "full_model"].parent / "theirs"),
+    "a link": lambda path: path.symlink_to(path.parents[path.parent.name != "run"].parent / "theirs"),
 }
 
 
@@ -44,6 +45,7 @@ def test_what_is_no_file_of_the_run_is_neither_written_nor_waited_for(run: Path,
     theirs = run.parent / "theirs"
     theirs.write_text("theirs")
     (run / name).unlink(missing_ok=True)
+    (run / name).parent.mkdir(exist_ok=True)
     KINDS[kind](run / name)
     with pytest.raises(ConfigError, match=r"isn't a plain file|can't be written") as caught:
         preflight(Config(run_dir=str(run), model_size="tiny", max_steps=2), World(0, 2, 0, 2))
@@ -107,7 +109,7 @@ def test_a_plan_that_is_none_stops_no_run(tmp_path: Path, kind: str) -> None:
 def test_a_page_replaces_a_link_and_not_what_it_leads_to(kind: str, tmp_path: Path) -> None:
     """Results go into folders that a stranger may have prepared, and are found unwritable before anything is done."""
     (tmp_path / "theirs").write_text("theirs")
-    place = tmp_path / "out" / "page.html"
+    place = tmp_path / "run" / "page.html"
     place.parent.mkdir()
     KINDS[kind](place)
     if kind == "a folder":

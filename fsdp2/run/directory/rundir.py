@@ -34,7 +34,7 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
-_OURS = re.compile(r"(config|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")  # files of a run, and asides
+_OURS = re.compile(r"(config|deepspeed|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")  # files of a run, and asides
 
 
 class RunDir:
@@ -71,10 +71,9 @@ class RunDir:
         full = self.full_model.parent
         folders = [self.path / "checkpoints", full, self.path / "tensorboard"]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
-        files = [
-            path for path in [*_entries(self.path), *_entries(full)] if path.parent == full or _OURS.match(path.name)
-        ]
-        wrong += [(path, "plain file") for path in files if path.is_symlink() or not path.is_file()]
+        files = [path for path in _entries(self.path) if _OURS.match(path.name)]
+        files += [path for name in (full.name, "model", kept.TOKENIZER) for path in _entries(self.path / name)]
+        wrong += [(path, "plain file") for path in files if path.is_symlink() or not _is_plain(path)]
         for path, what in wrong:
             raise ConfigError(
                 f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
@@ -162,6 +161,10 @@ class RunDir:
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and not path.suffix)  # a tokenizer may have templates in a folder
 
 
 def _local_folder(url: str) -> Path:

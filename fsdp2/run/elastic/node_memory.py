@@ -32,6 +32,7 @@ from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.inspect import local
 from fsdp2.run.directory.job import Origin
 from fsdp2.run.directory.lock import Held, WriterLock
@@ -234,9 +235,9 @@ class _GivenState:
 
 def _lineage(run: RunDir) -> dict[str, Any]:
     """Read `memory.json`. Empty if there is none, or none that can be read: then nothing in memory counts."""
-    with suppress(ValueError, FileNotFoundError):
-        found = json.loads(run.files.read(LINEAGE))
-        if isinstance(found, dict) and isinstance(found.get("start"), str):
+    with suppress(ValueError):
+        found = read_table(f"{run.place}/{LINEAGE}")
+        if isinstance(found.get("start"), str):
             return found
     return {"start": "", "from": None}
 
