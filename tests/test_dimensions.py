@@ -206,21 +206,24 @@ def test_what_travels_in_a_step(train: Train, tmp_path: Path, flags: str) -> Non
     wanted: Counter[tuple[str, int]] = Counter()
     # FSDP2: parameters twice, gradients once, of a rank's part of each layer. Norms are split too only over shards.
     norms = {block: 4 * 2 * dim, root: 4 * dim}
+    shard, pairs = (" over shard", " over tp") if tp * replicas > 1 else ("", "")  # one dimension has no name
     for size, count in ((block, layers), (root, 1)):
         part = (size - norms[size]) // tp + norms[size]
-        wanted["all-gather", part] += 2 * count * (shards > 1)
-        wanted["reduce-scatter", part] += count * (shards > 1)
-        wanted["all-reduce", part // shards] += count * (replicas - 1)
+        wanted["all-gather" + shard, part] += 2 * count * (shards > 1)
+        wanted["reduce-scatter" + shard, part] += count * (shards > 1)
+        wanted["all-reduce over replicate", part // shards] += count * (replicas - 1)
     # Tensor parallelism: the tokens of a rank's samples, into and out of attention, MLP, embedding and head, both ways.
     whole = 4 * tokens // sp * dim
     if tp > 1:
-        wanted["all-gather", whole] += 2 * (2 * layers + 1)
-        wanted["reduce-scatter", whole] += 2 * (2 * layers + 1)
+        wanted["all-gather" + pairs, whole] += 2 * (2 * layers + 1)
+        wanted["reduce-scatter" + pairs, whole] += 2 * (2 * layers + 1)
     # Sequence parallelism: queries, keys, values and results, both ways. One key is sent to both of its ranks.
     if sp > 1:
-        wanted["all-to-all", whole // tp] += 2 * 2 * layers
-        wanted["all-to-all", 4 * tokens // sp * max(kv // tp, 16 * sp)] += 2 * 2 * layers
+        wanted["all-to-all over pieces", whole // tp] += 2 * 2 * layers
+        wanted["all-to-all over pieces", 4 * tokens // sp * max(kv // tp, 16 * sp)] += 2 * 2 * layers
     assert +wanted == Counter({one: count for one, count in found.items() if one[1] > 4 * tokens // sp})
+    sent = {one.operation.partition(" over ")[2] for one in timeline.allocations if one.kind == "communication"}
+    assert sent >= ({"tp"} if tp > 1 else {"pieces"}), "a page can't tell what belongs to which dimension"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

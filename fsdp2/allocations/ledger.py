@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what `redistribute` may give
 from torch.distributed.tensor import DTensor
@@ -68,7 +69,7 @@ class Phase:
 class Collective:
     """An exchange between ranks, and the bytes that this rank gave or got: the larger."""
 
-    name: str
+    name: str  # such as "all-gather", or "all-gather over tp" on a mesh of several dimensions
     bytes: int
     step: int
 
@@ -90,6 +91,27 @@ def exchange(operation: str) -> str | None:
     """The field's name for an operation of `c10d`, such as `_allgather_base_.default`; None if it is no exchange."""
     plain = operation.partition(".")[0].strip("_").replace("all_", "all")
     return next((name for start, name in EXCHANGES.items() if plain.startswith(start)), None)
+
+
+def group_of(values: Iterable[Any]) -> dist.ProcessGroup | None:
+    """The process group among the arguments of an operation of `c10d`; None if there is none.
+
+    A functional one gives the group's name as its last text, of which torch has no public reader
+    (`tests/memory/test_ledger.py`).
+    """
+    values = list(values)
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    names: list[Any] = [value for value in values if isinstance(value, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None
+
+
+def over(values: Iterable[Any]) -> str:
+    """ " over tp" where a collective is one of a mesh's dimensions; "" where its group is that of all ranks."""
+    group = group_of(values)
+    kind, _, dimension = (group.group_desc if group else "").partition("_")
+    return f" over {dimension}" if kind == "mesh" else ""
 
 
 @functools.cache
@@ -169,21 +191,22 @@ class Ledger(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional"):
             name = exchange(operation)
             if name is not None:
-                self._collective(name, operation, [*args, *(kwargs or {}).values(), result])
+                values = [*args, *(kwargs or {}).values(), result]
+                self._collective(name, operation, over(values), values)
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
-    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+    def _collective(self, name: str, operation: str, over: str, values: Sequence[Any]) -> None:
         # Each argument by itself: a list of outputs is one exchange, of which the input may be a part.
         groups = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in values]
         for tensor in (tensor for group in groups for tensor in group):
             allocation = self._note(tensor, operation)
             if allocation is not None and allocation.kind is None:
-                allocation.kind = "communication"
+                allocation.kind, allocation.operation = "communication", operation + over
         largest = max(sum(tensor.numel() * tensor.element_size() for tensor in group) for group in groups)
-        self.collectives.append(Collective(name, largest, self.phases[-1].step))
+        self.collectives.append(Collective(name + over, largest, self.phases[-1].step))
         self._reduced = largest if name == "reduce-scatter" else 0
 
     def _find_copy(self, func: Any, tensor: Tensor) -> None:

@@ -20,7 +20,6 @@ from fsdp2.checkpoint.kept import TOKENIZER, require_kept
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import write_pt
-from fsdp2.checkpoint.sources.safetensors_files import write_safetensors
 from fsdp2.checkpoint.sources.source import averaged, weights
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2.data.tokenizer_file import SETTINGS, is_tokenizers
@@ -28,6 +27,7 @@ from fsdp2_tools.checkpoint.adapters import Adapters, merged, same_base, vouched
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
+from fsdp2_tools.checkpoint.safetensors_write import write_safetensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours

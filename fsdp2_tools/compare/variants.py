@@ -23,6 +23,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "fp16": {"mixed_precision": "fp16"},
     "bf16": {"mixed_precision": "bf16"},
+    "hsdp": {"replicas": 2},
+    "tp": {"tp": 2},
+    "sp": {"sp": 2},
     "recompute": {"activation_checkpointing": "block"},
     "all": {"reshard_after_forward": True, "cpu_offload": True, "mixed_precision": "fp16"},
 }
@@ -47,16 +50,20 @@ def rows(strategies: Sequence[str], variants: Sequence[str], training: Mapping[s
         if variant not in VARIANTS:
             raise ConfigError(f"--variants {shown(variant)}: {unknown(shown(variant), list(VARIANTS))}")
     # Parsed once before the rows, so that a wrong flag ends it rather than failing every row.
-    accumulation = Config(**{**training, "strategy": "fsdp2"}).grad_accumulation
-    return [_row(strategy, variant, training, ranks, accumulation) for strategy in strategies for variant in variants]
+    plain = Config(**{**training, "strategy": "fsdp2"})
+    return [_row(strategy, variant, training, ranks, plain) for strategy in strategies for variant in variants]
 
 
-def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int, accumulation: int) -> Row:
+def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int, plain: Config) -> Row:
     name = strategy if variant == "default" else f"{strategy} {variant}"
     values = {**training, **VARIANTS[variant], "strategy": strategy}
+    # Ranks that have the same samples have as many as they would have apart: the same global batch.
+    sharing = VARIANTS[variant].get("tp", 1) * VARIANTS[variant].get("sp", 1)
+    if sharing > 1 and plain.global_batch_size is None:
+        values["batch_size"] = plain.batch_size * sharing
     if strategy == "none":
         # One process that computes the ranks' parts one after the other: the same global batch.
-        values["grad_accumulation"] = accumulation * ranks
+        values["grad_accumulation"] = plain.grad_accumulation * ranks
         ranks = 1
     try:
         return Row(name, ranks, Config(**values))

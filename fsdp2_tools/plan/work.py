@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from fsdp2.allocations.ledger import exchange, name_of
+from fsdp2.allocations.ledger import exchange, group_of, name_of
 from fsdp2_tools.plan.speed import Speed
 
 MATRIX, ATTENTION, MEMORY = "matrix", "attention", "memory"
@@ -136,15 +136,8 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _ranks(values: Sequence[Any]) -> tuple[int, int]:
     """How many ranks a collective has and how far they stand from each other, by the group among its arguments."""
-    groups = [
-        value for value in values if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-    ]
-    names = [value for value in values if isinstance(value, str)]  # of a functional one; its last text names the group
-    if groups:
-        group = dist.ProcessGroup.unbox(groups[0])
-    elif names:
-        group = dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
-    else:
+    group = group_of(values)
+    if group is None:
         return dist.get_world_size(), 1
     there = dist.get_process_group_ranks(group)
     return len(there), there[1] - there[0] if len(there) > 1 else 1

@@ -206,7 +206,7 @@ class Tracked(Branches):
         for binding in module.assignments(name):
             for read in binding.references if binding.node is bound else ():
                 if isinstance(read, cst.Name) and not self._excluded(read, module):
-                    others = self._otherwise(read, module)
+                    others = self._conditions(read, module, "orelse")
                     if others and self._conditions(bound, module) & others:
                         continue
                     if since <= module.order(read) or not self._beside(bound, read, module):
@@ -263,25 +263,13 @@ class Tracked(Branches):
         return found
 
     @staticmethod
-    def _conditions(node: cst.CSTNode, module: Module) -> set[str]:
-        """The conditions of this function under which a statement is reached."""
+    def _conditions(node: cst.CSTNode, module: Module, branch: str = "body") -> set[str]:
+        """The conditions of this function under which a statement is reached; with "orelse" those without which."""
         found, below = set(), node
         for above in module.ancestors(node):
             if isinstance(above, cst.FunctionDef):
                 break
-            if isinstance(above, cst.If) and below is above.body:
-                found.add(module.code(above.test))
-            below = above
-        return found
-
-    @staticmethod
-    def _otherwise(node: cst.CSTNode, module: Module) -> set[str]:
-        """The conditions whose else leads here."""
-        found, below = set(), node
-        for above in module.ancestors(node):
-            if isinstance(above, cst.FunctionDef):
-                break
-            if isinstance(above, cst.If) and below is above.orelse:
+            if isinstance(above, cst.If) and below is getattr(above, branch):
                 found.add(module.code(above.test))
             below = above
         return found

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors, misses
-from fsdp2.checkpoint.sources.safetensors_files import write_safetensors
 from fsdp2.checkpoint.store import HASH, MARKER, fingerprint, read_marker, verify, write_marker
+from fsdp2_tools.checkpoint.safetensors_write import write_safetensors
 from tests.commands.common import Cli, change_metadata, checkpoint, refusal
 
 

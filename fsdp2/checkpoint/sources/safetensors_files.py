@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
@@ -28,8 +26,6 @@ from fsdp2.checkpoint.sources.source import Source, local_copy
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.store import INDEX
 from fsdp2.units import install
-
-WRITERS = 4  # shards that are written at a time; each has one tensor in memory
 
 DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -136,33 +132,6 @@ def read_header(stream: BinaryIO) -> tuple[int, int, dict[str, dict[str, Any]]]:
     entries = json.loads(bytes(read_slice(stream, size, 8, length)), object_pairs_hook=unique)
     entries.pop("__metadata__", None)
     return size, 8 + length, entries
-
-
-def write_safetensors(
-    folder: LocalFiles, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], max_shard_size: int
-) -> None:
-    """Write `model.safetensors`, or several files and their index, filled in the order of the tensors.
-
-    Args:
-        folder: it exists and is empty.
-        tensors: name -> tensor on `meta`.
-        read: name -> that tensor on the CPU, contiguous.
-        max_shard_size: bytes of tensors in one file; a larger tensor has one for itself.
-
-    Raises Refused, naming the tensor, for what the format doesn't have.
-    """
-    files = shards_of(tensors, max_shard_size)
-    one_reads = Lock()  # a source keeps its files open, each with one position
-
-    def read_alone(name: str) -> Tensor:
-        with one_reads:
-            return read(name)
-
-    # A writer for each shard: while one waits for the disk, others read and copy.
-    with ThreadPoolExecutor(WRITERS, thread_name_prefix="writes a shard") as threads:
-        for _ in threads.map(lambda file: write_file(folder, file, files[file], read_alone), files):
-            pass
-    write_index(folder, files)
 
 
 def shards_of(tensors: Mapping[str, Tensor], max_shard_size: int) -> dict[str, dict[str, Tensor]]:
