@@ -13,9 +13,9 @@ from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.options.errors import ConfigError
 
 
-def folder(out: Path) -> Path:
+def folder(out: Path, flag: str = "--out") -> Path:
     """A folder for results. Raises ConfigError, before anything is measured, if nothing can be written there."""
-    with _explained(out, "--out"):
+    with _explained(out, flag):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     return out

@@ -22,7 +22,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags, words_of
-from fsdp2.options.settings_file import parse_json
+from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process.runtime import World
@@ -116,13 +116,11 @@ def interruptible() -> Iterator[None]:
 def refuse_another_search(place: str, what: dict[str, Any]) -> None:
     """Raises ConfigError if the search that is there was another one: its trials would be mixed with these."""
     files = open_files(place)
-    if files.size(SEARCH) is None:
-        return
     try:
-        before = parse_json(files.read(SEARCH))
-        if not isinstance(before, dict):
-            raise ValueError("holds no table")
-    except ValueError as error:
+        if files.size(SEARCH) is None:
+            return
+        before = read_table(f"{place}/{SEARCH}")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{place}/{SEARCH}: {error}; use another --name, or remove what is there") from None
     for flag, value in what.items():
         if before.get(flag) != value:

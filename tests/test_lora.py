@@ -256,7 +256,7 @@ def _of(name: str, half: str) -> bool:
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (Path.unlink, ""),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+    "a pipe": (lambda path: [make(path) for make in (Path.unlink, os.mkfifo)], "is not a regular file"),
     "terabytes": (lambda path: os.truncate(path, 2 << 40), "has more than 16 MiB"),
 }
 

@@ -156,9 +156,7 @@ class RemoteFiles:
     def write(self, name: str, content: bytes) -> None:
         path = self._path(name)
         self.again(
-            f"writing {name} to",
-            lambda: self._call("pipe_file", path, content, size=len(content)),
-            changes=True,
+            f"writing {name} to", lambda: self._call("pipe_file", path, content, size=len(content)), changes=True
         )
 
     def read(self, name: str) -> bytes:

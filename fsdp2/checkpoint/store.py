@@ -100,6 +100,7 @@ _PARTS: dict[str, type] = {
     "source": str,
     "adapters": dict,
     "kept": dict,
+    "tokenizer": dict,
 }
 _LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more
 

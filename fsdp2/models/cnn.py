@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from fsdp2.models.initial import Table, fan_in_uniform, zeros
 from fsdp2.models.spec import ModelSpec
 
-SIZES = {
-    "seed": {"channels": 32, "hidden_dim": 128},
-    "tiny": {"channels": 4, "hidden_dim": 16},
-}
+SIZES = {"seed": {"channels": 32, "hidden_dim": 128}, "tiny": {"channels": 4, "hidden_dim": 16}}
 
 # The weights as nn.Conv2d and nn.Linear draw them; biases at zero (their fan-in is not in their shape).
 INITIAL_VALUES: Table = {"*.weight": fan_in_uniform, "*.bias": zeros}

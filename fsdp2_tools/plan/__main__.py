@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
 
     if trials is not None:
         assert gpu is not None
-        found_rates = calibration.calibrate(gpu, calibration.read(checked("--calibration", trials, location), gpu, say))
+        found_rates = calibration.calibrate(
+            gpu, calibration.read(checked("--calibration", trials, location), gpu, config, say)
+        )
         say(found_rates.told)
         gpu = found_rates.gpu
 

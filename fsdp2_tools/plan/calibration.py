@@ -14,10 +14,12 @@ import torch
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
-from fsdp2.options.parser import flags_of_table
+from fsdp2.options.own_model import require_named
+from fsdp2.options.parser import flags_of_table, to_flags
 from fsdp2.options.settings_file import read_table
 from fsdp2_tools.plan.device import Gpu
-from fsdp2_tools.plan.memory import Runs, run
+from fsdp2_tools.plan.memory import Runs
+from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.steptime import whole_step
 
@@ -27,7 +29,7 @@ FITTED = ("computing", "memory", "links", "operator", "exchange")
 # much as an error of 10 % in one trial.
 PULL = 0.1
 STEPS = 12  # of the fit; each measures how every rate changes every time
-LEAST = 3  # trials
+LEAST, MOST = 3, 1000  # trials, of which a search makes no more
 LEAST_SPREAD = 0.05
 Factors = tuple[float, ...]  # natural logarithms of those of FITTED
 
@@ -63,8 +65,11 @@ class Calibrated:
         )
 
 
-def read(place: str, gpu: Gpu, say: Callable[[str], None]) -> list[Trial]:
-    """The trials of a `trials.json`, executed again without values. Raises ConfigError, in one line."""
+def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> list[Trial]:
+    """The trials of a `trials.json`, executed again without values. Raises ConfigError, in one line.
+
+    It is data, as a run's folder is: code or a URL that a trial names has to be in the configuration that is planned.
+    """
     where = f"--calibration {shown(place)}"
     try:
         if PurePath(place).suffix != ".json":
@@ -73,9 +78,10 @@ def read(place: str, gpu: Gpu, say: Callable[[str], None]) -> list[Trial]:
         measured = [*_measured(values)]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if len(measured) < LEAST:
+    if not LEAST <= len(measured) <= MOST:
         raise ConfigError(
-            f"{where}: has {len(measured)} trials with a time, and a fit needs {LEAST}; tune with more --trials"
+            f"{where}: has {len(measured)} trials with a time, and a fit takes {LEAST} to {MOST}; tune with other "
+            "--trials"
         )
     device, wanted = values["facts"].get("device"), "cpu" if gpu.on_cpu else "cuda"
     if device != wanted:
@@ -83,9 +89,12 @@ def read(place: str, gpu: Gpu, say: Callable[[str], None]) -> list[Trial]:
     say(f"planning the {len(measured)} trials of {place}")
     ranks = values["facts"]["world_size"]
     trials = []
+    own = to_flags(config)
     for flags, milliseconds in measured:
-        config = Config(**flags_of_table(Config, flags, where))
-        trials.append(Trial(config, ranks, milliseconds, run(config, ranks, 0, gloo=gpu.on_cpu)))
+        require_named({name: one for name, one in flags.items() if one != own.get(name)}, {}, where)
+        one = plan(Config(**flags_of_table(Config, flags, where)), ranks, gpu, None, keep=True)
+        assert one.runs is not None, "they are kept"
+        trials.append(Trial(one.config, ranks, milliseconds, one.runs))
     return trials
 
 

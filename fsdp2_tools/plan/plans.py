@@ -6,10 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from fsdp2.config import Config
-from fsdp2.options.errors import ConfigError
-from fsdp2.options.strategies import check_world
 from fsdp2.parallel.names import FUSED
-from fsdp2.run.preflight import check_model
+from fsdp2.run.preflight import check_model, check_world
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.device import Gpu, Term, beside_on_cpu, terms
 from fsdp2_tools.plan.memory import Memory, Runs, memory_of, run
 from fsdp2_tools.plan.steptime import StepTime, step_time
@@ -65,9 +64,7 @@ def plan(
         last: plan the last rank too, and not only rank 0, which has the most rows of each parameter and batch.
         keep: what was executed, for other rates.
     """
-    check_world(config, ranks)
-    if ranks % config.replicas:
-        raise ConfigError(f"--replicas {config.replicas}: doesn't divide --ranks {ranks}; choose a divisor")
+    check_world(config, World(0, ranks, 0, ranks))
     check_model(config)
     on_gpu = gpu is not None and not gpu.on_cpu
     if on_gpu and config.fused_optimizer is None and not config.cpu_offload:

@@ -72,7 +72,9 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
         print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
 
     warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
-    planner = Planner(config, ranks, _rates(options, device, say), budget, device == "cuda", options["plans"], say)
+    planner = Planner(
+        config, ranks, _rates(options, config, device, say), budget, device == "cuda", options["plans"], say
+    )
     count: int = options["trials"]
     default, *others = planner.first(count if planner.speed is None else max(1 + count // 2, min(3, count)))
     tried = [_candidate(config, one) for one in (default, *others)]
@@ -129,7 +131,7 @@ def check(config: Config, ranks: int) -> None:
     check_data(config)
 
 
-def _rates(options: dict[str, Any], device: str, say: Callable[[str], None]) -> Gpu | None:
+def _rates(options: dict[str, Any], config: Config, device: str, say: Callable[[str], None]) -> Gpu | None:
     """The device of the ranks: `--gpu`, else the table's CPU; with `--calibration` as fast as its trials were."""
     gpu: Gpu | None = options["gpu"] or (find_gpu("cpu") if device == "cpu" else None)
     place = options["calibration"]
@@ -137,7 +139,7 @@ def _rates(options: dict[str, Any], device: str, say: Callable[[str], None]) -> 
         return gpu
     if gpu is None or gpu.speed is None:
         raise ConfigError(f"--calibration {shown(place)}: needs a --gpu with rates to fit")
-    found = calibrate(gpu, read(place, gpu, say))
+    found = calibrate(gpu, read(place, gpu, config, say))
     say(found.told)
     return found.gpu
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, whole
 from fsdp2.units import printable
+from fsdp2_tools import results
 from migration.prove.against_one import Fault, Incomparable, faults, larger, scales
 from migration.prove.compare import FAULT, Verdict, compare
 from migration.prove.launch import SPAWNS, Failed, Program
@@ -39,8 +41,10 @@ def run(given: argparse.Namespace) -> int:
     timeout = float(checked("--timeout", given.timeout, whole(1, 10**6)))
     gpus = ranks if given.stand_in else 0
     kept = Path(given.keep) if given.keep else None
-    if kept is not None and kept.exists():
+    if kept is not None and os.path.lexists(kept):
         raise ConfigError(f"--keep {kept}: exists; name a new folder")
+    if kept is not None:
+        results.folder(kept, "--keep")
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
         if given.against_one:
@@ -58,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError(f"prove: {error}") from None
     finally:
         if kept is not None:
-            shutil.copytree(folder, kept)
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
         shutil.rmtree(folder)
 
 

@@ -119,6 +119,7 @@ WRITTEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a tensor that is no text": (lambda m: m["model"].update({"\ud800": [1]}), "it holds a lone surrogate"),
     "an import that is a table": (lambda m: m.update(imported={}), "its imported is not as it was written"),
     "a source that is a list": (lambda m: m.update(source=["x"]), "its source is not as it was written"),
+    "a tokenizer that is a list": (lambda m: m.update(tokenizer=[1]), "its tokenizer is not as it was written"),
     "finite text": (lambda m: m.update(finite="x"), "its finite is not as it was written"),
 }
 

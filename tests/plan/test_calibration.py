@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,21 @@ def test_a_plan_reads_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (lambda c: c.update(trials="many"), "holds no trials, or no world_size"),
         (lambda c: c["facts"].update(world_size=True), "holds no trials, or no world_size"),
         (lambda c: c["facts"].update(device="cuda"), "was measured on cuda, and --gpu cpu is cpu"),
-        (lambda c: c["trials"].pop(), "has 2 trials with a time, and a fit needs 3"),
+        (lambda c: c["trials"].pop(), "has 2 trials with a time, and a fit takes 3 to 1000"),
         (lambda c: c["trials"][1]["measured"].update(step_ms=None), "has 2 trials with a time"),
         (lambda c: c["trials"][1]["measured"].update(step_ms=-1), "step_ms -1 of trial 1: must be milliseconds"),
         (lambda c: c["trials"][2].pop("flags"), "trial 2 has no flags, or no measured"),
         (lambda c: c["trials"][0]["flags"].update(no_such=1), "no_such is not a flag"),
         (lambda c: c["trials"][0]["flags"].update(lr=-1), "--lr -1"),
+        (lambda c: c.update(trials=400 * c["trials"]), "has 1200 trials with a time"),
+        (
+            lambda c: c["trials"][0]["flags"].update(model="strangers_module:build"),
+            "its model is code, strangers_module",
+        ),
+        (lambda c: c["trials"][0]["flags"].update({"trust-remote-code": True}), "asks to run the Python files"),
+        (lambda c: c["trials"][0]["flags"].update(dataset="text:https://a.invalid/b"), "its dataset is at a URL"),
+        (lambda c: c["trials"][0]["flags"].update(replicas=7), "--replicas 7: doesn't divide the world size 2"),
+        (lambda c: c["facts"].update(world_size=3) or c["trials"][0]["flags"].update(tp=2), "--tp 2: doesn't divide"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any, part: str) -> None:
@@ -125,6 +135,7 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any
         main([*SMALL, "--ranks=2", "--gpu=cpu", f"--calibration={_file(tmp_path, change)}"])
     assert part in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "strangers_module" not in sys.modules
 
 
 def test_a_calibration_needs_rates_and_a_json_file(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
         (["--search", "--gpu=h100", "--ranks=2,4"], "--search: is for one number of ranks"),
         (["--html=/nowhere/x.html"], "--html /nowhere/x.html: there is no folder /nowhere"),
         (["--out=here"], "--out here: only a search leaves results"),
-        (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide --ranks 3"),
+        (["--ranks=3", "--replicas=2"], "--replicas 2: doesn't divide the world size 3"),
         (["--freeze=nonsense"], "--freeze nonsense"),
         (["--shard-modules=nonsense"], "--shard-modules"),
     ],

@@ -34,7 +34,7 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
-_OURS = re.compile(r"(config|deepspeed|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")  # files of a run, and asides
+_OURS = re.compile(r"(config|deepspeed|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")
 
 
 class RunDir:
