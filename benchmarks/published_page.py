@@ -84,7 +84,8 @@ What stands against a figure:
 - MPT is planned as GPT-2 of the same widths. llm-foundry ran it with FSDP1, and with a flash attention of 2023.
 - The rows that use `torch.compile` are planned without it, shown, and not counted: a plan can't see what it fuses.
 - The network's bandwidth is published for torchtitan's H100 and IBM's clusters, and assumed for the others.
-- Left out are rows with tensor, context or pipeline parallelism or float8, which `fsdp2.train` doesn't have.
+- Rows with tensor parallelism are three, all of torchtitan and all with `torch.compile`; those with its asynchronous
+  form, with context or pipeline parallelism, or with float8 are left out.
 - *GiB on the device* are what a plan prints, with the terms of [plan.md](../plan.md): the CUDA context and NCCL's
   buffers as well. *GiB planned of published* compares like with like: what the allocator reserved (torchtitan), or the
   most that tensors took (KempnerForge).

@@ -79,6 +79,20 @@ def test_a_run_is_that_of_one_process(ranks: Ranks, tmp_path: Path, name: str, m
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_the_first_step_in_bf16_is_that_of_one_process(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    model = save(name, tmp_path / "model", **RUNS[name])
+    line = [*WORDS, "--global-batch-size=8", "--mixed-precision=bf16", "--max-steps=1", "--checkpoint-every=never"]
+    theirs, *_ = ranks.run(main_in_ranks, flags(model, tmp_path / "one", *line), ranks=1)
+    ranks.close()
+    ours, *_ = ranks.run(main_in_ranks, flags(model, tmp_path / "run", *line, "--tp=2", "--inspect"), ranks=4)
+    (one,), (split,) = (of_kind(events, "train") for events in (theirs, ours))
+    # Numbers are rounded to 8 bits, in other sums.
+    assert abs(split["loss"] / one["loss"] - 1) < 1e-3
+    assert abs(split["grad_norm"] / one["grad_norm"] - 1) < 1e-2
+    assert split["loss"] != one["loss"], "nothing was rounded"
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_bit_for_bit_and_is_exported_in_the_published_order(
     ranks: Ranks, tmp_path: Path, name: str
 ) -> None:
