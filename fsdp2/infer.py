@@ -194,7 +194,12 @@ def cli() -> None:
             settings |= named
             result = go_on(arguments.run, arguments.prompt, **settings)
         if arguments.json is not None and runtime.world().rank == 0:
-            arguments.json.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+            try:
+                arguments.json.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+            except OSError as error:
+                raise ConfigError(
+                    f"--json {arguments.json}: can't be written ({error.strerror}); give another"
+                ) from None
 
 
 if __name__ == "__main__":

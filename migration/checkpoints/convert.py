@@ -21,7 +21,7 @@ from migration.checkpoints.origin import Choice, Origin, opened_origin
 from migration.checkpoints.prove import Proof, compare
 from migration.checkpoints.tree import Entry, value_of
 
-ANEW = "not in such a checkpoint, so it starts fresh: learning rate schedule, place in the data, random state, scaler"
+ANEW = "not taken from there, so it starts fresh: learning rate schedule, place in the data, random state, scaler"
 
 
 @dataclass

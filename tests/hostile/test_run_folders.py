@@ -135,6 +135,19 @@ def test_the_command_line_of_infer_names_them(monkeypatch: pytest.MonkeyPatch) -
         assert found.pop().items() >= {"model": None, "trust_remote_code": False}.items()
 
 
+def test_a_result_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(infer, "main", lambda *_, **__: {"loss": 1.0})
+    for place in (tmp_path / "none" / "x.json", tmp_path):
+        monkeypatch.setattr(sys, "argv", ["infer", "RUN", f"--json={place}"])
+        with pytest.raises(SystemExit, match="2"):
+            infer.cli()
+        line = capsys.readouterr().err
+        assert line.startswith(f"fsdp2: error: --json {place}: can't be written (")
+        assert line.count("\n") == 1
+
+
 def test_a_folders_code_runs_only_by_name(tmp_path: Path, run: Path, mark: Path) -> None:
     folder = _folder(tmp_path, mark)
     _only_the_model("")(folder)
