@@ -275,7 +275,7 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 .PHONY: dev
 dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 
-test: $(VENV)/.dev  ## the tests, with the newest torch (37 min)
+test: $(VENV)/.dev  ## the tests, with the newest torch (26 to 37 min)
 	$(TOX) newest -- $(ARGS)
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
