@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -128,7 +129,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         raise ValueError(
             f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"
         )
-    _without_cache(config)
+    _settled(config)
     try:
         with guarded():
             special = _special_token(transformers, task, config, folder, trust_remote_code=trust_remote_code)
@@ -278,15 +279,18 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, str) and "/" in value and os.path.isfile(os.path.expanduser(value))
 
 
-def _without_cache(config: Any) -> None:
-    """Keep no keys and values, which are for generating: in training recomputation would add to them.
+def _settled(config: Any) -> None:
+    """Keep no keys and values, which are for generating: in training recomputation would add to them. Nor a plan of the
+    file's own for splitting layers, in the place of its class's, which is the proven one.
 
     A model of several parts has a configuration for each.
     """
     config.use_cache = False
+    for plan in [name for name in vars(config) if re.fullmatch(r"base_model_\w+_plan", name)]:
+        delattr(config, plan)
     for name in getattr(config, "sub_configs", None) or {}:
         if getattr(config, name, None) is not None:
-            _without_cache(getattr(config, name))
+            _settled(getattr(config, name))
 
 
 def _task(transformers: Any, config: Any, *, trust_remote_code: bool) -> tuple[str, Any]:

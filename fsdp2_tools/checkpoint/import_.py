@@ -17,6 +17,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import CHECKPOINT_NAME, opened, require_undamaged
 from fsdp2.checkpoint.sources.source import Source, dotted, part_of, weights, weights_prefix
 from fsdp2.checkpoint.store import write_marker
+from fsdp2.models.lora import is_adapter
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
@@ -38,6 +39,10 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
     with opened(place, kind) as source:
         checked = require_undamaged(source)
         names = weights(source)
+        if any(map(is_adapter, names)):
+            raise Refused(
+                f"{source.place}: holds adapters, and a run takes them from its own alone; merge them with peft"
+            )
         optimizer, problem = _optimizer(source, names)
         paths: dict[TreePath, str] = {("app", "model", name): original for name, original in names.items()} | optimizer
         originals = {dotted(path): original for path, original in paths.items()}

@@ -286,3 +286,12 @@ def test_checkpoints_of_the_tutorials_come_in_with_their_optimizer(ranks: Ranks,
     assert "import's settings of the optimizer count, not the flags': betas [0.9, 0.999]" in begun["note"]
     assert "--schedule step goes on from the import's learning rate 0.001" in begun["note"]
     assert [event["step"] for event in of_kind(events, "train")] == [1, 2]
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    """No run could resume from them: it takes adapters from its own checkpoints, which know their base."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    torch.save({name.format("A"): torch.zeros(2, 8), name.format("B"): torch.zeros(8, 2)}, tmp_path / "adapters.pt")
+    with pytest.raises(Refused, match=r"adapters\.pt: holds adapters, .*merge them with peft"):
+        import_(str(tmp_path / "adapters.pt"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -113,6 +113,19 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported_in_the_published_order(
     assert same(full_files(tmp_path / "run"), before)
 
 
+def test_a_plan_that_the_folder_brings_does_not_count(ranks: Ranks, tmp_path: Path) -> None:
+    """transformers takes it in the place of its class's: a layer whose sum is taken twice trains, and is wrong."""
+    model, found = save("llama", tmp_path / "model"), []
+    file = tmp_path / "model" / "config.json"
+    for name, plan in (("theirs", {}), ("own", {"base_model_tp_plan": {"layers.*.mlp": "all_reduce"}})):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **plan}))
+        line = [*WORDS, "--tp=2", "--max-steps=2", "--checkpoint-every=never"]
+        found.append(ranks.run(main_in_ranks, flags(model, tmp_path / name, *line), ranks=2)[0])
+        ranks.close()
+    theirs, own = ([(one["loss"], one["grad_norm"]) for one in of_kind(events, "train")] for events in found)
+    assert own == theirs
+
+
 def test_weights_of_a_folder_arrive_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
     model = save("mixtral", tmp_path / "model")
     line = [*WORDS, "--tp=2", "--lr=1e-30", "--max-steps=1", "--save-model"]
