@@ -97,7 +97,7 @@ def group_of(values: Iterable[Any]) -> dist.ProcessGroup | None:
     """The process group among the arguments of an operation of `c10d`; None if there is none.
 
     A functional one gives the group's name as its last text, of which torch has no public reader
-    (`tests/memory/test_ledger.py`).
+    (`tests/test_dimensions.py::test_what_travels_in_a_step`).
     """
     values = list(values)
     for value in values:
@@ -107,8 +107,8 @@ def group_of(values: Iterable[Any]) -> dist.ProcessGroup | None:
     return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None
 
 
-def over(values: Iterable[Any]) -> str:
-    """ " over tp" where a collective is one of a mesh's dimensions; "" where its group is that of all ranks."""
+def dimension_of(values: Iterable[Any]) -> str:
+    """A suffix such as " over tp" for a collective of one of a mesh's dimensions; "" where its group is all ranks'."""
     group = group_of(values)
     kind, _, dimension = (group.group_desc if group else "").partition("_")
     return f" over {dimension}" if kind == "mesh" else ""
@@ -191,14 +191,14 @@ class Ledger(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional"):
             name = exchange(operation)
             if name is not None:
-                values = [*args, *(kwargs or {}).values(), result]
-                self._collective(name, operation, over(values), values)
+                self._collective(name, operation, [*args, *(kwargs or {}).values(), result])
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
-    def _collective(self, name: str, operation: str, over: str, values: Sequence[Any]) -> None:
+    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+        over = dimension_of(values)
         # Each argument by itself: a list of outputs is one exchange, of which the input may be a part.
         groups = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in values]
         for tensor in (tensor for group in groups for tensor in group):

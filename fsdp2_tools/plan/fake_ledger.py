@@ -102,8 +102,8 @@ class FakeLedger(Ledger):
             new.module = self.module
         return new
 
-    def _collective(self, name: str, operation: str, over: str, values: Sequence[Any]) -> None:
-        super()._collective(name, operation, over, values)
+    def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
+        super()._collective(name, operation, values)
         self._on_its_stream(name, values)
         if name == "reduce-scatter" and self.gloo:
             tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

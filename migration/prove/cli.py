@@ -17,6 +17,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import checked, whole
 from fsdp2.units import printable
 from fsdp2_tools import results
+from fsdp2_tools.compare.report import terminal
 from migration.prove.against_one import Fault, Incomparable, faults, larger, scales
 from migration.prove.compare import FAULT, Verdict, compare
 from migration.prove.launch import SPAWNS, Failed, Program
@@ -102,7 +103,9 @@ class AgainstOne:
             lines.append(f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do")
         lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
         if self.parameters:
-            lines += _table(self.parameters)
+            rows = [row.values() for row in self.parameters]
+            words = [[f"{one:.6g}" if isinstance(one, float) else one or "-" for one in row] for row in rows]
+            lines.append(terminal([*self.parameters[0]], words))
         return "\n".join([*lines, f"verdict: {'different' if self.faults else 'equal to rounding'}"])
 
 
@@ -133,14 +136,6 @@ def _parameters(one: Record, several: Record) -> list[dict[str, Any]]:
         {"parameter": name, **dict(zip(columns, known.get(name, (None, None)), strict=True)), **row}
         for name, row in several.dtypes().items()
     ]
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    words = [[*rows[0]]] + [
-        [f"{one:.6g}" if isinstance(one, float) else one or "-" for one in row.values()] for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in words]
 
 
 def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:
