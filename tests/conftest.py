@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def _no_rank_outlives_its_module(ranks: Ranks) -> Iterator[None]:
     yield
     ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_module_outlives_its_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module that a test wrote is gone from `sys.modules` after it: the next may ask that its own of this name isn't."""
+    before = set(sys.modules)
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(temporary):
+            del sys.modules[name]
 
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -49,7 +49,6 @@ def theirs(run: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run / f"{MODULE}.py").write_text(CODE.format(mark=str(mark)))
     monkeypatch.chdir(run)
     monkeypatch.syspath_prepend(str(run))
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
     _says(run, model=FUNCTION, model_size=None)
     return run
 
