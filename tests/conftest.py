@@ -52,7 +52,7 @@ def _no_rank_outlives_its_module(ranks: Ranks) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_module_outlives_its_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A module that a test wrote leaves `sys.modules` with it: the next may ask that its own of this name isn't there."""
+    """A module that a test wrote leaves with it: the next may ask that its own of this name isn't imported."""
     before = set(sys.modules)
     yield
     temporary = str(tmp_path_factory.getbasetemp())
