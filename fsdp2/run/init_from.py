@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from fsdp2.checkpoint import kept
+from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.sources.opening import opened, require_undamaged
-from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.sources.opening import is_checkpoint, opened, require_undamaged
+from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
 from fsdp2.models import lora
@@ -37,6 +39,8 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
                 vouched = require_undamaged(source)
+            if not own and source.folder is not None:
+                vouched += _other_meaning(source.folder, spec.files(config.model_size))
         tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
         partial = config.init_partial and not own
         check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=partial)
@@ -54,6 +58,17 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
     return f"{flag}: {vouched}", False
+
+
+def _other_meaning(folder: Files, files: Mapping[str, bytes]) -> str:
+    """Say that weights come with another config.json than the model's, which may give equal shapes other heads."""
+    name = kept.MEANING
+    if is_checkpoint(folder):
+        other = name in kept.others(read_marker(folder), files)
+    else:
+        size = folder.size(name) if name in files else None
+        other = size is not None and (size != len(files[name]) or folder.read(name) != files[name])
+    return f"; {name} there isn't the model's, so see that heads, positions and norms are the same" if other else ""
 
 
 def require_finite(weights: Mapping[str, Tensor], what: str) -> None:

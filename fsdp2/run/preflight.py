@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2 import data
+from fsdp2.checkpoint import kept
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.places import open_files
@@ -28,7 +29,7 @@ from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.job import Job, Origin
 from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
-from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, large, shapes_of
+from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, kept_files, large, shapes_of
 from fsdp2.run.process.runtime import World
 from fsdp2.schedule import Length, before
 
@@ -358,6 +359,12 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
             f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
             f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
             "with, another --run-dir, or --resume-partial for the weights that fit"
+        )
+    if config.model.startswith("hf:") and kept.MEANING in kept.others(marker, kept_files(config)[kept.PART]):
+        raise ConfigError(
+            f"--resume {config.resume}: {kept.MEANING} of --model {config.model} isn't as it was for {checkpoint}; it "
+            "says what weights mean (heads, positions, norms); put it back (a run has it in model/), or start a new "
+            "--run-dir with --init-from for the weights alone"
         )
     if marker.get("imported"):
         return  # by a program that had no flags of ours

@@ -57,6 +57,8 @@ def _remove(run: Path) -> None:
     (run / "model" / "tokenizer_config.json").unlink()
 
 
+# In save's model four heads of 8 numbers ask two; here two heads of 16 ask one, by weights of the same shapes.
+HALF_THE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 CHANGES = {"config.json": _change, "chat_template.jinja": _add, "tokenizer_config.json": _remove}
 
 
@@ -99,6 +101,19 @@ def test_a_resume_says_what_has_changed(finished: Path, run: Path) -> None:
     assert note(2) is None  # the same files, wherever they lie
     (model / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     assert note(3) == f"since the checkpoint tokenizer_config.json of hf:{model} changed"
+
+
+def test_equal_shapes_of_another_meaning_are_not_trained_on(finished: Path, run: Path) -> None:
+    model = Path(shutil.copytree(finished / "model", run.parent / "model"))
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | HALF_THE_HEADS))
+    with pytest.raises(ConfigError, match=r"config.json of --model .* isn't as it was for .*heads.*--init-from"):
+        train(parse(_line(f"hf:{model}", run, 2)))
+    notes: list[Any] = []
+    for weights in (finished / "model", run / "checkpoints" / "step-00000001"):
+        line = _line(f"hf:{model}", run.parent / weights.name, 1, f"--init-from={weights}")
+        train(parse(line), lambda kind, data: notes.append((kind, data)))
+    assert str(notes).count("config.json there isn't the model's") == 2
 
 
 def test_inference_reads_the_description_that_the_run_keeps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
