@@ -62,7 +62,7 @@ class Config:
     dataset: str = option(
         None,
         "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet, a folder, "
-        "a URL, or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl)",
+        "or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl)",
         dataset_name(data.NAMES, data.OWN),
         metavar="NAME",
     )

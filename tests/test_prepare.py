@@ -1,4 +1,4 @@
-"""`python -m fsdp2.data prepare`: killed at any moment it goes on, and leaves the bytes of one that wasn't killed."""
+"""`python -m fsdp2.data prepare`: what it makes is there as a whole or not at all, at whatever moment it is killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from fsdp2.config import parse
 from fsdp2.data import preparing, reading, text
-from fsdp2.data.alone import alone
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.prepared import files_of, read_meta
@@ -67,7 +65,7 @@ def in_a_process_that_dies(function: Callable[[], Any], after: int) -> int:
         return call
 
     try:
-        for name in ("fsync", "replace", "rename", "unlink"):
+        for name in ("fsync", "rename"):
             setattr(os, name, counted(getattr(os, name)))
         preparing._Output.add = counted(preparing._Output.add)  # type: ignore[method-assign]
         function()
@@ -76,30 +74,43 @@ def in_a_process_that_dies(function: Callable[[], Any], after: int) -> int:
         os._exit(1)
 
 
-def test_a_process_killed_at_any_moment_is_gone_on_with(corpus: Path, tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_has_made_nothing(corpus: Path, tmp_path: Path) -> None:
     files, encoder = find(str(corpus)), Text(Bytes())
     prepare(files, tmp_path / "whole", encoder)
     wanted = contents(tmp_path / "whole")
     assert read_meta(tmp_path / "whole")["documents"] == {"train": 57, "test": 5}
-    deaths = 0
-    for after in (19, 32, 57, 110):
-        out = tmp_path / f"killed-{after}"
-        for _ in range(200):
-            status = in_a_process_that_dies(partial(prepare, files, out, encoder, save_seconds=0), after)
-            if status == 0:
-                break
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            deaths += 1
-            assert not out.exists()  # as a whole, or not at all
-            with open(tmp_path / f"{out.name}.unfinished" / "train.bin", "ab") as torn:
-                torn.write(b"torn")  # what of it the system had written out already
-        assert contents(out) == wanted
-        assert not out.with_name(f"{out.name}.unfinished").exists()
-    assert deaths > 20
+    out, other = tmp_path / "out", tmp_path / "out.unfinished-another.host-1"
+    other.mkdir()
+    (other / "train.bin").touch()
+    left = {other}
+    for after in range(1, 1000, 7):
+        status = in_a_process_that_dies(partial(prepare, files, out, encoder), after)
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert not out.exists()
+        (work,) = {*tmp_path.glob("out.unfinished-*")} - {other}  # that of the one before is gone
+        left.add(work)
+    assert len(left) > 10
+    assert contents(out) == wanted
+    assert list(tmp_path.glob("out.unfinished-*")) == [other]
+
+
+def test_two_that_make_the_same_leave_it_once(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, out, rename = find(str(corpus)), tmp_path / "out", os.rename
+
+    def later(work: Path, folder: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        prepare(files, out, Text(Bytes()))
+        assert work.exists()  # of the slower one, which is alive
+        rename(work, folder)
+
+    monkeypatch.setattr(os, "rename", later)
+    assert prepare(files, out, Text(Bytes())) == read_meta(out)
+    assert sorted(tmp_path.iterdir()) == [corpus, out]
 
 
 def test_pieces_of_a_file_are_the_file(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the size of a piece, and wherever reading begins again."""
     for name in ("a.txt", "d.txt"):
         wanted = (corpus / name).read_text()
         (corpus / name).write_bytes(b"\xef\xbb\xbf" + (corpus / name).read_bytes())
@@ -110,36 +121,17 @@ def test_pieces_of_a_file_are_the_file(corpus: Path, monkeypatch: pytest.MonkeyP
             assert "".join(row.content for row in rows) == wanted
             assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
             assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
-            for number in range(0, len(rows), 5):
-                assert list(reading.rows_of(file, "text", rows[number].after)) == rows[number + 1 :]
 
 
-def test_another_process_is_waited_for(corpus: Path, tmp_path: Path) -> None:
-    out, held, said = tmp_path / "out", threading.Event(), threading.Event()
-
-    def first() -> None:
-        with alone(tmp_path / "out.unfinished", lambda: None):
-            held.set()
-            said.wait(20)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert held.wait(10)
-    # In the main thread, as a program does: what reads a table is forked from it.
-    found = prepare(find(str(corpus)), out, Text(Bytes()), say=lambda text: said.set())
-    assert said.is_set()
-    thread.join()
-    assert found == read_meta(out)
-
-
-def test_it_says_how_far_it_is(corpus: Path, tmp_path: Path) -> None:
+def test_it_says_how_far_it_is(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "SAY_SECONDS", 0.0)
     said: list[str] = []
-    prepare(find(str(corpus)), tmp_path / "out", Text(Bytes()), say=said.append, say_seconds=0)
-    form = r"([\d.]+)% of \d\.\d kB, ([\d,]+) tokens, [\d,]+ tokens/s, (\d+ min )?\d+ s left"
-    shares = [float(match[1]) for line in said if (match := re.fullmatch(form, line))]
-    assert len(shares) == len(said) > 20
-    assert shares == sorted(shares)
-    assert (shares[0] < 20, shares[-1]) == (True, 100)
+    meta = prepare(find(str(corpus)), tmp_path / "out", Text(Bytes()), say=said.append)
+    found = [re.fullmatch(r"file (\d) of 4, ([\d,]+) tokens", line) for line in said]
+    counts = [(int(match[1]), int(match[2].replace(",", ""))) for match in found if match]
+    assert len(counts) == len(said) > 20
+    assert counts == sorted(counts)
+    assert counts[-1] == (4, sum(meta["tokens"].values()))
 
 
 def test_the_command_and_the_run_that_takes_what_it_made(
@@ -161,7 +153,10 @@ def test_the_command_and_the_run_that_takes_what_it_made(
         (f"prepare {corpus}/a.txt --tokenizer={corpus} --out={out}", "has no tokenizer.json"),
         (f"prepare {corpus}/none* --tokenizer=bytes --out={out}", "there is no file of text"),
         (f"prepare {corpus} --out={out}", "the following arguments are required: --tokenizer"),
-        (f"prepare {corpus}/a.txt --tokenizer=bytes --out={corpus}", "can't be written (Directory not empty)"),
+        (
+            f"prepare {corpus}/a.txt --tokenizer=bytes --out={corpus}",
+            "has files in it, and is no prepared text; choose another",
+        ),
         (f"prepare {corpus} --tokenizer=bytes --out={out} --chat", "has no tokenizer.json and chat template"),
     ):
         assert command.cli(more.split()) == 2
@@ -194,14 +189,9 @@ def test_a_run_with_other_settings_is_refused(corpus: Path, tmp_path: Path) -> N
             check_data(parse(run))
 
 
-def test_what_another_began_is_neither_taken_nor_lost(corpus: Path, tmp_path: Path) -> None:
-    files, out = find(str(corpus)), tmp_path / "out"
-    assert in_a_process_that_dies(lambda: prepare(files, out, Text(Bytes()), save_seconds=0), 60) == signal.SIGKILL
-    left = contents(tmp_path / "out.unfinished")
-    with pytest.raises(UnusableText, match=r"out\.unfinished: was begun with other files or settings; go on"):
-        prepare(files[:1], out, Text(Bytes()))
-    assert contents(tmp_path / "out.unfinished") == left
-    (corpus / "b.jsonl").write_text("{")  # a file that can't be used
+def test_a_file_that_changes_meanwhile_is_refused(corpus: Path, tmp_path: Path) -> None:
+    files = find(str(corpus))
+    (corpus / "b.jsonl").write_text("{")
     with pytest.raises(UnusableText, match="has changed while it was read"):
-        prepare(files, out, Text(Bytes()))
-    assert not (tmp_path / "out.unfinished").exists()
+        prepare(files, tmp_path / "out", Text(Bytes()))
+    assert list(tmp_path.iterdir()) == [corpus]

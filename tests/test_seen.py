@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from fsdp2 import data
-from fsdp2.data import preparing, seen, text
+from fsdp2.data import seen, text
 from fsdp2.data.chat import Chat
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
@@ -146,26 +146,6 @@ def test_an_end_of_turn_that_is_not_learned_is_named_with_its_template(
     out = tmp_path / "out"
     assert command.cli(["prepare", "--chat", str(file), f"--tokenizer={file.parent}", f"--out={out}"]) == 0
     assert line in capsys.readouterr().out
-
-
-def test_counts_outlive_a_process_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "AT_A_TIME", 3)
-    file = talks(tmp_path / "chat", UNENDED)
-    chat, files = Chat(str(file.parent)), find(str(file))
-    whole = prepare(files, tmp_path / "whole", chat)
-    assert whole["turns"] == {str(chat.end): [0, 80]}
-    left, add = iter(range(20)), preparing._Output.add
-
-    def killed(output: preparing._Output, *given: Any) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        add(output, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preparing._Output, "add", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(files, tmp_path / "killed", chat, save_seconds=0)
-    assert prepare(files, tmp_path / "killed", chat) == whole
 
 
 NAMES = ["a", " ", "\n", "<end>", "<call>", "<user>"]  # the last three are added tokens

@@ -162,19 +162,29 @@ def test_a_path_that_exists_is_itself_and_its_ending_is_of_any_case(
         assert sum(read_meta(out)["documents"].values()) == 300  # and not one of all its lines
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "memory://marks/a.txt", "memory://marks/a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl"])
 def test_a_mark_of_utf_8_before_a_file_is_none_of_its_text(tmp_path: Path, name: str) -> None:
     """Editors write U+FEFF there. In the midst of a file, or of a field, it is a character."""
-    fsspec = pytest.importorskip("fsspec")
     lines = ['{"text": "\ufeffé"}\n', '{"text": "a\ufeff"}\n']
     whole = "".join(lines) if name.endswith(".jsonl") else "é\ufeffa"
-    place = name if "://" in name else str(tmp_path / name)
-    with fsspec.open(place, "wb") as file:
-        file.write(b"\xef\xbb\xbf" + whole.encode())
-    rows = list(rows_of(find(place)[0], "text"))
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + whole.encode())
+    rows = list(rows_of(find(str(tmp_path / name))[0], "text"))
     assert [row.content for row in rows] == (["\ufeffé", "a\ufeff"] if name.endswith(".jsonl") else ["é\ufeffa"])
-    assert rows[-1].after[0] == len(whole.encode()) + 3
-    assert list(rows_of(find(place)[0], "text", rows[0].after)) == rows[1:]
+    assert sum(row.size for row in rows) == len(whole.encode()) + 3
+
+
+def test_a_folder_has_one_order_however_it_is_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.b.txt", "a/0.txt", "what?.txt", "q#x.txt", "é.txt", "e.txt", "z.TXT"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [find(place) for place in (str(tmp_path), f"{tmp_path}/**/*.[tT]*")]
+    names = ["a.b.txt", "a.txt", "a/0.txt", "e.txt", "q#x.txt", "what?.txt", "z.TXT", "é.txt"]
+    assert [[file.name.removeprefix(f"{tmp_path}/") for file in one] for one in found] == [names] * 2
+
+
+def test_text_at_a_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--dataset text:https://a\.example/b\.txt: is a URL, .*; download it$"):
+        check_data(parse(["--model=llama", "--dataset=text:https://a.example/b.txt"]))
 
 
 def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
@@ -327,7 +337,7 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
         ("half.jsonl", b'{"text": "a\\ud800"}\n', "line 1: has half of a character in its field text"),
         ("twice.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}\n', "line 2: an object has 'text' twice; keep one"),
         ("deep.jsonl", b'{"text": "a", "of": [{"b": 1, "b": 1}]}\n', "line 1: an object has 'b' twice; keep one"),
-        ("junk.parquet", b"PAR1junkPAR1", "can't be read as text"),
+        ("junk.parquet", b"PAR1junkPAR1", "the library that reads it gives up"),
     ],
 )
 def test_text_that_cannot_be_used_is_named(corpus: Path, name: str, content: bytes, part: str) -> None:

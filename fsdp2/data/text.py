@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy
 
 from fsdp2.data.chat import open_chat
 from fsdp2.data.errors import NotHere, UnusableText
-from fsdp2.data.places import SUFFIXES, find, is_url
+from fsdp2.data.places import SUFFIXES, find
 from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2.data.preparing import Say, prepare, silent
 from fsdp2.data.reading import Row, rows_of
@@ -69,7 +68,7 @@ def load(
     """Documents of files, or of a folder that `prepare` has made.
 
     Args:
-        place: a file, a folder, a pattern or a URL; several with commas between them.
+        place: a file, a folder or a pattern; several with commas between them.
         say: is called from time to time while files are prepared, with how far that is.
 
     Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
@@ -107,12 +106,11 @@ def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart:
         files = find(place, encoder.suffixes)
     if not read:
         return
-    if sum(file.size for file in files) <= SOON and not any(is_url(file.name) for file in files):
+    if sum(file.size for file in files) <= SOON:
         load(place, seq_len, vocab_size, encoder, apart=apart)  # the run maps what this leaves
         return
     for file in files:
-        if not is_url(file.name):
-            list(encoder.encode(list(islice(rows_of(file, encoder.field), 1))))
+        list(encoder.encode(list(islice(rows_of(file, encoder.field), 1))))
 
 
 def _require_fit(encoder: Encoder, vocab_size: int) -> None:
@@ -131,6 +129,5 @@ def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = Tru
     if not is_prepared(folder):
         if not fetch:
             raise NotHere(place)
-        # Nodes that share the cache may not see each other's locks.
-        prepare(files, folder, encoder, work=folder.with_name(f"{folder.name}-{socket.gethostname()}"), say=say)
+        prepare(files, folder, encoder, say=say)
     return folder

@@ -3,7 +3,7 @@
 python -m fsdp2.data prepare PATH… --tokenizer DIR --out FOLDER
 python -m fsdp2.data show --model llama --dataset text:PATH …
 
-One process, without a GPU. `prepare` that was killed at any moment goes on, by the same command, where it was.
+One process, without a GPU. After a kill, the same command begins again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ if __name__ == "__main__":
 from fsdp2.config import Config
 from fsdp2.data import OWN, seen
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.meter import Say
 from fsdp2.data.places import find
-from fsdp2.data.preparing import SAY_SECONDS, prepare
+from fsdp2.data.preparing import prepare
 from fsdp2.data.text import encoder_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, tokenizer_of
 from fsdp2.run.preflight import check_data
 from fsdp2_tools.data.shown import samples
-
-BAR_SECONDS = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -43,16 +40,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         given = {name: value for name, value in vars(arguments).items() if name not in ("command", "samples")}
         return show(Config(**read_values(Config, given)), arguments.samples)
     kind = "chat" if arguments.chat else "text"
-    out, say = Path(arguments.out).absolute(), _bar if sys.stderr.isatty() else _line
+    out = Path(arguments.out).absolute()
     try:
         encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field, arguments.bos)
         files = [file for place in arguments.places for file in find(place, encoder.suffixes)]
-        meta = prepare(files, out, encoder, say=say, say_seconds=BAR_SECONDS if say is _bar else SAY_SECONDS)
+        meta = prepare(files, out, encoder, say=_say)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
     except UnusableText as error:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
-    _end(say)
     for line in warnings:
         print(line)
     print(f"prepared {documents:,} {'conversations' if arguments.chat else 'documents'}, {tokens:,} tokens: {out}")
@@ -77,17 +73,8 @@ def show(config: Config, count: int) -> dict[str, Any]:
     return dataset.about
 
 
-def _line(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _bar(text: str) -> None:
-    print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _end(say: Say) -> None:
-    if say is _bar:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +85,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(f"fsdp2.data: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nfsdp2.data: interrupted; the same command continues from here", file=sys.stderr)
+        print("\nfsdp2.data: interrupted; nothing was made, and the same command begins again", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

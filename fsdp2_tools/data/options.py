@@ -23,7 +23,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     showing.add_argument("--samples", default="3", metavar="N", help="how many sequences to print (default: 3)")
     words = "tokenize text once, for --dataset text:FOLDER"
     preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
-    preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder, a pattern or a URL")
+    preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder or a pattern")
     preparing.add_argument(
         "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or the word bytes"
     )
