@@ -74,7 +74,7 @@ def tokens_of(encoder: Text, *rows: Row) -> list[list[int]]:
 def test_a_document_begins_as_its_tokenizer_says(tmp_path: Path, name: str) -> None:
     tokenizer = make_words(tmp_path, name, {"eos_token": "</s>", "bos_token": "<s>"})
     _, begin, end = PROCESSORS[name]
-    row, empty = Row("a b", "", (0, 0), 0.0, 0), Row(" ", "", (0, 0), 0.0, 0)
+    row, empty = Row("a b", "", 0), Row(" ", "", 0)
     first, last = replace(row, ends=False), replace(row, begins=False)
     for bos, wanted in (("auto", begin), ("always", begin or [2]), ("never", [])):
         encoder = Text(open_tokenizer(tokenizer, bos))

@@ -67,7 +67,7 @@ def talk(*contents: Any) -> dict[str, Any]:
 
 
 def encoded(chat: Chat, *lines: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    rows = [Row(line, f"file, line {number}", (0, 0), 0.0, 0) for number, line in enumerate(lines, 1)]
+    rows = [Row(line, f"file, line {number}", 0) for number, line in enumerate(lines, 1)]
     return [(tokens.tolist(), learn.tolist()) for tokens, learn in chat.encode(rows)]
 
 
