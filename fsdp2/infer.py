@@ -25,9 +25,9 @@ from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate
 from fsdp2.models import NAMES
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, dataset_name, location, model_name, number, text, whole
+from fsdp2.options.values import Parse, checked, dataset_name, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
 from fsdp2.run.dataset import load_data, tokenizer_of
 from fsdp2.run.directory.rundir import RunDir
@@ -37,18 +37,32 @@ from fsdp2.run.trained import opened
 from fsdp2.units import short
 
 SAMPLES = 10
+# The flags with a value: its word, default, check and meaning.
+FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
+    "data_root": ("FOLDER", None, location, "folder that holds the data in torchvision's layout, if it isn't embedded"),
+    "json": ("FILE", None, location, "also write the result to this file"),
+    "model": ("NAME", None, model_name(NAMES), "the run's model if it is code, or on a hub: neither is used unnamed"),
+    "dataset": (
+        *("NAME", None, dataset_name(data.NAMES, data.OWN)),
+        "the run's data if it is at a URL, or to be downloaded: neither is opened unnamed",
+    ),
+    "prompt": ("TEXT", None, text, "let a language model continue this text, instead of predicting"),
+    "new_tokens": ("N", "200", whole(1, 10**6), "with --prompt, how many tokens to add (default: 200)"),
+    "temperature": ("T", "0.8", number(0, 100), "with --prompt, of sampling; 0 = the likeliest token (default: 0.8)"),
+    "seed": ("N", "1", whole(0, 2**63 - 1), "with --prompt, of sampling (default: 1)"),
+}
 
 
-def main(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> dict[str, Any]:
+def main(place: Path | str, *, sharded: bool = False, **named: Any) -> dict[str, Any]:
     """Predict ten test samples and measure loss and accuracy on the whole test set.
 
-    `named` is `model`, `trust_remote_code` and `dataset`, where a run has code or a URL for them: see `read_config`.
+    `named` is `model`, `trust_remote_code`, `dataset` and `data_root`: see `read_config`.
 
     Returns {"loss": mean, "accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct},
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
     ConfigError if the run, its model or its data can't be used.
     """
-    with opened(place, data_root=data_root, sharded=sharded, **named) as run:
+    with opened(place, sharded=sharded, **named) as run:
         check_data(run.config)
         spec = run.config.spec
         dataset = load_data(run.config, spec, run.world)
@@ -138,64 +152,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="folder or URL of a run")
-    parser.add_argument(
-        "--data-root", metavar="FOLDER", help="folder that holds the data in torchvision's layout, if it isn't embedded"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    for name, (word, default, _, meaning) in FLAGS.items():
+        parser.add_argument(flag_of(name), metavar=word, default=default, help=meaning)
     parser.add_argument("--sharded", action="store_true", help="load the newest sharded checkpoint (under torchrun)")
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="the run's model where it is code, which is imported only if you name it",
-    )
-    parser.add_argument(
-        "--dataset", metavar="KIND:URL", help="the run's data where it is at a URL, which is opened only if you name it"
-    )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python files that come with the run's model"
     )
-    parser.add_argument(
-        "--prompt", metavar="TEXT", help="let a language model continue this text, instead of predicting"
-    )
-    parser.add_argument(
-        "--new-tokens", default="200", metavar="N", help="with --prompt, how many tokens to add (default: 200)"
-    )
-    parser.add_argument(
-        "--temperature",
-        default="0.8",
-        metavar="T",
-        help="with --prompt, of sampling; 0 = always the likeliest token (default: 0.8)",
-    )
-    parser.add_argument("--seed", default="1", metavar="N", help="with --prompt, of sampling (default: 1)")
     arguments = parser.parse_args(argv)
-    arguments.new_tokens = checked("--new-tokens", arguments.new_tokens, whole(1, 10**6))
-    arguments.temperature = checked("--temperature", arguments.temperature, number(0, 100))
-    arguments.seed = checked("--seed", arguments.seed, whole(0, 2**63 - 1))
-    if arguments.prompt is not None:
-        checked("--prompt", arguments.prompt, text)
-    if arguments.dataset is not None:
-        arguments.dataset = checked("--dataset", arguments.dataset, dataset_name(data.NAMES, data.OWN))
-    if arguments.model is not None:
-        arguments.model = checked("--model", arguments.model, model_name(NAMES))
-    for flag, value in (("RUN", arguments.run), ("--data-root", arguments.data_root), ("--json", arguments.json)):
-        if value is not None:
-            checked(flag, str(value), location)
+    checked("RUN", arguments.run, location)
+    for name, (_, _, check, _) in FLAGS.items():
+        if (value := getattr(arguments, name)) is not None:
+            setattr(arguments, name, checked(flag_of(name), value, check))
     return arguments
 
 
 def cli() -> None:
     with ending.exit_status():
         arguments = parse()
-        named = {name: getattr(arguments, name) for name in ("model", "trust_remote_code", "dataset")}
+        named = {name: getattr(arguments, name) for name in ("model", "trust_remote_code", "dataset", "data_root")}
         if arguments.prompt is None:
-            result = main(arguments.run, data_root=arguments.data_root, sharded=arguments.sharded, **named)
+            result = main(arguments.run, sharded=arguments.sharded, **named)
         else:
             settings = {name: getattr(arguments, name) for name in ("new_tokens", "temperature", "seed", "sharded")}
             settings |= named
             result = go_on(arguments.run, arguments.prompt, **settings)
         if arguments.json is not None and runtime.world().rank == 0:
             try:
-                arguments.json.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+                Path(arguments.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
             except OSError as error:
                 raise ConfigError(
                     f"--json {arguments.json}: can't be written ({error.strerror}); give another"

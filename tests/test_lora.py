@@ -210,6 +210,18 @@ def test_adapters_count_as_their_checkpoint_says(
         assert not (tmp_path / "out").exists()
 
 
+def test_a_base_at_a_url_is_opened_only_by_name(
+    adapters: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    file = run / "model" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "s3://a-place/of/theirs"}))
+    words = ["export", str(run), str(tmp_path / "out"), "--format=hf"]
+    assert checkpoint_command(words) == 2
+    assert capsys.readouterr().err.endswith("if you trust that, add --base s3://a-place/of/theirs\n")
+    assert checkpoint_command([*words, f"--base={base}"]) == 0
+
+
 def _as_before(run: Path) -> None:
     """A marker of the version that kept the flags alone."""
     for folder in (run / "checkpoints").iterdir():

@@ -53,11 +53,11 @@ def kind_of(name: str) -> str:
     return "language" if name.startswith(OWN) else KINDS[name]
 
 
-def missing_files(name: str, root: str) -> list[str]:
-    """Files of `name` that are not under `root` in torchvision's layout; empty if all are there."""
+def missing_files(name: str, root: str | None = None) -> list[str]:
+    """Files of `name` that are not under `root`, or the cache, in torchvision's layout; empty if all are there."""
     from fsdp2.data import mnist
 
-    return mnist.missing_files(name, Path(root))
+    return mnist.missing_files(name, mnist.cache_folder() if root is None else Path(root))
 
 
 def load(

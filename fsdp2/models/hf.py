@@ -25,6 +25,7 @@ from fsdp2.foreign.kept import files_to_keep
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
+from fsdp2.models.names import on_hub
 from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.models.tried import wrong_with
 from fsdp2.units import install
@@ -363,7 +364,7 @@ def _folder(place: str) -> Path:
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
         files_to_keep(path, KEPT)
         return path.absolute()
-    if path.exists() or place.startswith(("/", ".", "~")) or place.count("/") > 1:
+    if not on_hub(place):
         raise ValueError(
             f"{place}: is no folder; give one with a config.json, or a name on the hub such as owner/model"
         )

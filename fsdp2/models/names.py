@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 NAMES = ("vit", "cnn", "transformer", "llama")
 LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
 
 KERNELS = ("cudnn", "flash", "efficient", "math")  # of F.scaled_dot_product_attention
 ATTENTIONS = ("auto", *KERNELS, "flex")
+
+
+def on_hub(place: str) -> bool:
+    """Return whether the place of a model of transformers is a name on the hub, which would be asked: it's no path."""
+    is_path = place.startswith(("/", ".", "~")) or place.count("/") > 1
+    return not is_path and not os.path.exists(place)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
+from fsdp2.models.names import on_hub
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.values import LONGEST_PATH
 
@@ -55,14 +56,13 @@ def base_dtype(config: Config) -> torch.dtype:
 
 
 def code_flags(config: Config) -> list[str]:
-    """The words that a command needs beside a run's files, which run no code and open no URL unnamed: mostly none."""
-    words = ["--model", config.model] if models.is_function(config.model) else []
-    words += ["--trust-remote-code"] if config.trust_remote_code else []
-    return words + (["--dataset", config.dataset] if "://" in str(config.dataset) else [])
+    """The words that a command needs beside a run's files, which run no code and ask no network: mostly none."""
+    values = {flag: getattr(config, flag.replace("-", "_")) for flag in ("model", "trust-remote-code", "dataset")}
+    return [word for _, _, words in _beyond(values | {"data-root": config.data_root}) for word in words]
 
 
 def require_named(values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """Refuse a run's flags if they would run a stranger's code or open a URL, unless the command line has the flag too.
+    """Refuse a run's flags if they would run a stranger's code or ask a network, and aren't on the command line too.
 
     Args:
         values: what the run's file says, by flag.
@@ -71,24 +71,31 @@ def require_named(values: Mapping[str, Any], given: Mapping[str, Any], where: st
 
     Raises ConfigError.
     """
-    model = values.get("model")
-    if isinstance(model, str) and models.is_function(model) and "model" not in given:
-        raise ConfigError(
-            f"{where}: its model is code, {shown(model)}, and a run's folder is data that imports none; if you trust "
-            f"that module, add --model {shlex.quote(shown(model))}"
-        )
-    if values.get("trust-remote-code", False) is not False and "trust_remote_code" not in given:
-        raise ConfigError(
-            f"{where}: asks to run the Python files of its model, {shown(model)}, and a run's folder is data that runs "
-            "none; if you trust them, add --trust-remote-code"
-        )
+    named = {name.replace("_", "-"): value for name, value in given.items()}
+    for flag, why, words in _beyond({**values, **named}):
+        if flag not in named:
+            line = f"{where}: its {shown(flag)} {why}, and a run's folder is data; if you trust that, add "
+            raise ConfigError(line + shlex.join(words))
+
+
+def _beyond(values: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
+    """Flags for which what is installed, and this machine's files, aren't enough: why, and the words that name them."""
     for flag, value in values.items():
-        if isinstance(value, str) and "://" in value and flag.replace("-", "_") not in given:
-            url = shown(value, LONGEST_PATH)
-            raise ConfigError(
-                f"{where}: its {shown(flag)} is at a URL, {url}, and a run's folder is data that opens none; if you "
-                f"trust that place, add --{shown(flag)} {shlex.quote(url)}"
-            )
+        is_text, named = isinstance(value, str), shown(value, LONGEST_PATH)
+        needs_data = flag == "dataset" and value in data.ON_DISK and values.get("data-root") is None
+        if is_text and "://" in value:
+            why = "is at a URL"
+        elif is_text and flag == "model" and models.is_function(value):
+            why = "is code"
+        elif is_text and flag == "model" and value.startswith("hf:") and on_hub(value.removeprefix("hf:")):
+            why = "is on a hub"
+        elif flag == "trust-remote-code" and value is not False:
+            why, named = "runs its model's Python files", ""
+        elif needs_data and data.missing_files(value):
+            why = "is to be downloaded"
+        else:
+            continue
+        yield flag, f"{why}, {named or shown(values.get('model'))}", [f"--{shown(flag)}", *[named] * bool(named)]
 
 
 def weights(config: Config) -> str | None:

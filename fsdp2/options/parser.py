@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused, empty_word, without_links
+from fsdp2.models.names import on_hub
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
@@ -142,9 +143,8 @@ def _kept(values: Mapping[str, Any], place: str, *, reads_weights: bool) -> dict
     kept = _plain_folder(Path(place).parent / "model")
     if isinstance(model, str) and model.startswith("hf:") and (kept / "config.json").is_file():
         named = model.removeprefix("hf:")
-        is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
         needs_own = reads_weights or values.get("lora") is not None
-        if not needs_own or (is_path and not Path(named).expanduser().exists()):
+        if not needs_own or not (on_hub(named) or Path(named).expanduser().exists()):
             copies["model"] = f"hf:{kept.absolute()}"
     kept = _plain_folder(Path(place).parent / "tokenizer")
     wants_copy = (

@@ -197,7 +197,7 @@ def require_same_adapters(config: Config, checkpoint: Files) -> None:
 
 
 @contextmanager
-def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = False, **named: Any) -> Iterator[Opened]:
+def opened(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterator[Opened]:
     """A run with its model loaded, in a process group. `place` is its folder or URL, for `named` see `read_config`.
 
     The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be
@@ -210,7 +210,6 @@ def opened(place: Path | str, *, data_root: str | None = None, sharded: bool = F
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
         config,
-        data_root=data_root or config.data_root,
         cpu_offload=False,
         replicas=1,
         tp=1,

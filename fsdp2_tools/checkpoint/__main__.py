@@ -133,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
             like=like,
             tokenizer=tokenizer,
             adapters=adapters_of(arguments.place),
+            base=arguments.base,
             average=arguments.ema,
         )
         line += f"; {without}" if without else ""

@@ -44,6 +44,7 @@ def export(
     like: tuple[Any, Mapping[str, bytes]] | None = None,
     tokenizer: Mapping[str, bytes] | None = None,
     adapters: Adapters | None = None,
+    base: str | None = None,
     average: bool = False,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
@@ -61,6 +62,7 @@ def export(
         tokenizer: for `hf`, path -> content of the tokenizer that is written in the place of that of `like`; empty =
             none is. Unset = the model was trained with its own.
         adapters: as the run's file describes those of the checkpoint, which are added to the weights but for `peft`.
+        base: where those weights are, if not where the file says.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
@@ -84,9 +86,12 @@ def export(
         if average:
             source = averaged(source)
         if adapters is not None and to != "peft":
-            base = stack.enter_context(opened(adapters.base))
-            checked += same_base(source, base, tied(like[0]) if like is not None else [])
-            source = trained = merged(source, base, adapters)
+            if "://" in adapters.base and base is None:
+                url = adapters.base
+                raise Refused(f"{place}: its adapters go beside weights at a URL; if you trust that, add --base {url}")
+            under = stack.enter_context(opened(base or adapters.base))
+            checked += same_base(source, under, tied(like[0]) if like is not None else [])
+            source = trained = merged(source, under, adapters)
         names = weights(source)
         if like is not None:
             names = without_copies(trained, names, like[0])

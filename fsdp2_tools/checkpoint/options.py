@@ -77,6 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     exporting.add_argument(
         "--dtype", choices=DTYPES, help="cast floating-point tensors; unset = hf: as the model's config.json says"
     )
+    exporting.add_argument("--base", metavar="PATH", help="the weights that adapters go beside; unset = the run's")
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"
     )

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from time import monotonic
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ FITTED = ("computing", "memory", "links", "operator", "exchange")
 PULL = 0.1
 STEPS = 12  # of the fit; each measures how every rate changes every time
 LEAST, MOST = 3, 1000  # trials, of which a search makes no more
+LONGEST = 300  # seconds for planning them: a file may ask for any model on any number of ranks
 LEAST_SPREAD = 0.05
 Factors = tuple[float, ...]  # natural logarithms of those of FITTED
 
@@ -88,11 +90,18 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
         raise ConfigError(f"{where}: was measured on {shown(str(device))}, and --gpu {gpu.name} is {wanted}")
     say(f"planning the {len(measured)} trials of {place}")
     ranks = values["facts"]["world_size"]
-    trials = []
-    own = to_flags(config)
+    trials: list[Trial] = []
+    own, began = to_flags(config), monotonic()
     for flags, milliseconds in measured:
-        require_named({name: one for name, one in flags.items() if one != own.get(name)}, {}, where)
-        one = plan(Config(**flags_of_table(Config, flags, where)), ranks, gpu, None, keep=True)
+        same = {name.replace("-", "_"): value for name, value in flags.items() if value == own.get(name)}
+        require_named(flags, same, where)
+        if trials and monotonic() - began > LONGEST:
+            raise ConfigError(f"{where}: {LONGEST} s were enough for {len(trials)} of its {len(measured)}; leave fewer")
+        fields = flags_of_table(Config, flags, where)
+        try:
+            one = plan(Config(**fields), ranks, gpu, None, keep=True)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         assert one.runs is not None, "they are kept"
         trials.append(Trial(one.config, ranks, milliseconds, one.runs))
     return trials
@@ -110,11 +119,10 @@ def _measured(values: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:
         measured = one.get("measured") if isinstance(one, dict) else None
         if not isinstance(flags, dict) or not isinstance(measured, dict):
             raise ValueError(f"trial {number} has no flags, or no measured; give the trials.json of fsdp2.tune")
-        time = measured.get("step_ms")
-        if time is None:
+        if (time := measured.get("step_ms")) is None:
             continue
-        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 < time < 1e9:
-            raise ValueError(f"step_ms {shown(str(time))} of trial {number}: must be milliseconds above 0")
+        if type(time) not in (int, float) or not 1e-3 <= time <= 1e9:
+            raise ValueError(f"step_ms {shown(str(time))} of trial {number}: must be milliseconds, 0.001 or more")
         found.append((flags, float(time)))
     return found
 

@@ -90,7 +90,9 @@ def test_a_function_that_a_run_names_is_not_imported(theirs: Path, mark: Path, t
 @pytest.mark.parametrize("says", [True, "true", 1])
 def test_a_run_does_not_trust_its_model_by_itself(theirs: Path, tool: str, says: Any) -> None:
     _says(theirs, model=f"hf:{theirs}/model", trust_remote_code=says)
-    with pytest.raises(ConfigError, match=r"config\.json: asks to run the Python files of its model.* add --trust-rem"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json: its trust-remote-code runs its model's Python.* add --trust-rem"
+    ):
         READERS[tool](theirs)
 
 
@@ -207,13 +209,46 @@ def test_what_a_link_in_a_kept_model_leads_to_is_not_exported(
         read_config(RunDir(str(run)))
 
 
-@pytest.mark.parametrize("tool", READERS)
-def test_a_url_that_a_run_names_is_not_opened(run: Path, tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: object) -> None:
-        raise AssertionError("it connects")
+        pytest.fail("it connects")  # which no `except Exception` hides
 
     monkeypatch.setattr("socket.getaddrinfo", connect)
     monkeypatch.setattr("socket.socket.connect", connect)
+
+
+HUB = "hf:nobody-here/no-such-model"
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("tool", READERS)
+def test_no_hub_is_asked_and_nothing_downloaded_that_a_run_names(
+    run: Path, tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _says(run, dataset="fashion-mnist")
+    with pytest.raises(ConfigError, match=r"its dataset is to be downloaded, fashion-mnist, .* add --dataset fashion"):
+        READERS[tool](run)
+    _says(run, model=HUB, model_size=None, dataset="source-text")
+    with pytest.raises(ConfigError, match=rf"config\.json: its model is on a hub, {HUB}, .* add --model {HUB}$"):
+        READERS[tool](run)
+
+
+def test_what_is_on_this_machine_needs_no_name(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = Config(dataset="fashion-mnist")
+    assert code_flags(config) == ["--dataset", "fashion-mnist"]
+    _says(run, dataset="fashion-mnist")
+    assert read_config(RunDir(run), data_root=str(tmp_path)).data_root == str(tmp_path)
+    monkeypatch.setattr("fsdp2.data.mnist.missing_files", lambda *_: [])
+    assert read_config(RunDir(run)).dataset == "fashion-mnist"
+    assert code_flags(config) == []
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("tool", READERS)
+def test_a_url_that_a_run_names_is_not_opened(run: Path, tool: str) -> None:
     _says(run, model="llama", model_size="debug", dataset="text:https://example.invalid/a.txt")
     with pytest.raises(ConfigError, match=r"config\.json: its dataset is at a URL, .* add --dataset text:https://exam"):
         READERS[tool](run)

@@ -16,6 +16,7 @@ import pytest
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
+from fsdp2_tools.plan import calibration
 from fsdp2_tools.plan.__main__ import main
 from fsdp2_tools.plan.calibration import FITTED, Trial, calibrate, changed
 from fsdp2_tools.plan.device import gpu
@@ -118,16 +119,27 @@ def test_a_plan_reads_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (lambda c: c["trials"][1]["measured"].update(step_ms=-1), "step_ms -1 of trial 1: must be milliseconds"),
         (lambda c: c["trials"][2].pop("flags"), "trial 2 has no flags, or no measured"),
         (lambda c: c["trials"][0]["flags"].update(no_such=1), "no_such is not a flag"),
-        (lambda c: c["trials"][0]["flags"].update(lr=-1), "--lr -1"),
+        (lambda c: c["trials"][0]["flags"].update(lr=-1), "trials.json: --lr -1"),
+        (lambda c: c["trials"][0]["measured"].update(step_ms=1e-300), "step_ms 1e-300 of trial 0: must be millise"),
+        (lambda c: c["trials"][0]["flags"].update(model="hf:a/b"), "trials.json: its model is on a hub, hf:a/b"),
         (lambda c: c.update(trials=400 * c["trials"]), "has 1200 trials with a time"),
         (
             lambda c: c["trials"][0]["flags"].update(model="strangers_module:build"),
             "its model is code, strangers_module",
         ),
-        (lambda c: c["trials"][0]["flags"].update({"trust-remote-code": True}), "asks to run the Python files"),
+        (
+            lambda c: c["trials"][0]["flags"].update({"trust-remote-code": True}),
+            "its trust-remote-code runs its model's Python files",
+        ),
         (lambda c: c["trials"][0]["flags"].update(dataset="text:https://a.invalid/b"), "its dataset is at a URL"),
-        (lambda c: c["trials"][0]["flags"].update(replicas=7), "--replicas 7: doesn't divide the world size 2"),
-        (lambda c: c["facts"].update(world_size=3) or c["trials"][0]["flags"].update(tp=2), "--tp 2: doesn't divide"),
+        (
+            lambda c: c["trials"][0]["flags"].update(replicas=7),
+            "trials.json: --replicas 7: doesn't divide the world size 2",
+        ),
+        (
+            lambda c: c["facts"].update(world_size=3) or c["trials"][0]["flags"].update(tp=2),
+            "trials.json: --tp 2: doesn't divide",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any, part: str) -> None:
@@ -136,6 +148,12 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any
     assert part in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "strangers_module" not in sys.modules
+
+
+def test_a_plan_waits_so_long_for_trials_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "LONGEST", 0)
+    with pytest.raises(ConfigError, match=r"trials\.json: 0 s were enough for 1 of its 3; leave fewer"):
+        main([*SMALL, "--ranks=2", "--gpu=cpu", f"--calibration={_file(tmp_path)}"])
 
 
 def test_a_calibration_needs_rates_and_a_json_file(tmp_path: Path) -> None:

@@ -301,15 +301,11 @@ def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
     return {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 
-def read_config(
-    run: RunDir, *, model: str | None = None, trust_remote_code: bool = False, dataset: str | None = None
-) -> Config:
+def read_config(run: RunDir, **named: Any) -> Config:
     """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
 
     Args:
-        model: the run's model, by name; a function's module isn't imported without.
-        trust_remote_code: run the Python files that come with the run's model.
-        dataset: the run's data, by name; a URL isn't opened without.
+        named: options in the place of the run's, which runs no code and asks no network for what isn't among them.
     """
     place = f"{run.place}/{run.config.name}"
     try:
@@ -320,8 +316,7 @@ def read_config(
         raise ConfigError(
             f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
         )
-    named = {"model": model, "trust_remote_code": trust_remote_code or None, "dataset": dataset}
-    given = {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name, value in named.items() if value not in (None, False)}
     values = read_file(Config, place, given, called="")
     if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
         values |= _fetched_tokenizer(run)
