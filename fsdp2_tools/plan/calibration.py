@@ -97,9 +97,8 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
         require_named(flags, same, where)
         if trials and monotonic() - began > LONGEST:
             raise ConfigError(f"{where}: {LONGEST} s were enough for {len(trials)} of its {len(measured)}; leave fewer")
-        fields = flags_of_table(Config, flags, where)
         try:
-            one = plan(Config(**fields), ranks, gpu, None, keep=True)
+            one = plan(Config(**flags_of_table(Config, flags, "its flags")), ranks, gpu, None, keep=True)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         assert one.runs is not None, "they are kept"
