@@ -174,8 +174,7 @@ def cli() -> None:
             result = main(arguments.run, sharded=arguments.sharded, **named)
         else:
             settings = {name: getattr(arguments, name) for name in ("new_tokens", "temperature", "seed", "sharded")}
-            settings |= named
-            result = go_on(arguments.run, arguments.prompt, **settings)
+            result = go_on(arguments.run, arguments.prompt, **settings, **named)
         if arguments.json is not None and runtime.world().rank == 0:
             try:
                 Path(arguments.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")

@@ -13,5 +13,4 @@ ATTENTIONS = ("auto", *KERNELS, "flex")
 
 def on_hub(place: str) -> bool:
     """Return whether the place of a model of transformers is a name on the hub, which would be asked: it's no path."""
-    is_path = place.startswith(("/", ".", "~")) or place.count("/") > 1
-    return not is_path and not os.path.exists(place)
+    return not place.startswith(("/", ".", "~")) and place.count("/") < 2 and not os.path.exists(place)

@@ -118,7 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "diff":
         return diff(arguments.a, arguments.b)
     if arguments.command == "export":
-        limit = arguments.max_shard_size or MAX_SHARD_SIZE
         like = hf_model(arguments.place) if arguments.format == "hf" else None
         if arguments.format == "safetensors" and model_file(arguments.place, "config.json") is not None:
             with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.out,
             arguments.format,
             dtype=arguments.dtype,
-            max_shard_size=limit,
+            max_shard_size=arguments.max_shard_size or MAX_SHARD_SIZE,
             like=like,
             tokenizer=tokenizer,
             adapters=adapters_of(arguments.place),

@@ -88,7 +88,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--from", dest="kind", default="auto", choices=("auto", *KINDS), help="format of SOURCE (default: auto)"
     )
     arguments = parser.parse_args(argv)
-    has_shards = arguments.command == "export" and arguments.format in ("safetensors", "hf")
-    if arguments.command == "export" and arguments.max_shard_size and not has_shards:
+    if arguments.command == "export" and arguments.max_shard_size and arguments.format not in ("safetensors", "hf"):
         raise Refused(f"--max-shard-size with --format {arguments.format}: only safetensors has shards; drop it")
     return arguments

@@ -81,10 +81,7 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     if not LEAST <= len(measured) <= MOST:
-        raise ConfigError(
-            f"{where}: has {len(measured)} trials with a time, and a fit takes {LEAST} to {MOST}; tune with other "
-            "--trials"
-        )
+        raise ConfigError(f"{where}: has {len(measured)} trials with a time; give {LEAST} to {MOST}, by tune --trials")
     device, wanted = values["facts"].get("device"), "cpu" if gpu.on_cpu else "cuda"
     if device != wanted:
         raise ConfigError(f"{where}: was measured on {shown(str(device))}, and --gpu {gpu.name} is {wanted}")

@@ -114,7 +114,7 @@ def test_a_plan_reads_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (lambda c: c.update(trials="many"), "holds no trials, or no world_size"),
         (lambda c: c["facts"].update(world_size=True), "holds no trials, or no world_size"),
         (lambda c: c["facts"].update(device="cuda"), "was measured on cuda, and --gpu cpu is cpu"),
-        (lambda c: c["trials"].pop(), "has 2 trials with a time, and a fit takes 3 to 1000"),
+        (lambda c: c["trials"].pop(), "has 2 trials with a time; give 3 to 1000"),
         (lambda c: c["trials"][1]["measured"].update(step_ms=None), "has 2 trials with a time"),
         (lambda c: c["trials"][1]["measured"].update(step_ms=-1), "step_ms -1 of trial 1: must be milliseconds"),
         (lambda c: c["trials"][2].pop("flags"), "trial 2 has no flags, or no measured"),
