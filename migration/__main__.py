@@ -52,6 +52,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words, argparse.Namespace(arguments=for_programs))
 
 
+def main_of_files() -> None:
+    """Parse, and run what reads files alone: to import torch takes longer than most of that. Exits with its status."""
+    given = parse()
+    if given.command in ("options", "check", "rewrite"):
+        sys.exit(given.run(given))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Raises ConfigError for what is refused; exits with 1 for what is left to do, or differs."""
     given = parse(arguments)

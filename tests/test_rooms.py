@@ -242,7 +242,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 24_283, lines
-    assert sum(lines.values()) <= 51_998, lines
+    assert sum(lines.values()) <= 52_045, lines
 
 
 def test_the_training_is_one_page() -> None:
@@ -308,6 +308,20 @@ def test_help_and_a_refused_flag_are_answered_without_torch(words: str) -> None:
     else:
         assert (result.returncode, len(said), result.stdout) == (2, 1, "")
         assert " error: " in said[0]
+
+
+@pytest.mark.parametrize("command", ["check", "rewrite"])
+def test_code_is_read_without_torch(command: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "def make(net, loader):\n    model = FSDP(net)\n    loader.step()\n    model.clip_grad_norm_(1.0)\n"
+    )
+    program = (
+        "import sys, migration.__main__ as migrate\n"
+        f"sys.argv[1:] = {command!r}, {str(tmp_path)!r}\n"
+        "try:\n    migrate.main_of_files()\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    )
+    assert _python(program).splitlines()[-1] == "False"
 
 
 def test_one_of_several_ranks_refuses_with_the_others() -> None:

@@ -69,13 +69,13 @@ SEARCHED = 256 << 20  # bytes; a larger file may hold it
 
 def account(program: Program) -> list[Finding]:
     """Each use of FSDP1 in a program, and what becomes of it."""
-    return of(rewrite(program).account)
+    return of(rewrite(program, texts=False).account)
 
 
-def everything(paths: Sequence[str]) -> Everything:
+def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     files, notes = find(paths)
     program, unparsed = load(files)
-    result = rewrite(program)
+    result = rewrite(program, texts=texts)
     configs, unread = configurations(files)
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}

@@ -52,7 +52,7 @@ def run_check(given: argparse.Namespace) -> int:
     from migration.rewriter.check import everything
     from migration.rewriter.finding import FORMATS, text
 
-    found = everything(given.paths)
+    found = everything(given.paths, texts=False)
     printed = text(found.findings, given.all) if given.format == "text" else FORMATS[given.format](found.findings)
     if printed:
         print(printed)

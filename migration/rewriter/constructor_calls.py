@@ -3,12 +3,10 @@ Undecided and nothing."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import dataclass, field
 
 import libcst as cst
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from migration.rewriter import precision
 from migration.rewriter.conditions import condition
@@ -21,7 +19,25 @@ from migration.rewriter.translate import FSDP, Rewriting, constant
 from migration.rewriter.values import arguments, assignment
 from migration.row import CLASS
 
-ORDER = tuple(inspect.signature(FullyShardedDataParallel).parameters)
+# FullyShardedDataParallel's arguments; written out, since importing torch takes seconds.
+ORDER = (
+    "module",
+    "process_group",
+    "sharding_strategy",
+    "cpu_offload",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "mixed_precision",
+    "ignored_modules",
+    "param_init_fn",
+    "device_id",
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "ignored_states",
+    "device_mesh",
+)
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments that change when something is done and never what is computed.
 DROPPED = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")

@@ -45,9 +45,9 @@ class Result:
     kept: list[list[Undecided]] = field(default_factory=list)  # of each program that keeps FSDP1's interface: why
 
 
-def rewrite(program: Program) -> Result:
+def rewrite(program: Program, *, texts: bool = True) -> Result:
     """Move what can be moved. Files that import each other go one way together: to plain FSDP2 if all that they do with
-    FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2."""
+    FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2. Without `texts` there is the account alone."""
     calls = constructions(program)
     tracked = Tracked(program, Values(program), calls)
     plain = _plain(program, calls, tracked)
@@ -75,7 +75,7 @@ def rewrite(program: Program) -> Result:
         result.undecided += problems
         result.kept += [way.reasons] if way.home is not None else []
         result.account += _account(way, problems, stays)
-        for module in way.modules:
+        for module in way.modules if texts else ():
             edits = Edits(module) if stays else way.scene.edits(module)
             marks.put(edits, [problem for problem in problems if problem.module is module])
             if stays and not edits.changed:
@@ -85,7 +85,7 @@ def rewrite(program: Program) -> Result:
             made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
             if made is not None:
                 result.files.append(made)
-    for way in ways:
+    for way in ways if texts else ():
         if way.home is not None and not any(problem.blocking for problem in way.problems):
             for source, text in way.home.sources():
                 result.files.append(Rewritten(source, text.encode(), diff(source.path, "", text)))

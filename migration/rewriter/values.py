@@ -7,19 +7,41 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import threading
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import libcst as cst
-import torch
 
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 
-# Classes whose methods aren't looked for among the program's.
-ELSEWHERE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, dict, list, set, str,
-             Path, argparse.ArgumentParser, logging.Logger, threading.Thread)  # fmt: skip
+# Classes whose methods aren't looked for among the program's; those of torch by file, since importing it takes seconds.
+ELSEWHERE = (dict, list, set, str, Path, argparse.ArgumentParser, logging.Logger, threading.Thread)
+OF_TORCH = {
+    "_C/__init__.pyi": "TensorBase",
+    "_tensor.py": "Tensor",
+    "nn/modules/module.py": "Module",
+    "optim/optimizer.py": "Optimizer",
+    "utils/data/dataloader.py": "DataLoader",
+}
+
+
+@cache
+def methods_elsewhere() -> frozenset[str]:
+    """Names of what `ELSEWHERE` and `OF_TORCH` have, the latter by the text of the installed torch."""
+    found = {name for one in ELSEWHERE for name in dir(one)}
+    spec = find_spec("torch")
+    assert spec is not None  # a dependency
+    for file, name in OF_TORCH.items():
+        text = (Path(str(spec.origin)).parent / file).read_text(encoding="utf-8")
+        body = re.split(rf"^class {name}\b", text, maxsplit=1, flags=re.MULTILINE)[1]
+        body = re.split(r"^(?:class|def|@)", body, maxsplit=1, flags=re.MULTILINE)[0]
+        found.update(re.findall(r"^    (?:def )?(\w+)(?=[(:]| = )", body, re.MULTILINE))
+    return frozenset(found)
 
 
 @dataclass
@@ -154,7 +176,7 @@ class Values:
                 if isinstance(statement, cst.FunctionDef) and last(statement) == name:
                     return statement, module
         # Of an object of the program, if one class alone has a method of that name.
-        if any(imported for _, imported in module.qualified(node)) or any(hasattr(one, name) for one in ELSEWHERE):
+        if any(imported for _, imported in module.qualified(node)) or name in methods_elsewhere():
             return None
         named = self.program.named(cst.FunctionDef, name)
         around = named[0][1].enclosing(named[0][0], cst.ClassDef, cst.FunctionDef) if len(named) == 1 else None

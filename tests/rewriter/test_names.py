@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
 
 from migration.rewriter.check import account, load
+from migration.rewriter.constructor_calls import ORDER
 from migration.rewriter.rewrite import rewrite
+from migration.rewriter.values import methods_elsewhere
 
 CLASS = "from torch.distributed.fsdp import FullyShardedDataParallel"
 FSDP = f"{CLASS} as FSDP\n"
@@ -149,3 +155,10 @@ def test_a_model_of_another_file(tmp_path: Path) -> None:
     files, marks = moved(tmp_path, base=MADE, end="from base import model\nmodel.clip_grad_norm_(1.0)\n")
     assert marks == []
     assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in files["end"]
+
+
+def test_the_names_that_are_read_without_torch_are_torchs() -> None:
+    assert tuple(inspect.signature(FullyShardedDataParallel).parameters) == ORDER
+    for one in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, DataLoader):
+        public = {name for name in dir(one) if not name.startswith("_") and inspect.isroutine(getattr(one, name))}
+        assert public - methods_elsewhere() <= {"cdouble", "cfloat", "const_data_ptr"}, one
