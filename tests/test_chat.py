@@ -129,6 +129,24 @@ def test_what_the_template_prints_begins_a_conversation_once(tmp_path: Path) -> 
         assert chat._tokenizer().apply_chat_template(TALKS[0]["messages"], return_dict=False) == tokens
 
 
+def test_a_template_prints_the_tokens_that_the_class_alone_knows(tmp_path: Path) -> None:
+    """As GPT-2's folder, of which no file names its token, and Gemma's."""
+    transformers = pytest.importorskip("transformers")
+    for kind, template in (("plain", PLAIN), ("marked", GENERATION)):
+        folder = make_tokenizer(tmp_path / kind, None)
+        made = (folder / "tokenizer.json").read_text().replace('"<s>"', '"<|endoftext|>"')
+        (folder / "tokenizer.json").write_text(made)
+        settings = {"chat_template": template, "tokenizer_class": "GPT2Tokenizer", "eos_token": "<|end|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        ((tokens, _),) = encoded(Chat(str(folder)), TALKS[0])
+        auto = transformers.AutoTokenizer.from_pretrained(folder)
+        assert tokens == auto.apply_chat_template(TALKS[0]["messages"], return_dict=False)
+        assert auto.decode(tokens[:1]) == "<|endoftext|>"
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "GemmaTokenizer"}))
+        with pytest.raises(UnusableText, match=r"has <bos> as bos_token, and tokenizer\.json hasn't\); name what the"):
+            encoded(Chat(str(folder)), TALKS[0])
+
+
 @pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%generation%}", "{%+ generation +%}"])
 def test_a_mark_is_found_however_its_blanks_are_written(tmp_path: Path, tag: str) -> None:
     pytest.importorskip("transformers")

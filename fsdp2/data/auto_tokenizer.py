@@ -17,6 +17,15 @@ from fsdp2.foreign.code import installed_code_only
 PROBES = ("Hello", "It's naïve, ÉCOLE", "a  b\t12345", "def f(x):\n    return x\n", "東京 данные 🙂")
 
 
+def opened(folder: Path) -> Any:
+    """A folder's tokenizer as transformers has it, without code that isn't installed. Raises what transformers does."""
+    from transformers import AutoTokenizer
+
+    with installed_code_only(folder):
+        # Said in any case: unset, transformers asks on the terminal.
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
 def unlike(folder: Path, tokenizer: Any, special: str) -> str:
     """Tell in a clause how AutoTokenizer reads a probe text differently; "" where it doesn't, or can't be asked.
 
@@ -30,15 +39,12 @@ def unlike(folder: Path, tokenizer: Any, special: str) -> str:
         return ""
     try:
         with installed_code_only(folder):
-            from transformers import AutoTokenizer
-
-            # Said in any case: unset, transformers asks on the terminal.
-            opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            auto = opened(folder)
             for text in (*PROBES, *([f"Hello{special}"] if special else [])):
                 ours = tokenizer.encode(text, add_special_tokens=False).ids
-                theirs = opened(text, add_special_tokens=False)["input_ids"]
+                theirs = auto(text, add_special_tokens=False)["input_ids"]
                 if ours != theirs:
-                    return f"{type(opened).__name__} makes {theirs[:8]} of {text!r}, and tokenizer.json {ours[:8]}"
+                    return f"{type(auto).__name__} makes {theirs[:8]} of {text!r}, and tokenizer.json {ours[:8]}"
     except Exception:  # its errors are of no class of their own, and tokenizer.json can be read without it
         return ""
     return ""

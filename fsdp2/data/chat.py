@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 
+from fsdp2.data.auto_tokenizer import opened
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.messages import Contents, conversation, encoded_twice, unseen, with_objects
 from fsdp2.data.reading import Row
@@ -31,6 +32,7 @@ from fsdp2.units import install
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
 # Those of them that hold a tokenizer's template in transformers. The folder has further ones, which have names.
 OWN_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
+TOKENS = re.compile(r"\b(?:bos|cls|eos|mask|pad|sep|unk)_token\b")
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
 TODAY = datetime(2024, 7, 26)
@@ -67,7 +69,7 @@ class Chat:
                 raise UnusableText(f"{module} isn't installed; {install('hf')}")
         self.size, self.end = self._text.size, self._text.end
         self.about = {**self._text.about, "template": str(_template_file(place))}
-        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
+        self.identity = identity_of(b"2" + b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
         self._contents = Contents()
 
@@ -195,9 +197,18 @@ class Chat:
                 # Of this class it is the tokenizer.json as it is, whatever class the folder names.
                 with installed_code_only(self._folder):
                     self._loaded = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+                named = self._loaded.special_tokens_map
+                if unnamed := set(TOKENS.findall(str(self._loaded.chat_template))) - named.keys():
+                    auto = opened(self._folder)
+                    for name in unnamed & auto.special_tokens_map.keys():  # which its class alone knows, as GPT-2's
+                        token = str(auto.special_tokens_map[name])
+                        if [len(tokens) for tokens in self._text.encode([token])] != [1]:
+                            raise ValueError(f"{type(auto).__name__} has {token} as {name}, and tokenizer.json hasn't")
+                        setattr(self._loaded, name, token)
             except Exception as error:  # its errors are of no class of their own
                 reason = " ".join(str(error).split())[:160]
-                raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason})") from None
+                fix = "name what the chat template prints, such as bos_token, in tokenizer_config.json"
+                raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason}); {fix}") from None
         return self._loaded
 
 
