@@ -202,7 +202,7 @@ NO_BORDER = (
         (
             PLAIN,
             {"messages": [*talk("a", "b")["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]},
-            "its message 2 has a weight, and all answers are learned alike here",
+            "its message 2 has weight, by which others learn less of it",
         ),
         (
             PLAIN,

@@ -131,3 +131,61 @@ def test_tools_and_calls_that_are_json_text_are_objects_to_a_template(tmp_path: 
         line["messages"][1] |= {"tool_calls": none, "weight": None}  # as a table has each column in each row
         ((tokens, _),) = encoded(chat, line)
         assert chat._text.decode(tokens).startswith("<s><|user|>")
+
+
+# What a conversation, and its second message, have beside the form that is read -> what the refusal says of it.
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an older call": (
+        {},
+        {"function_call": {"name": "f"}},
+        "its message 2 (assistant) has function_call, and the chat template",
+    ),
+    "a refusal": (
+        {},
+        {"refusal": "no"},
+        "its message 2 (assistant) has refusal, and the chat template prints none of it",
+    ),
+    "thoughts": (
+        {},
+        {"reasoning_content": "so"},
+        "its message 2 (assistant) has reasoning_content, and the chat template",
+    ),
+    "anything": ({}, {"prefix\x1b": True}, "its message 2 (assistant) has prefix"),
+    "no training": ({}, {"train": False}, "its message 2 has train, by which others learn less of it"),
+    "half a loss": ({}, {"loss": 0.5}, "its message 2 has loss, by which"),
+    "an object": ({}, {"content": {"text": "a"}}, "its message 2 has a content that is neither text nor a list"),
+    "a capital": ({}, {"role": "Assistant"}, "its message 2 has the role Assistant, and answers have the role assist"),
+    "another name": ({}, {"role": "gpt"}, "its message 2 has the role gpt, and answers have the role assistant"),
+    "older tools": ({"functions": [{"name": "f"}]}, {}, "line 1 has functions, by which others learn"),
+    "a system": ({"system": "be brief"}, {}, "line 1 has system, by which others learn"),
+    "settings": ({"chat_template_kwargs": {"thinking": True}}, {}, "line 1 has chat_template_kwargs, by which"),
+    "a weight": ({"weight": 0}, {}, "line 1 has weight, by which"),
+    "tools": ({"tools": TOOLS}, {}, "has tools, and the chat template prints none of it"),
+}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_what_would_be_left_out_is_refused(tmp_path: Path, kind: str, marked: bool) -> None:
+    pytest.importorskip("transformers")
+    of_line, of_message, reason = BESIDE[kind]
+    chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION if marked else PLAIN)))
+    line = {**talk("a", "an answer", "b", "c"), **of_line}
+    line["messages"][1] |= of_message
+    with pytest.raises(UnusableText) as refused:
+        encoded(chat, line)
+    assert reason in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_what_means_nothing_or_is_printed_is_taken(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    thinks = PLAIN.replace("{{ message.content }}<", "{{ message.reasoning_content }}{{ message.content }}<")
+    chat = Chat(str(make_tokenizer(tmp_path / "thinks", thinks.replace("{{ bos", "{{ tools }}{{ bos"))))
+    line = talk("a", "an answer")
+    expected = learned(chat, line)
+    line |= {"id": 7, "weight": 1, "train": True, "system": "", "functions": [], "source": "somewhere"}
+    line["messages"][1] |= {"id": "x", "weight": 1.0, "refusal": None, "annotations": [], "prefix": False}
+    assert learned(chat, line) == expected
+    line["messages"][1] |= {"reasoning_content": "so "}
+    assert learned(chat, {**line, "tools": TOOLS}) == "so an answer<|end|>\n"

@@ -100,6 +100,10 @@ def test_counts_of_conversations_are_those_of_their_sequences(tmp_path: Path) ->
     tokens = [len(split.tokens) for split in (made.train, made.test)]  # type: ignore[attr-defined]
     assert counts.startswith("conversations: 40 of ")
     assert f" tokens ({sum(tokens):,} in all); truncated: none, dropped: none" in counts
+    lines = [{**json.loads(line), "sco\x1bre": 1} for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    again = text.load(str(file), 80, 256, Chat(str(file.parent)), apart=True)
+    assert seen.lines(again)[0].endswith(r"; truncated: none, dropped: sco\x1bre")
     assert learned == (
         f"{counted(made.train, tokens[0])}, {len(made.test)} for evaluation; <|end|> ends a turn, learned in 80 of 80 "
         "answers"

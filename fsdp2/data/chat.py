@@ -20,13 +20,13 @@ import numpy
 
 from fsdp2.data.auto_tokenizer import opened
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.messages import Contents, conversation, encoded_twice, unseen, with_objects
+from fsdp2.data.messages import PLAIN, Contents, conversation, encoded_twice, unseen, with_objects
 from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import foreign
 from fsdp2.data.tokenizer_file import DECLARING, FromFile
 from fsdp2.foreign.code import installed_code_only
-from fsdp2.units import install
+from fsdp2.units import install, printable
 
 # What of a tokenizer's folder makes a conversation into tokens.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
@@ -69,7 +69,7 @@ class Chat:
                 raise UnusableText(f"{module} isn't installed; {install('hf')}")
         self.size, self.end = self._text.size, self._text.end
         self.about = {**self._text.about, "template": str(_template_file(place))}
-        self.identity = identity_of(b"2" + b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
+        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
         self._contents = Contents()
 
@@ -128,23 +128,30 @@ class Chat:
         return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
 
     def _require_shown(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
-        """Raise UnusableText if a message's calls, or its content, change nothing of the text: an empty answer would be
+        """Raise UnusableText if the tools, or a part of messages, change nothing of the text: an empty answer would be
         learned, or one to another prompt."""
 
-        def render(some: list[Any]) -> str:
+        def render(some: list[Any], tools: Any = tools) -> str:
             try:
                 return self._rendered(some, tools, where)[0]
             except UnusableText:  # so the template looks at them
                 return ""
 
-        calls = [(at, "tool_calls") for at, message in enumerate(messages) if message.get("tool_calls")]
-        for at, part in calls + [(at, "content") for at in unseen(messages, text, render)]:
-            changed = {**messages[at], part: type(messages[at][part])()}
-            if render([*messages[:at], changed, *messages[at + 1 :]]) == text:
-                raise UnusableText(
-                    f"{where}: its message {at + 1} ({messages[at]['role']}) has {part}, and the chat template prints "
-                    "none of it; give a template that does, or leave the conversation out"
-                )
+        def unprinted(part: str, places: Sequence[int]) -> bool:
+            some = [{**one, part: type(one[part])()} if at in places else one for at, one in enumerate(messages)]
+            return render(some) == text
+
+        have = {part: [at for at, one in enumerate(messages) if one.get(part)] for one in messages for part in one}
+        tried = [("tool_calls", [at]) for at in have.get("tool_calls", [])]
+        tried += [("content", [at]) for at in unseen(messages, text, render)]
+        tried += [(part, places) for part, places in sorted(have.items()) if places and part not in PLAIN]
+        found = [(part, places[0]) for part, places in tried if unprinted(part, places)]
+        what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for part, at in found]
+        if what := what or ["has tools"] * bool(tools and render(messages, None) == text):
+            raise UnusableText(
+                f"{where}: {printable(what[0][:80])}, and the chat template prints none of it; give a template that "
+                "does, or leave it out"
+            )
 
     def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,14 @@ from typing import Any
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.reading import Row
 
+# Keys by which others leave something out of the loss, and of a line, those that they give to the template.
+LEARNED = ("weight", "train", "training", "loss")
+OF_A_PROMPT = ("functions", "function_call", "system", "chat_template_kwargs", "documents")
+USUAL: tuple[Any, ...] = (None, 1, "", [], {})
+ANSWERS = ("assistant", "model", "gpt", "bot", "ai")  # as other forms of data call who answers
+# Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
+PLAIN = {"role", "content", "tool_calls", "name", "tool_call_id", *LEARNED}
+PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp", "created_at", "language", "metadata"}
 # As Python and JSON show a part of a content.
 SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")
 
@@ -31,25 +39,37 @@ def conversation(row: Row) -> tuple[list[Any], list[Any] | None]:
     if not isinstance(messages, list) or not messages:
         has = f"; it has {', '.join(list(map(str, line))[:5])}" if isinstance(line, dict) else ""
         raise UnusableText(f'{row.where}: has no "messages": [{{"role": …, "content": …}}, …]{has}')
+    _require_usual(line, (*LEARNED, *OF_A_PROMPT), row.where)
     found = []
     for number, message in enumerate(messages, 1):
         where = f"{row.where}: its message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role")
-        if message.get("weight") not in (None, 1):  # of OpenAI's form: what is left out of the loss
-            raise UnusableText(
-                f"{where} has a weight, and all answers are learned alike here; end the conversation before it, or "
-                "drop the weight to learn it"
-            )
+        role = message["role"]
+        if role != "assistant" and role.strip().lower() in ANSWERS:
+            raise UnusableText(f"{where} has the role {role}, and answers have the role assistant; rename it")
+        _require_usual(message, LEARNED, where)
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(message.get("content"), list):
-            message["content"] = _parts(message["content"], where)
+        if isinstance(content := message.get("content", ""), list):
+            message["content"] = _parts(content, where)
+        elif not isinstance(content, str):
+            raise UnusableText(f"{where} has a content that is neither text nor a list of parts; write it as text")
         if isinstance(calls := message.get("tool_calls"), str):
             message["tool_calls"] = _objects(calls, f"{where} has tool_calls")
             message = {key: value for key, value in message.items() if key != "tool_calls" or value}
         found.append(message)
     return found, _objects(line.get("tools"), f"{row.where}: has tools") or None
+
+
+def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:
+    """Raise UnusableText for a key by which others learn something else, unless its value means nothing."""
+    for key in keys:
+        if table.get(key, 1) not in USUAL:
+            raise UnusableText(
+                f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned alike "
+                "here, to messages and tools alone; drop it"
+            )
 
 
 def _parts(content: list[Any], where: str) -> list[Any]:

@@ -23,14 +23,14 @@ from fsdp2.data.reading import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.windows import Conversations, Documents
 
-FORMAT = 7
+FORMAT = 8
 META = "meta.json"
 SPLITS = ("train", "test")
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
 MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token that ends a turn
 DTYPES = ("uint8", "uint16", "uint32")
 NAMES = {"format", "kind", "tokenizer", "begin", "field", "source", "content", "dtype"}
-NAMES |= {"documents", "tokens", "characters", "empty", "turns", "unlike", "files"}
+NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files"}
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -82,9 +82,7 @@ def dtype_of(encoder: Encoder) -> Any:
 
 def source_of(files: Sequence[File], encoder: Encoder) -> str:
     """Says which files in which state are made into tokens, and how."""
-    # Conversations in the cache may be of a time when what a template leaves out of them wasn't refused.
-    kind = "chat, all printed" if encoder.kind == "chat" else encoder.kind
-    how = kind, encoder.identity, encoder.begin, encoder.field
+    how = encoder.kind, encoder.identity, encoder.begin, encoder.field
     return identity_of(repr((FORMAT, list(files), *how)).encode())
 
 
@@ -124,7 +122,7 @@ def _require_form(meta: dict[str, Any]) -> None:
     """
     if odd := sorted(NAMES ^ meta.keys()):
         raise ValueError(f"it says {'more' if odd[0] in meta else 'no'}: {odd[0][:40]}")
-    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source", "unlike")]
+    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source", "beside", "unlike")]
     if meta["kind"] != "chat":
         words.append(meta["field"])
     if not all(type(word) is str and len(word) <= MOST for word in words):

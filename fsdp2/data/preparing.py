@@ -23,7 +23,18 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import File
-from fsdp2.data.prepared import FORMAT, META, SPLITS, Encoder, dtype_of, files_of, is_prepared, read_meta, source_of
+from fsdp2.data.prepared import (
+    FORMAT,
+    META,
+    MOST,
+    SPLITS,
+    Encoder,
+    dtype_of,
+    files_of,
+    is_prepared,
+    read_meta,
+    source_of,
+)
 from fsdp2.data.reading import Row, rows_of
 from fsdp2.data.splits import identity_of
 from fsdp2.data.turns import Turns
@@ -134,6 +145,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "tokens": output.tokens,
         "characters": output.characters,
         "empty": output.empty,
+        "beside": ", ".join(sorted(output.beside))[:MOST],
         "turns": output.turns,
         "unlike": encoder.unlike(),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
@@ -168,6 +180,7 @@ class _Output:
         content: says which documents came.
         tokens, documents, targets: by split.
         characters, empty: of documents of text, and how many documents hold none.
+        beside: keys of conversations' lines that nothing reads.
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
     """
 
@@ -178,6 +191,7 @@ class _Output:
         self.content, self.characters, self.empty = "", 0, 0
         self.tokens, self.documents, self.targets = (dict.fromkeys(SPLITS, 0) for _ in range(3))
         self.turns: dict[str, list[int]] = {}
+        self.beside: set[str] = set()
 
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
         if not len(tokens) and not self._inside:
@@ -191,6 +205,7 @@ class _Output:
         self.tokens[split] += len(tokens)
         self._files[f"{split}.bin"].write(tokens.tobytes())
         if learn is not None:
+            self.beside |= row.content.keys() - {"messages", "tools"}
             self.targets[split] += int(learn[1:].sum())  # nothing comes before the first
             self._files[f"{split}-learn.bin"].write(learn.tobytes())
             for token, learned in self._turns(tokens, learn) if self._turns else ():

@@ -31,7 +31,8 @@ def lines(dataset: Dataset) -> list[str]:
     shortest, longest, cut = _sizes(train, test)
     sizes = f"{sum(about['documents'].values()):,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
     if about["kind"] == "chat":
-        counts = f"conversations: {sizes}); truncated: none, dropped: none"
+        beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
+        counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
         return [counts, f"{share}; {_turn(dataset)}", _tokenizer(about), *warnings(about, dataset.classes)]
     left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
