@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from migration.prove.compare import FIRST, LATER, LEFT, apart
 from migration.prove.fingerprint import Print, total
+from migration.prove.habits import FIRST as UNSYNCHRONISED
+from migration.prove.habits import HABITS, NOTES, Named
 from migration.prove.record import Place, Record
 
 
@@ -41,6 +43,11 @@ def faults(one: Record, several: Record) -> list[Fault]:
     return []
 
 
+def notes(one: Record, several: Record) -> list[Fault]:
+    """Name what is no fault and yet nobody's intention."""
+    return [Fault(*named) for rule in NOTES if (named := rule(one, several))]
+
+
 def scales(one: Record, several: Record) -> dict[str, tuple[float, float]]:
     """Of each parameter how many times as large as one rank's its gradient is in the first step, and how far from
     exactly that, in units of its norm; empty where ranks start from other weights or get other samples."""
@@ -58,9 +65,6 @@ def larger(one: Record, several: Record) -> float:
             counts = [[len(record.samples(by, step)) for record in (several, one)] for by in one.sources[:2]]
             return min(together / alone for together, alone in counts if alone)
     return 1.0
-
-
-Named = tuple[str, str] | None  # a fault's kind and text
 
 
 def _steps(one: Record, several: Record) -> range:
@@ -312,10 +316,12 @@ def _losses(one: Record, several: Record) -> Named:
 # Each group only where the ones before it found nothing.
 GROUPS: list[list[Callable[[Record, Record], Named]]] = [
     [_unset, _weights, _same_data, _settings, _left],
+    UNSYNCHRONISED,
     [_drift, _norms, _unheld, _buffers],
+    HABITS,
     [_samples],
     [_gradients],
     [_updates],
     [_losses],
 ]
-ALONE = 3  # groups that say something where the samples aren't the same
+ALONE = 5  # groups that say something where the samples aren't the same

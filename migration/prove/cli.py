@@ -18,7 +18,7 @@ from fsdp2.options.values import checked, whole
 from fsdp2.units import printable
 from fsdp2_tools import results
 from fsdp2_tools.compare.report import terminal
-from migration.prove.against_one import Fault, Incomparable, faults, larger, scales
+from migration.prove.against_one import Fault, Incomparable, faults, larger, notes, scales
 from migration.prove.compare import FAULT, Verdict, compare
 from migration.prove.launch import SPAWNS, Failed, Program
 from migration.prove.record import Record
@@ -82,13 +82,14 @@ def divided(arguments: list[str], ranks: int) -> list[str]:
 @dataclass
 class AgainstOne:
     """`enlarged`: by what the batches of loaders were multiplied on one rank, so that the global batch is the same.
-    `parameters`: with --parameters, of each its gradient's scale and its dtypes."""
+    `parameters`: with --parameters, of each its gradient's scale and its dtypes. `notes`: of what is no fault."""
 
     steps: int
     ranks: int
     faults: list[Fault]
     enlarged: int
     parameters: list[dict[str, Any]]
+    notes: list[Fault]
 
     @property
     def status(self) -> int:
@@ -102,6 +103,7 @@ class AgainstOne:
         if self.enlarged > 1:
             lines.append(f"one rank's loaders take {self.enlarged} times the batch, as {self.enlarged} ranks do")
         lines += [f"{fault.kind}: {fault.text}" for fault in self.faults]
+        lines += [f"note: {note.kind}: {note.text}" for note in self.notes]
         if self.parameters:
             rows = [row.values() for row in self.parameters]
             words = [[f"{one:.6g}" if isinstance(one, float) else one or "-" for one in row] for row in rows]
@@ -123,7 +125,8 @@ def against_one(alone: Program, several: Program, steps: int, folder: Path, *, p
         one, enlarged = alone.record(folder / "enlarged", **how, batch_times=factor), factor
     try:
         rows = _parameters(one, many) if parameters else []
-        return AgainstOne(min(one.steps, many.steps), several.ranks, faults(one, many), enlarged, rows)
+        found = faults(one, many)
+        return AgainstOne(min(one.steps, many.steps), several.ranks, found, enlarged, rows, notes(one, many))
     except Incomparable as error:
         right = "what needs no comparison with one rank is right: weights, replicas, norms, buffers, settings"
         raise Failed(f"{name}: {error}; {right}") from None

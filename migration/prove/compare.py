@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from migration.prove.fingerprint import total
-from migration.prove.record import Record
+from migration.prove.record import Event, Record
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
 FAULT = "different by this cause alone"  # shown by a run without it
@@ -135,7 +135,7 @@ def _differences(before: Record, after: Record) -> Iterator[Difference]:
             yield Difference(step, "norm", before=before.norm(step), after=after.norm(step), relative=off)
         yield from _of_tensors(before, after, step, "gradient", "gradient of")
         for ours, theirs in zip(before.of(0, "settings", step), after.of(0, "settings", step), strict=False):
-            yield from _of_settings(step, ours["groups"], theirs["groups"])
+            yield from _of_settings(step, ours, theirs)
         yield from _of_tensors(before, after, step, "after", "parameter")
         yield from _of_buffers(before, after, step)
     if before.steps != after.steps:
@@ -173,14 +173,15 @@ def _of_buffers(before: Record, after: Record, step: int) -> Iterator[Difference
                 yield Difference(step, "buffer", name, rank, relative=a.distance(b) / (max(a.norm, b.norm) or 1.0))
 
 
-def _of_settings(step: int, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[Difference]:
-    """Of what both have: other optimizers of torch, such as fused ones, have other flags and the same mathematics."""
-    if len(before) != len(after):
-        yield Difference(step, "parameter groups", before=len(before), after=len(after))
-    for number, (ours, theirs) in enumerate(zip(before, after, strict=False)):
+def _of_settings(step: int, before: Event, after: Event) -> Iterator[Difference]:
+    """By parameter, of what both have: other optimizers of torch, such as fused ones, have other flags and the same
+    mathematics."""
+    for name in sorted(before["of"].keys() & after["of"].keys()):
+        ours, theirs = (one["groups"][one["of"][name]] for one in (before, after))
+        of = f"group {before['of'][name]}" if before["of"][name] == after["of"][name] else name
         for key in sorted((ours.keys() & theirs.keys()) - {"foreach", "fused", "capturable"}):
             if ours[key] != theirs[key]:
-                yield Difference(step, "settings", f"{key} of group {number}", before=ours[key], after=theirs[key])
+                yield Difference(step, "settings", f"{key} of {of}", before=ours[key], after=theirs[key])
 
 
 Cause = tuple[str, str | None]  # and the cure
@@ -240,8 +241,39 @@ def _left(before: Record, after: Record, first: Difference) -> Cause | None:
     return f"in AFTER {LEFT}", None
 
 
+def _other_samples(before: Record, after: Record, first: Difference) -> Cause | None:
+    if first.what != "samples":
+        return None
+    by = next(source for source in before.sources if source in after.sources)
+    ours, theirs = ([sorted(one.samples(by, step)) for step in range(1, one.steps + 1)] for one in (before, after))
+    if ours[0] == theirs[0]:
+        return "all ranks together get the same samples, each other ones: does the order of ranks differ?", None
+    if sorted(itertools.chain(*ours)) == sorted(itertools.chain(*theirs)):
+        return "the same samples come in another order: does the seed of the sampler differ, or set_epoch()?", None
+    return "the ranks get other samples: see the sampler, the size of a batch and the seed", None
+
+
+def _times(before: Record, after: Record, first: Difference) -> Cause | None:
+    """One factor between all losses of the first step, while weights and samples are the same."""
+    pairs = [
+        pair
+        for rank in range(len(before.ranks))
+        for pair in zip(before.losses(rank, 1), after.losses(rank, 1), strict=False)
+    ]
+    if first.what != "loss" or first.step != 1 or not pairs or not all(one and other for one, other in pairs):
+        return None
+    factor, ranks = pairs[0][1] / pairs[0][0], len(before.ranks)
+    if apart(factor, 1.0) <= FIRST[True] or any(apart(other, factor * one) > FIRST[False] for one, other in pairs):
+        return None
+    size = {ranks: "the number of ranks", len(before.losses(0, 1)): "the number of microbatches"}
+    known = next(
+        (f": {text}" for n, text in size.items() if n > 1 and min(apart(factor, n), apart(factor, 1 / n)) < 1e-4), ""
+    )
+    return f"the loss that AFTER passes to backward() is {factor:.6g} times that of BEFORE{known}", None
+
+
 CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
-FAULTS: list[Rule] = [_seeds, _kept_gathered, _never_together, _left]
+FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _left]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from migration.prove.dtypes import dtypes
 from migration.prove.fingerprint import rows
+from migration.prove.habits import Habits, is_reordered, norms_of, whole_gradients
 from migration.prove.parts import Cuts, Part, buffers, described, fsdp1_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
@@ -42,7 +43,10 @@ class Recorder:
 
     data: what a loader gave or a model got (`by`) where gradients were wanted: `rows`, hashes of its samples; and
         `trimmed`, of samples without what may be padding. By `index`: what a loader's sampler drew.
-    epoch: a loader came to its end.
+    epoch: a loader came to its end; whether it is `reordered` in each, by a sampler's set_epoch.
+    schedule: a learning rate's schedule was stepped: `of`, which.
+    evaluates: batch norm that is trained also learned from an evaluation.
+    unreduced: before a step a gradient had another shape than its parameter. It ends the record.
     forward: a model with parameters was called.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
     backward: `value`, the sum of what is passed to it.
@@ -50,8 +54,9 @@ class Recorder:
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
         `buffers`.
     dtypes: after the first step; `of` by name, see `dtypes.py`.
-    settings: of each parameter group before each step; whether the optimizer `holds` any parameter of the models.
-    facts: before the first step; the rank, the ranks, and what the causes in `compare` ask about.
+    settings: of each parameter group before each step; `of`, the number of each parameter's group, by name; which are
+        `frozen`; whether the optimizer `holds` any parameter of the models.
+    facts: before the first step; the rank, the ranks, and what rules ask about.
     """
 
     def __init__(self, folder: Path, steps: int, cuts: Cuts | None = None, batch_times: int = 1) -> None:
@@ -71,6 +76,7 @@ class Recorder:
         self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": [], "draws": False}
         self._lines: list[str] = []
         self._hooks = ExitStack()
+        self._habits = Habits()
 
     def write(self, kind: str, **fields: Any) -> None:
         self._lines.append(json.dumps({"kind": kind, "step": self.step, **fields}))
@@ -96,6 +102,7 @@ class Recorder:
             self._around(clipping, "clip_grad_norm_", self._clip)
         self._around(DataLoader, "__iter__", self._iterate)
         self._around(BatchSampler, "__iter__", self._draw)
+        self._around(torch.optim.lr_scheduler.LRScheduler, "step", self._schedule)
         if self.batch_times > 1:
             self._around(DataLoader, "__init__", self._larger_batches)
         return self
@@ -158,7 +165,13 @@ class Recorder:
         return result
 
     def _iterate(self, theirs: Any, loader: Any) -> Any:
-        return self._recorded(theirs(loader), id(loader.batch_sampler))  # made at once: it draws a seed
+        return self._recorded(
+            theirs(loader), id(loader.batch_sampler), is_reordered(loader)
+        )  # at once: it draws a seed
+
+    def _schedule(self, theirs: Any, schedule: Any, *arguments: Any, **named: Any) -> Any:
+        self.write("schedule", of=id(schedule))
+        return theirs(schedule, *arguments, **named)
 
     def _draw(self, theirs: Any, sampler: BatchSampler) -> Iterator[list[int]]:
         drawn = self._drawn[id(sampler)] = []
@@ -166,7 +179,7 @@ class Recorder:
             drawn.append(batch)
             yield batch
 
-    def _recorded(self, batches: Any, sampler: int) -> Iterator[Any]:
+    def _recorded(self, batches: Any, sampler: int, reordered: bool) -> Iterator[Any]:
         for batch in batches:
             drawn = self._drawn.get(sampler)  # workers are ahead
             indices = drawn.pop(0) if drawn else []
@@ -176,7 +189,7 @@ class Recorder:
                     self.write("data", by="index", rows=indices, trimmed=indices)
             yield batch
         if torch.is_grad_enabled():
-            self.write("epoch")
+            self.write("epoch", reordered=reordered)
 
     def _data(self, by: str, batch: Any) -> bool:
         found, trimmed = rows(batch), rows(batch, trimmed=True)
@@ -194,6 +207,8 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         self._calls += 1
+        if not self._in_backward and self._habits.called(module, outermost=self._calls == 1, first_step=self.step == 1):
+            self.write("evaluates")
         training = torch.is_grad_enabled() and not self._in_backward  # where it would be recomputed
         if self._calls == 1 and training and any(one.requires_grad for one in module.parameters()):
             if not any(one is module for one in self._called):
@@ -228,7 +243,12 @@ class Recorder:
         if self.step == 1:
             self._state("before", gradient=False)
             split = any(map(split_otherwise, self._roots))
-            self.write("facts", **self._facts, **_standing(), **fsdp1_facts(self._roots), split_otherwise=split)
+            norms = [name for root in self._roots for name in norms_of(root)]
+            facts = self._facts | self._habits.facts | _standing() | fsdp1_facts(self._roots)
+            self.write("facts", **facts, split_otherwise=split, norms=norms)
+        if whole_gradients(held):
+            self.write("unreduced")
+            raise Enough(0)
         self._state("gradient", gradient=True)
         groups = [
             {
@@ -244,7 +264,9 @@ class Recorder:
                 mine = [one for group in optimizer.param_groups for one in group["params"] if id(one) in own]
                 self._held[root, optimizer] = mine
         holds = any(mine for (_, holder), mine in self._held.items() if holder is optimizer)
-        self.write("settings", groups=groups, holds=holds)
+        numbers = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+        of = {part.name: numbers[part.of] for _, mine in self._each(parts) for part in mine if part.of in numbers}
+        self.write("settings", groups=groups, holds=holds, of=of, frozen=self._frozen({id(one) for one in held}))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1
@@ -261,6 +283,11 @@ class Recorder:
         self.flush()
         if self.step > self.steps:
             raise Enough(0)
+
+    def _frozen(self, held: set[int]) -> list[str]:
+        """Parameters that an optimizer holds and that ask for no gradient."""
+        frozen = {id(one) for root in self._roots for one in root.parameters() if not one.requires_grad}
+        return [part.name for _, mine in self._each(parts) for part in mine if part.of in frozen & held]
 
     def _find(self, parameters: Iterable[int]) -> None:
         """The models that these belong to, by their `id` and in the order of these, are in use in this step."""

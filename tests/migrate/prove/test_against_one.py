@@ -22,16 +22,22 @@ HERE = Path(__file__).parent
 NAMED = {
     "batch_norm": "buffers",
     "buffer_never_set": "never-set",
+    "decayed_norm": "decayed-norms",
     "dropped_samples": "dropped-samples",
+    "evaluation_in_training": "evaluation",
+    "frozen_moves": "frozen",
+    "gradients_averaged_twice": "factor",
     "gradients_kept": "kept-gradients",
     "loss_over_world": "factor",
     "loss_times_world": "factor",
     "lr_by_world": "settings",
     "mean_of_means": "gradients",
+    "never_synchronised": "never-synchronised",
     "norm_by_hand": "norm-of-shards",
     "norm_of_shards": "norm-of-shards",
     "optimizer_before_sharding": "not-in-the-optimizer",
     "optimizer_of_shards": "updates",
+    "order_of_epochs": "same-order",
     "own_order": "repeated-samples",
     "padded": "gradients",
     "partial_norm": "drift",
@@ -39,6 +45,7 @@ NAMED = {
     "plateau": "settings",
     "repeated_samples": "repeated-samples",
     "same_data": "same-data",
+    "schedule_by_microbatch": "schedule",
     "two_models": "drift",
     "uneven": "dropped-samples",
     "weights_by_rank": "different-weights",
@@ -81,6 +88,18 @@ for batch in BATCHES:
 dist.destroy_process_group()
 """
 SAMPLED = "DataLoader(data, batch_size=4, sampler=sampler)"
+
+
+@pytest.mark.parametrize(("seed", "kinds"), [("0", ["same-dropout"]), ("rank", [])])
+def test_equal_masks_are_said_and_are_no_fault(ranks: Ranks, tmp_path: Path, seed: str, kinds: list[str]) -> None:
+    script = tmp_path / "program.py"
+    text = PROGRAM.replace("nn.Linear(6, 3)", "nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))").replace("LOSS", "")
+    text = text.replace("seed(rank)", f"seed({seed})").replace("BATCHES", "data.split(8)").replace("(batch ", "(batch")
+    script.write_text(text.replace("model(batch)", "model(batch.chunk(world)[rank])"))
+    alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
+    found = against_one(alone, several, 4, tmp_path)
+    assert (found.status, [note.kind for note in found.notes]) == (0, kinds), found.text()
+    assert ("note: same-dropout: all ranks draw the same masks" in found.text()) == bool(kinds)
 
 
 @pytest.mark.parametrize(

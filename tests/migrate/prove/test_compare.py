@@ -40,7 +40,7 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
         if norms:
             events.append({"kind": "clip", "step": step, "norm": norms[step - 1], "low": False})
         events.append(state(step, "gradient", WEIGHT, name))
-        events.append({"kind": "settings", "step": step, "groups": [{"lr": 0.1, **settings}], "holds": True})
+        events.append({"kind": "settings", "step": step, "groups": [{"lr": 0.1, **settings}], "of": {name: 0}})
         events.append(state(step, "after", WEIGHT * (1 + loss), name))
     return Record([events])
 

@@ -31,6 +31,10 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
         ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
         ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),
         ("hybrid", FAULT, "HYBRID_SHARD with shards of one rank never synchronises its replicas"),
+        ("loss-over-world", DIFFERENT, "passes to backward() is 0.5 times that of BEFORE: the number of ranks"),
+        ("other-ranks", DIFFERENT, "all ranks together get the same samples, each other ones"),
+        ("other-seed", DIFFERENT, "the ranks get other samples"),
+        ("decay", DIFFERENT, "settings weight_decay of blocks.0.inner.bias: 0.01 before, 0.0 after"),
         ("model-zero", DIFFERENT, "model.zero_grad() between forward and backward doesn't reach parameters"),
         ("rate", DIFFERENT, None),
         ("loss", DIFFERENT, None),
@@ -39,7 +43,7 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
 def test_the_cause_is_named(ranks: Ranks, tmp_path: Path, case: str, verdict: str, cause: str | None) -> None:
     found = proven(ranks, tmp_path, case)
     assert found.verdict == verdict
-    assert cause is None or cause in (found.cause or "")
+    assert cause is None or cause in f"{found.first and found.first.line()}; {found.cause}"
     assert found.status == (1 if verdict == DIFFERENT else 0)
 
 

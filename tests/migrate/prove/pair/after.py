@@ -44,11 +44,17 @@ model = Net()
 for block in model.blocks:
     fully_shard(block, mesh=mesh, reshard_after_forward=case != "late-zero")
 fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2 if case == "rate" else 1e-2)
-torch.manual_seed(dist.get_rank())
+groups = [{"params": list(model.parameters())}]
+if case == "decay":  # not of what has one dimension, as under FSDP1 all has
+    groups = [
+        {"params": [one for one in model.parameters() if one.ndim > 1]},
+        {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+optimizer = torch.optim.AdamW(groups, lr=2e-2 if case == "rate" else 1e-2)
+torch.manual_seed({"other-ranks": 1 - dist.get_rank(), "other-seed": 7}.get(case, dist.get_rank()))
 for _ in range(5):
     inputs = torch.randn(4, 6)
-    loss = model(inputs, case == "shared").square().mean() * (1.001 if case == "loss" else 1)
+    loss = model(inputs, case == "shared").square().mean() * {"loss": 1.001, "loss-over-world": 1 / world}.get(case, 1)
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
