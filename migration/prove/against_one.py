@@ -7,13 +7,13 @@ have other gradients too, which says nothing more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from migration.prove.compare import FIRST, LATER, LEFT, apart
 from migration.prove.fingerprint import Print, total
 from migration.prove.habits import FIRST as UNSYNCHRONISED
-from migration.prove.habits import HABITS, NOTES, Named
+from migration.prove.habits import HABITS, NOTES, Named, Rule
 from migration.prove.record import Place, Record
 
 
@@ -314,7 +314,7 @@ def _losses(one: Record, several: Record) -> Named:
 
 
 # Each group only where the ones before it found nothing.
-GROUPS: list[list[Callable[[Record, Record], Named]]] = [
+GROUPS: list[list[Rule]] = [
     [_unset, _weights, _same_data, _settings, _left],
     UNSYNCHRONISED,
     [_drift, _norms, _unheld, _buffers],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 SHUFFLED = 4  # indices; fewer may come in one order twice by chance
 Named = tuple[str, str] | None  # a fault's kind and text
+Rule = Callable[[Record, Record], Named]
 
 
 class Habits:
@@ -152,6 +153,6 @@ def _dropout(_: Record, several: Record) -> Named:
     return None
 
 
-FIRST = [_unsynchronised]  # which leads to others
-HABITS = [_schedule, _order, _evaluation, _frozen, _decayed_norms]
-NOTES = [_dropout]  # most programs do so, and on average it changes nothing
+FIRST: list[Rule] = [_unsynchronised]  # which leads to others
+HABITS: list[Rule] = [_schedule, _order, _evaluation, _frozen, _decayed_norms]
+NOTES: list[Rule] = [_dropout]  # most programs do so, and on average it changes nothing
