@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp1_interface.arguments import Unsupported
+from fsdp1_interface.explain import original_class
 
 _replaced: dict[int, weakref.ref[nn.Parameter]] = {}
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -63,8 +64,8 @@ def _follow(moved: dict[nn.Parameter, nn.Parameter]) -> None:
 
 
 def was_flat(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
-    trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-    flat = Flat(type(unit).__name__.removeprefix("FSDP").removeprefix("FSDP1"), len(trained))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    flat = Flat(original_class(unit).__name__, len(trained))
     for parameter in trained:
         parameter._fsdp1_flat = flat  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsdp1_interface import optimizers
 from fsdp1_interface.arguments import Arguments, Unsupported
@@ -35,9 +35,13 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
                 "FSDP1's for that reason"
             )
         fully_shard(prepare(module), **options)
+        _named_as_fsdp1(type(module))
+        inner = own_modules(module, unit.ignored)
+        parameters = dict.fromkeys(p for part in inner for p in part.parameters(recurse=False))
+        for parameter in parameters.keys() - unit.ignored.parameters:
+            parameter._fsdp_flattened = True  # type: ignore[attr-defined]
         if not unit.arguments.use_orig_params:
-            inner = own_modules(module, unit.ignored)
-            optimizers.was_flat(module, [p for part in inner for p in part.parameters(recurse=False)])
+            optimizers.was_flat(module, list(parameters))
 
     with optimizers.watching(model, arguments.use_orig_params):
         plan = shard_units(model, arguments, sharding)
@@ -48,6 +52,15 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
             for name in getattr(unit_of(module), "buffer_dtypes", ())]  # fmt: skip
     what = f"FSDP({original_class(model).__name__}, …)"
     say(what, constructor_code(model, names, plan, arguments, unit.ignored, cast, on_meta))
+
+
+def _named_as_fsdp1(made: type) -> None:
+    """Programs ask for FSDP1's class by its name and module: a sharded module's own class, which is made for it alone,
+    has those of the class that it was made by."""
+    own = next(i for i, cls in enumerate(made.__mro__) if "_fsdp1_original" in cls.__dict__)
+    by = made.__mro__[own + 1]
+    theirs = FullyShardedDataParallel if by.__module__.startswith(__package__) else by
+    made.__name__, made.__qualname__, made.__module__ = theirs.__name__, theirs.__qualname__, theirs.__module__
 
 
 def require_fine_sums(modules: Iterable[nn.Module]) -> None:

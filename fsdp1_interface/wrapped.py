@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision
 
-from fsdp1_interface import gradients, optimizer_states
+from fsdp1_interface import gradients, mixing, optimizer_states
 from fsdp1_interface.arguments import Arguments, Unsupported
 from fsdp1_interface.clip import clip_grad_norm
-from fsdp1_interface.explain import original_class, say
+from fsdp1_interface.explain import original_class, say, warn
 from fsdp1_interface.full_params import full_params
 from fsdp1_interface.sharding import Unit, require_fine_sums, shard, unit_of
 from fsdp1_interface.states import StateDicts, register_hooks
@@ -76,10 +76,19 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         given |= {name: value for name, value in old.items() if value is not None}
         try:
             shard(module, Arguments(**given), lambda part: register_hooks(_as_instance(part, FullyShardedDataParallel)))
+            mixing.explained()
         except BaseException:
             if not isinstance(module, FSDPModule):
                 module.__class__ = original_class(module)
             raise
+
+    def _get_name(self) -> str:
+        return original_class(self).__name__
+
+    def __repr__(self) -> str:
+        """As FSDP1 prints it, with a wrapper, for who looks for one in it."""
+        inner = super().__repr__().replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  (_fsdp_wrapped_module): {inner}\n)" if unit_of(self) else inner
 
     def __getattr__(self, name: str) -> Any:
         # Asked last, when the model has no such name: what FSDP1's wrapper has.
@@ -205,7 +214,15 @@ ATTRIBUTES: dict[str, Callable[[nn.Module, Unit], Any]] = {
     "process_group": lambda module, unit: unit.process_group,
     "rank": lambda module, unit: unit.process_group.rank(),
     "world_size": lambda module, unit: unit.process_group.size(),
+    "params": lambda module, unit: _params(module, unit),
 }
+
+
+def _params(module: nn.Module, unit: Unit) -> list[nn.Parameter]:
+    warn(f".params: FSDP1 had this unit's in one flat parameter, of which a rank had a part. {_NOT_FLAT}")
+    found = (parameter for part in own_modules(module, unit.ignored) for parameter in part.parameters(recurse=False))
+    return [parameter for parameter in dict.fromkeys(found) if parameter not in unit.ignored.parameters]
+
 
 WRAPPER = torch.distributed.fsdp.FullyShardedDataParallel
 _GIVEN = "what FSDP was given is in .sharding_strategy, .mixed_precision and so on, and check_is_root() knows the root"
@@ -219,7 +236,7 @@ _IN_ORDER = (
     "set_modules_to_backward_prefetch() say what is gathered early"
 )
 INNER_PARTS = {
-    **dict.fromkeys(("params", "flat_params", "_flat_param", "flat_param"), _NOT_FLAT),
+    **dict.fromkeys(("flat_params", "_flat_param", "flat_param"), _NOT_FLAT),
     **dict.fromkeys(("_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle"), _GATHERED),
     **dict.fromkeys(("_streams", "_exec_order_data", "_unshard_stream", "_post_backward_stream"), _IN_ORDER),
     "training_state": "FSDP2 tells nobody what it is doing; hooks of modules run before and after forward and backward",

@@ -161,7 +161,8 @@ IN_CODE = rows(
         "DTensors: gradient.to_local(), or gradient.full_tensor() on every rank",
         DECIDE,
         "With FSDP1 a gradient was this rank's shard, plain. A norm that is summed over ranks by hand would count it "
-        "twice.",
+        "twice, and a plain tensor takes none in place. The norm over all ranks is torch.nn.utils.get_total_norm(the "
+        "gradients).full_tensor(), or the interface's model.clip_grad_norm_(inf).",
     ),
     (
         "parameters of sharded models changed by hand",
@@ -215,7 +216,8 @@ IN_CODE = rows(
         "unit.params",
         "the group's own parameters",
         EXACT,
-        "FSDP1 kept them in one flat parameter. FSDP2 has them one by one, as shards once the group isn't gathered.",
+        "FSDP1 kept them in one flat parameter. FSDP2 has them one by one, as shards once the group isn't gathered. "
+        "The interface's `params` are these.",
     ),
     (
         "zero_grad() of a sharded model",

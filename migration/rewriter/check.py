@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from fsdp2.units import printable
 from migration.rewriter.configs import Config, read_config
 from migration.rewriter.edits import Undecided
 from migration.rewriter.finding import Finding, make, of, sort
+from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 from migration.rewriter.rewrite import Result, rewrite
-from migration.rewriter.source import Source, Unreadable, find, read
+from migration.rewriter.source import Source, find, read, why_not
 from migration.rewriter.symbols import SURE_IMPORTS
 from migration.rewriter.taken import BLOCKS
 
@@ -30,8 +32,8 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
         if path.suffix in (".py", ".ipynb"):
             try:
                 sources.append(read(path))
-            except Unreadable as error:
-                notes.append(f"{printable(str(path))}: {error}; left out")
+            except Exception as error:
+                notes.append(f"{printable(str(path))}: {why_not(error)}; left out")
     program = Program(sources)
     program.relevant()
     return program, notes
@@ -44,10 +46,10 @@ def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config
     for path in files:
         if path.suffix in (".yaml", ".yml", ".json"):
             try:
-                if (config := read_config(read(path))) is not None:
+                if (config := read_config(read(path))) is not None and [config.findings(), config.rewritten()]:
                     found.append(config)
-            except Unreadable as error:
-                notes.append(f"{printable(str(path))}: {error}; left out")
+            except Exception as error:
+                notes.append(f"{printable(str(path))}: {why_not(error)}; left out")
     return found, notes
 
 
@@ -69,13 +71,34 @@ SEARCHED = 256 << 20  # bytes; a larger file may hold it
 
 def account(program: Program) -> list[Finding]:
     """Each use of FSDP1 in a program, and what becomes of it."""
-    return of(rewrite(program, texts=False).account)
+    return of(_moved(program, texts=False).account)
+
+
+def _moved(program: Program, *, texts: bool) -> Result:
+    """The program rewritten, without the files in which a rule fails: one of them doesn't keep the others."""
+    while True:
+        try:
+            return rewrite(program, texts=texts)
+        except Exception as error:
+            if (module := _at_hand(error)) is None:
+                raise
+            program.leave_out(module.path.resolve(), why_not(error))
+
+
+def _at_hand(error: Exception) -> Module | None:
+    """The file that was looked at when a rule failed: that of the innermost call which has one."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        held = [frame.f_locals.get("module"), *frame.f_locals.values()]
+        for value in [*held, *(getattr(one, "module", None) for one in held)]:
+            if isinstance(value, Module):
+                return value
+    return None
 
 
 def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     files, notes = find(paths)
     program, unparsed = load(files)
-    result = rewrite(program, texts=texts)
+    result = _moved(program, texts=texts)
     configs, unread = configurations(files)
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}
@@ -84,8 +107,8 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     for path, why in program.unparsable.items():
         source = program.sources[path]
         if SURE_IMPORTS.search(source.text):
-            line = int(why.partition("line ")[2].partition(":")[0] or 1) if "line " in why else 1
-            findings.append(make(str(source.path), (None, line, 1), "FC24", why, BLOCKS))
+            line = re.match(r"(?:cell \d+, )?line (\d+):", why)
+            findings.append(make(str(source.path), (None, int(line[1]) if line else 1, 1), "FC24", why, BLOCKS))
         unread.append(f"{printable(str(source.path))}: {why}; left as it is")
     unread += [_kept(reasons) for reasons in result.kept]
     return Everything(result, configs, sort(findings), notes + unparsed + unread)

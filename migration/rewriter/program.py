@@ -16,7 +16,7 @@ import libcst as cst
 from migration.rewriter.files import DEPTH, Files
 from migration.rewriter.module import Module, last_name
 from migration.rewriter.scopes import Scope, module_name
-from migration.rewriter.source import Source, Unreadable
+from migration.rewriter.source import Source, why_not
 from migration.rewriter.symbols import CLASS, PACKAGE, canonical
 
 # Cheap words, one of which is in every file that uses FSDP1 or a model that another file has sharded.
@@ -62,10 +62,18 @@ class Program(Files):
                 self._modules[path] = made = Module(self.sources[path])
                 self._parsed.append(made)
                 self.memo.clear()
-            except Unreadable as error:
-                self.unparsable[path] = str(error)
+            except Exception as error:
+                self.unparsable[path] = why_not(error)
                 self._modules[path] = None
         return self._modules[path]
+
+    def leave_out(self, path: Path, why: str) -> None:
+        """Go on without a file, as if it couldn't be parsed: what has been found out with it is forgotten."""
+        self.unparsable[path], self._modules[path], self._relevant = why, None, None
+        self._parsed = [module for module in self._parsed if module.path.resolve() != path]
+        for known in (self.memo, self._asking, self._exports, self._foreign, self._symbols):
+            known.clear()
+        self._open = NOTHING
 
     def known(self, path: Path) -> Module | None:
         """The file, if it has been parsed already."""

@@ -36,6 +36,11 @@ class Unreadable(ValueError):
     """A file that can't be looked into; the message is one line without the file's name."""
 
 
+def why_not(error: Exception) -> str:
+    """One line for a file that is left out: what is the file's fault, or the error of a rule that failed in it."""
+    return str(error) if isinstance(error, Unreadable) else printable(f"{type(error).__name__} in here: {error}")
+
+
 @dataclass
 class Cell:
     """A code cell: where it begins in the joined text, and which of the notebook's cells it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -294,7 +295,13 @@ def structure() -> None:
     assert (model.rank, model.world_size) == (dist.get_rank(), 2)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
     assert not hasattr(model, "no_such_thing")
-    for inner, advice in (("params", "no flat parameter"), ("_handle", "unit.reshard()"), ("_streams", "own streams")):
+    assert model.blocks[0].params == list(model.blocks[0].parameters())
+    assert model.params == [*model.first.parameters(), *model.last.parameters()]
+    for inner, advice in (
+        ("_flat_param", "no flat parameter"),
+        ("_handle", "unit.reshard()"),
+        ("_streams", "own streams"),
+    ):
         assert not hasattr(model, inner)
         with pytest.raises(fsdp.Unsupported, match=rf"^\.{inner} is an inner part of FSDP1.*{advice}"):
             getattr(model.blocks[0], inner)
@@ -314,6 +321,56 @@ def structure() -> None:
 
 def test_a_sharded_model_is_of_both_classes_and_has_plain_names(ranks: Ranks) -> None:
     ranks.run(structure)
+
+
+def questions() -> list[dict[str, Any]]:
+    """What programs ask, by a string or a private name, to know whether a model is FSDP1's."""
+    found = []
+    for fsdp in (real(), shim()):
+        mine = type("Mine", (fsdp.FullyShardedDataParallel,), {"__module__": "mine"})
+        for own in (False, True):
+            model = build(fsdp, auto_wrap_policy=policy("transformer"), use_orig_params=own)
+            of = type(model)
+            unit = model.module.blocks[0]
+            names = (
+                of.__name__,
+                of.__qualname__,
+                of.__module__,
+                model.__class__.__name__,
+                type(unit).__name__,
+                str(of),
+            )
+            flattened = {hasattr(p, "_fsdp_flattened") for p in model.parameters()}
+            derived = type(mine(nn.Linear(2, 2), device_id=CPU))
+            plain = fsdp.FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU)
+            found.append({"names": names, "parameters": flattened, "derived": (derived.__name__, derived.__module__),
+                          "printed": str(plain), "whole": str(model).split("\n")[:2]})  # fmt: skip
+    return found
+
+
+def test_questions_by_name_are_answered_as_fsdp1_does(ranks: Ranks) -> None:
+    for answers in ranks.run(questions):
+        assert answers[:2] == answers[2:]
+        assert answers[2]["names"][0] == "FullyShardedDataParallel"
+
+
+def by_hand(kind: str) -> list[str]:
+    model = build(shim())
+    train(model, adam(model), steps=1)
+    parameter = next(iter(model.parameters()))
+    plain, other = (torch.zeros(()), parameter.norm()) if kind == "norm" else (torch.zeros(8, 6), parameter.detach())
+    with pytest.raises((AssertionError, RuntimeError)) as caught:
+        plain.add_(other)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    return list(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", ["norm", "average"])
+def test_a_plain_tensor_beside_a_shard_says_what_to_call(ranks: Ranks, kind: str) -> None:
+    for notes in ranks.run(by_hand, kind):
+        assert len(notes) == 1
+        assert "model.clip_grad_norm_(max_norm)" in notes[0]
+        assert "p.to_local()" in notes[0]
 
 
 def dimensions() -> list[tuple[int, int]]:

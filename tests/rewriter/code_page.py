@@ -29,7 +29,7 @@ python -m fsdp2.migrate rewrite --write train.py policies/
   other.
 - **A program goes one of two ways.** If all that it does with FSDP1 is plain (calls that say their options, models
   that can be followed), it becomes `fully_shard` and plain lines. Else it keeps FSDP1's interface, on FSDP2: only its
-  imports change, to `fsdp1_interface`, a package of 15 files that is put into the program and needs torch alone.
+  imports change, to `fsdp1_interface`, a package of 16 files that is put into the program and needs torch alone.
   There options from a configuration, kinds of state dicts that a function sets, and classes that are passed on are
   decided at run time, as before. What FSDP2 can't honour is refused in one line, and each call logs the FSDP2 code
   that takes its place.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import libcst as cst
 import pytest
 
+from migration.rewriter import methods, scopes
+from migration.rewriter.configs import Config
+from migration.rewriter.edits import Edits
+from migration.rewriter.module import Module
 from migration.rewriter.source import LIMIT
 from tests.rewriter.test_commands import PROGRAM, run
 
@@ -174,3 +181,59 @@ def test_what_else_is_on_the_line_of_a_call_stays(tmp_path: Path) -> None:
     path.write_text(head.format("FullyShardedDataParallel as FSDP") + before)
     run("rewrite", "--write", path)
     assert path.read_text() == head.format("fully_shard") + after
+
+
+def _two_texts(edits: Edits, span: tuple[int, int], text: object, kept: tuple[int, int] = (0, 0)) -> None:
+    raise ValueError(f"two texts for one place: {edits.module.text[slice(*span)]!r}")
+
+
+def _fails(*given: Any, **named: Any) -> Any:
+    raise AssertionError
+
+
+FAULTS: dict[str, tuple[type | ModuleType, str, Callable[..., Any], str]] = {
+    "parsing": (scopes.Scopes, "_import", _fails, "AssertionError in here: "),
+    "a rule": (methods, "forward", _fails, "AssertionError in here: "),
+    "a change": (Edits, "replace", _two_texts, "ValueError in here: two texts for one place: 'FSDP(net)'"),
+    "its text": (Edits, "render", _fails, "AssertionError in here: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_in_which_anything_fails_is_one_line_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    owner, name, fails, said = FAULTS[fault]
+    original = getattr(owner, name)
+
+    def only_in_odd(*given: Any, **named: Any) -> Any:
+        here = [getattr(one, "module", one) for one in given]
+        odd = any(isinstance(one, Module) and one.path.name == "odd.py" for one in here)
+        inside = isinstance(given[0], scopes.Scopes) and "odd" in str(getattr(given[1], "names", ""))
+        return (fails if odd or inside else original)(*given, **named)
+
+    monkeypatch.setattr(owner, name, only_in_odd)
+    if fault == "parsing":
+        monkeypatch.setitem(scopes._VISITS, cst.ImportFrom, only_in_odd)
+    odd = tmp_path / "odd.py"
+    odd.write_text("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, odd\nodd = FSDP(net)\n")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert run("check", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"fsdp2: {odd}: {said}; left as it is\n"
+    assert f"{odd}:1:1 FC24 [to decide first] {said}" in printed.out
+    assert f"{tmp_path / 'train.py'}: imports of FSDP1" in printed.out
+    assert run("rewrite", "--write", tmp_path) == 1
+    assert "fully_shard" in (tmp_path / "train.py").read_text()
+    assert "FSDP(net)" in odd.read_text()
+
+
+def test_a_configuration_in_which_a_rule_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Config, "findings", _fails)
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert run("check", tmp_path) == 1
+    assert capsys.readouterr().err == f"fsdp2: {path}: AssertionError in here: ; left out\n"
