@@ -51,17 +51,17 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
     ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
     """
-    checkpoint, partial, in_memory, *_ = job.origin
-    if checkpoint is None:
+    origin = job.origin
+    if origin.checkpoint is None:
         return {"random_state_restored": True}
     from fsdp2.checkpoint.restore import read_fitting_weights, restore
 
-    files = open_files(checkpoint)
+    files = open_files(origin.checkpoint)
     began = time.perf_counter()
     try:
-        if not partial:
+        if not origin.partial:
             here = world()
-            sharers = (here.local_rank, here.local_world_size) if in_memory else None
+            sharers = (here.local_rank, here.local_world_size) if origin.in_memory else None
             ours = _settings(app)
             restored = restore(files, app, hashes=hashes, sharers=sharers)
             theirs = _settings(app)
@@ -73,7 +73,7 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
             return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
         loaded, left_out = read_fitting_weights(app.model, files, hashes=hashes)
     except DamagedCheckpoint as error:
-        if in_memory:
+        if origin.in_memory:
             fix = "remove it there, and the run goes on from the run directory's newest"
             raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
         raise damaged(error) from None
@@ -81,7 +81,7 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
         raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
     if not loaded:
         raise ConfigError(
-            f"--resume-partial: no tensor of {checkpoint} fits this model; `python -m fsdp2.checkpoint show` lists "
+            f"--resume-partial: no tensor of {origin.checkpoint} fits this model; `python -m fsdp2.checkpoint show` lists "
             "its names and shapes"
         )
     took = time.perf_counter() - began

@@ -202,9 +202,8 @@ class Job:
 
     def restores_own(self) -> bool:
         """Return whether the checkpoint is of this run, and not of another that this one goes on from."""
-        checkpoint, partial, in_memory = self.origin[:3]
-        own = in_memory or (checkpoint is not None and checkpoint.startswith(f"{self.run.store.files}/"))
-        return own and not partial
+        checkpoint = self.origin.checkpoint or ""
+        return not self.origin.partial and (self.origin.in_memory or checkpoint.startswith(f"{self.run.store.files}/"))
 
     def staying(self) -> list[int]:
         """Steps of the run's checkpoints that stay until newer ones take their place."""
@@ -223,10 +222,9 @@ class Job:
     def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The `start` or `resume` event."""
         data = {**data, "note": self.note}
-        checkpoint, partial = self.origin[:2]
-        if checkpoint is None:
+        if self.origin.checkpoint is None:
             return "start", data
-        return "start" if partial else "resume", {**data, "checkpoint": checkpoint}
+        return "start" if self.origin.partial else "resume", {**data, "checkpoint": self.origin.checkpoint}
 
     def wants_full_model(self, step: int, *, changed: bool) -> bool:
         """Return whether full-model.pt of this step has to be written, as rank 0 sees it. A collective call.
