@@ -275,13 +275,16 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 .PHONY: dev
 dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 
-test: $(VENV)/.dev  ## the tests, with the newest torch (26 to 37 min)
-	$(TOX) newest -- $(ARGS)
-
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
-.PHONY: test-book test-migration test-tools
+test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (MINUTES)
+	$(TOX) newest -- $(addprefix --ignore=,$(MIGRATION)) -m "not slow and not ray and not thorough" $(ARGS)
+
+.PHONY: test-all test-book test-migration test-tools
+test-all: $(VENV)/.dev  ## the same, with further cases (tests/thorough.py) and moving from FSDP1 (26 to 37 min)
+	$(TOX) newest -- $(ARGS)
+
 test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the next two
 	$(TOX) newest -- $(addprefix --ignore=,$(MIGRATION) $(TOOLS)) $(ARGS)
 

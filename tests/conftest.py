@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import lanes
+from tests import lanes, thorough
 from tests.harness import LEAVES_NOTHING, Ranks, losses, main_in_ranks, small
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # By default an example that takes more than 0.2 s fails, and one does on a busy machine.
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes its choice by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thorough.mark(items)
 
 
 def pytest_collection_finish() -> None:

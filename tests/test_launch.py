@@ -225,7 +225,8 @@ def test_a_folder_that_is_no_run_is_not_taken_for_the_newest(tmp_path: Path) -> 
 def test_make_test_runs_tox_and_help_lists_every_target() -> None:
     status, out, _ = make("-n", "test", "ARGS=-k nothing")
     assert status == 0
-    assert "tox run --current-env -e newest -- -k nothing" in out
+    assert "tox run --current-env -e newest -- --ignore=tests/migrate " in out
+    assert out.rstrip().endswith('-m "not slow and not ray and not thorough" -k nothing')
     status, out, _ = make("help")
     assert status == 0
     text = (ROOT / "Makefile").read_text()
