@@ -278,7 +278,7 @@ dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
-test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (MINUTES)
+test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (half as long as test-all)
 	$(TOX) newest -- $(addprefix --ignore=,$(MIGRATION)) -m "not slow and not ray and not thorough" $(ARGS)
 
 .PHONY: test-all test-book test-migration test-tools
