@@ -67,8 +67,8 @@ def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> 
     for key in keys:
         if table.get(key, 1) not in USUAL:
             raise UnusableText(
-                f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned alike "
-                "here, to messages and tools alone; drop it"
+                f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned "
+                "alike here, to messages and tools alone; drop it"
             )
 
 

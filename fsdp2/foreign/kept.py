@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,14 +15,23 @@ def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = No
     Args:
         named: a file that the user has named, which may be a link to anywhere.
 
-    Raises ValueError for what a run can't keep: no regular file, a link out of its folder, or more than fits.
+    Raises ValueError for what a run can't keep: no regular file, a link out of its folder, settings that are no table, or more than fits.
     """
     found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if not file.is_dir()]
     for file in found:
         require_small(file)
         if file != named and not _stays(file, folder.resolve()):
             raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
+        if file.name.endswith("_config.json") and not _is_table(file):  # of config.json its reader says more
+            raise ValueError(f"{file}: is no table of settings; mend it, or remove it")
     return found
+
+
+def _is_table(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def require_small(file: Path) -> None:

@@ -25,12 +25,11 @@ from fsdp2.foreign.kept import files_to_keep
 from fsdp2.models.attention import KERNELS
 from fsdp2.models.blocks import find_blocks
 from fsdp2.models.causal import sees_later
-from fsdp2.models.names import on_hub
+from fsdp2.models.names import WEIGHTS, on_hub
 from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.models.tried import wrong_with
 from fsdp2.units import install
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 KEPT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "special_tokens_map.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.model", "chat_template*", "added_tokens.json", "*.py"),
@@ -43,6 +42,7 @@ TASKS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
 }
+RETURNED = re.compile(r"use_cache|return_dict|output_\w+")  # settings of what a forward returns
 MEMORY = 16 << 30  # for its description, and for two blocks of a model of which it isn't known what they see
 # What transformers calls the tensors of a file that aren't the model's.
 DIFFERENCES = {
@@ -155,7 +155,10 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         inputs = batch.inputs if isinstance(batch.inputs, dict) else {"input_ids": batch.inputs}
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
-    def load(*, partial: bool = False, read: bool = True) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    def load(
+        place: Path, *, partial: bool = False, read: bool = True
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        _folder(str(place))  # refuses one with adapters
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
         auto, words = _forgetful(getattr(transformers, TASKS[task][0])), transformers.utils.logging
         settings = {"trust_remote_code": trust_remote_code, "config": config, "use_safetensors": True}
@@ -168,10 +171,10 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         words.disable_progress_bar()
         words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
         try:
-            with guarded():
-                model, info = auto.from_pretrained(folder, dtype=torch.float32, **settings)
+            with installed_code_only(place, trusted=trust_remote_code):
+                model, info = auto.from_pretrained(place, dtype=torch.float32, **settings)
         except Exception as error:
-            raise ValueError(f"transformers can't load {folder} ({_line(error)})") from None
+            raise ValueError(f"transformers can't load {place} ({_line(error)})") from None
         finally:
             words.set_verbosity(verbosity)
             if bars:
@@ -184,7 +187,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         state: Mapping[str, Tensor] = model.state_dict()
         if wrong and not (partial and state.keys() - wrong.keys()):
             lines = [f"{name}: {kind}" for name, kind in wrong.items()]
-            raise ValueError(f"{folder} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}")
+            raise ValueError(f"{place} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}")
         return state, wrong
 
     @cache
@@ -281,12 +284,15 @@ def _is_file(value: Any) -> bool:
 
 
 def _settled(config: Any) -> None:
-    """Keep no keys and values, which are for generating: in training recomputation would add to them. Nor a plan of the
-    file's own for splitting layers, in the place of its class's, which is the proven one.
+    """Let a forward return logits alone, by their name. Keys and values are for generating: in training recomputation
+    would add to them. Nor keep a plan of the file's own for splitting layers, in the place of its class's.
 
     A model of several parts has a configuration for each.
     """
     config.use_cache = False
+    for name in ("output_attentions", *vars(config)):
+        if RETURNED.fullmatch(name) and isinstance(getattr(config, name, None), bool):
+            setattr(config, name, name == "return_dict")
     for plan in [name for name in vars(config) if re.fullmatch(r"base_model_\w+_plan", name)]:
         delattr(config, plan)
     for name in getattr(config, "sub_configs", None) or {}:

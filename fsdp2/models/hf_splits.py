@@ -76,6 +76,8 @@ def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str
         for name, value in config.to_dict().items():
             if re.search("(att|activation).*drop", name) and value:
                 raise ValueError(f"{name} is above 0, and ranks would drop the same of different heads; set it to 0")
+            if name == "clip_qkv" and value is not None:
+                raise ValueError("clip_qkv has it change in place what another layer gives, which no split layer takes")
     modules = dict(model.named_modules())
     styles = {name: _style(model, name, module, rules) for name, module in modules.items()}
     common = math.gcd(*sizes_of(model).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 NAMES = ("vit", "cnn", "transformer", "llama")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the files of them in a folder of transformers
 LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
 
 KERNELS = ("cudnn", "flash", "efficient", "math")  # of F.scaled_dot_product_attention

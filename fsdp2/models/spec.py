@@ -95,7 +95,7 @@ class ModelSpec:
         special_token: of a language model that learns something else than the next token: the one that hides others, or
             that a decoder begins with.
         weights: the folder whose weights a run starts from unless it names another.
-        load: reads `weights` by the model's own library, for files whose tensors have other names or shapes than the
+        load: reads a folder by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict and name -> why, of what has no weights of theirs. Raises ValueError
             if there is such, unless it is called with `partial=True`. With `read=False` it only looks at the files,
             and the tensors are on `meta`.

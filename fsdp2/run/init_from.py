@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
 from fsdp2.models import lora
+from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
@@ -22,6 +26,15 @@ from fsdp2.run.process.group import gather
 
 SCRATCH = "--init-from scratch for none"
 SHOWN = 5
+
+
+def by_library(config: Config) -> Callable[..., Any] | None:
+    """How the library of a model reads the weights that it starts from: in a folder of its own it knows all names."""
+    spec, place = config.spec, Path(str(config.weights))
+    has_own = (place / "config.json").is_file() and any(found for form in WEIGHTS for found in place.glob(form))
+    if spec.load is None or not (config.init_from is None or has_own):
+        return None
+    return partial(spec.load, place, partial=config.init_partial)
 
 
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
@@ -32,32 +45,32 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
     fix = f"give weights of this model, or {SCRATCH}"
-    own = spec.load is not None and config.init_from is None
+    load, other = by_library(config), ""
     try:
         with opened(place) as source:
             if source.folder is not None and source.file is not None:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
                 vouched = require_undamaged(source)
-            if not own and source.folder is not None:
-                vouched += _other_meaning(source.folder, spec.files(config.model_size))
+            if config.init_from and source.folder is not None:
+                other = _other_meaning(source.folder, spec.files(config.model_size))
         tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
-        partial = config.init_partial and not own
-        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=partial)
+        some = config.init_partial and load is None
+        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=some)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:
-        if spec.load is None or not own:
+        if load is None:
             raise ConfigError(f"{flag}: {error}; {fix}") from None
         try:
-            spec.load(partial=config.init_partial, read=False)
+            load(read=False)
         except ValueError as difference:
             raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
         why = "its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
-        return f"{flag}: {why}", True
+        return f"{flag}: {why}{other}", True
     except (OSError, Refused) as error:
         raise ConfigError(f"{flag}: can't be loaded ({error}); {fix}") from None
-    return f"{flag}: {vouched}", False
+    return f"{flag}: {vouched}{other}", False
 
 
 def _other_meaning(folder: Files, files: Mapping[str, bytes]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +95,13 @@ class StartWeights:
     def __call__(self, model: nn.Module) -> None:
         from fsdp2.checkpoint.weights import OtherWeights, load_weights
         from fsdp2.models import lora
-        from fsdp2.run.init_from import require_finite
+        from fsdp2.run.init_from import by_library, require_finite
 
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
         targets = lora.base_weights(spec.lora, plain_names(model))
         tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(spec.described(config.model_size))]
-        own = spec.load is not None and config.init_from is None  # then the model's library knows all of its names
+        load = by_library(config)
         by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
         loaded, left_out = len(targets), list[str]()
         try:
@@ -111,12 +110,12 @@ class StartWeights:
 
                 full_dcp.load_full_model_state(model, Path(place))
             else:
-                fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and not own)
+                fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and load is None)
                 loaded, left_out = len(fitting.names), list(fitting.left_out)
         except OtherWeights as error:
-            if spec.load is None or not own:
+            if load is None:
                 raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
-            full, wrong = _by_its_library(partial(spec.load, partial=config.init_partial), flag)
+            full, wrong = _by_its_library(load, flag)
             targets = {name: target for name, target in targets.items() if name not in wrong}
             scatter(full, targets)
             loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]

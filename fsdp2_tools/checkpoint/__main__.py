@@ -138,7 +138,11 @@ def run(arguments: argparse.Namespace) -> int:
         line += f"; {without}" if without else ""
         print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
         return 0
-    for line in import_(arguments.place, arguments.out, arguments.kind):
+    names = None
+    if os.path.isfile(os.path.join(arguments.place, "config.json")):
+        with suppress(ValueError):  # of a run, or of no model of transformers
+            names = models.get(f"hf:{Path(arguments.place).absolute()}").on_meta("own").state_dict()
+    for line in import_(arguments.place, arguments.out, arguments.kind, model=names):
         print(printable(line))
     print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --run-dir NEW --resume {arguments.out}")
     return 0

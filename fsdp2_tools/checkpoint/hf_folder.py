@@ -14,6 +14,7 @@ from torch import Tensor
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.spool import spool
+from fsdp2.models.hf import RETURNED
 
 
 def write_hf(
@@ -58,7 +59,7 @@ def write_hf(
             file.write_bytes(beside[file.name])  # of which a model made by config.json alone knows nothing
         elif file.exists():
             written = json.loads(file.read_bytes())
-            _keep_cache(written, json.loads(beside.get(file.name, b"{}")))
+            _as_before(written, json.loads(beside.get(file.name, b"{}")))
             _say(written, dtype)
             file.write_text(json.dumps(written, indent=2) + "\n")
     for file in folder.rglob("*"):
@@ -67,13 +68,14 @@ def write_hf(
                 os.fsync(stream.fileno())
 
 
-def _keep_cache(now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Let a configuration and its parts say of keys and values what they said before the model was trained."""
-    now.pop("use_cache", None)
-    now |= {"use_cache": before["use_cache"]} if "use_cache" in before else {}
+def _as_before(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a configuration and its parts say of what a forward returns what they said before the model was trained."""
+    for name in [name for name in {**now, **before} if RETURNED.fullmatch(name)]:
+        now.pop(name, None)
+        now |= {name: before[name]} if name in before else {}
     for name, part in now.items():
         if isinstance(part, dict):
-            _keep_cache(part, before[name] if isinstance(before.get(name), dict) else {})
+            _as_before(part, before[name] if isinstance(before.get(name), dict) else {})
 
 
 def _say(config: dict[str, Any], dtype: str | None) -> None:

@@ -23,13 +23,14 @@ from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
 
 
-def import_(place: str, out: str, kind: str = "auto") -> list[str]:
+def import_(place: str, out: str, kind: str = "auto", *, model: Container[str] | None = None) -> list[str]:
     """Make a committed checkpoint of step 0, one tensor at a time.
 
     Args:
         place: what `opened` takes: state dicts as {"app": …}, {"model": …} or with plain names.
         out: the new directory; if it has the name of a checkpoint, it must be that of step 0.
         kind: `auto`, `pt`, `safetensors` or `dcp`.
+        model: the names of the model's tensors, where they are known: a resume takes no others.
 
     Returns lines that say what was taken and what was left out. Raises Refused, DamagedCheckpoint or OSError;
     there is no checkpoint then.
@@ -42,6 +43,11 @@ def import_(place: str, out: str, kind: str = "auto") -> list[str]:
         if any(map(is_adapter, names)):
             raise Refused(
                 f"{source.place}: holds adapters, and a run takes them from its own alone; merge them with peft"
+            )
+        if model is not None and (other := next((name for name in names if name not in model), None)):
+            raise Refused(
+                f"{source.place}: transformers makes other tensors of {other}, so no run resumes from these; begin one "
+                f"with --init-from {place}"
             )
         optimizer, problem = _optimizer(source, names)
         paths: dict[TreePath, str] = {("app", "model", name): original for name, original in names.items()} | optimizer

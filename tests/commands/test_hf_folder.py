@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.sources.opening import FOREIGN
 from fsdp2.checkpoint.store import fingerprint, write_marker
+from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
@@ -166,6 +168,26 @@ def test_how_a_model_writes_is_what_its_folder_says(weights: Path, tmp_path: Pat
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == says
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
     assert (found.eos_token_id, found.temperature) == ([2, 9], 0.6)
+
+
+def test_what_a_forward_returns_is_no_matter_of_a_folder(weights: Path, tmp_path: Path, cli: Cli) -> None:
+    """Training takes logits by their name, whatever more a folder asks for; its export says what the folder said."""
+    model = weights.parent / "model"
+    says = {"output_attentions": True, "output_hidden_states": True, "return_dict": False, "use_cache": True}
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_bytes()), **says}))
+    spec = models.get(f"hf:{model}")
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    outputs = spec.call(spec.build("own"), SimpleNamespace(inputs=tokens, targets=tokens))
+    assert spec.logits(outputs).shape == (1, 4, 64)
+    assert outputs.keys() == {"logits"}
+    assert cli("export", weights, tmp_path / "out", "--format=hf")[0] == 0
+    assert _config(tmp_path / "out").items() >= says.items()
+    for content in ("[1, 2]", "null", "{", "[" * 10**5):
+        (model / "generation_config.json").write_text(content)
+        models.get.cache_clear()
+        code, _, line = cli("export", weights, tmp_path / "again", "--format=hf")
+        assert (code, line.count("\n")) == (2, 1)
+        assert line.endswith("generation_config.json: is no table of settings; mend it, or remove it\n")
 
 
 def test_safetensors_of_a_tied_model_hold_its_head_once(folder: Path, weights: Path, tmp_path: Path, cli: Cli) -> None:

@@ -145,7 +145,7 @@ def test_nothing_that_a_folder_names_is_run_or_fetched(
         model = spec.on_meta("own")
         assert type(model).__module__.startswith("transformers.models.")
         assert spec.load is not None
-        spec.load(read=True)
+        spec.load(folder, read=True)
     except ValueError as error:
         message = str(error)
     assert "\n" not in message

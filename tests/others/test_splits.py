@@ -143,6 +143,7 @@ def test_weights_of_a_folder_arrive_as_they_are(ranks: Ranks, tmp_path: Path) ->
         ("llama", {"vocab_size": 257}, 2, "doesn't divide model.embed_tokens.weight 257, lm_head 257"),
         ("mixtral", {"intermediate_size": 40}, 16, "mlp.experts.gate_up_proj 40, .*; use --tp 2"),
         ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout is above 0, and ranks would drop the same"),
+        ("llama", {"clip_qkv": 8.0}, 2, "clip_qkv has it change in place what another layer gives"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, name: str, numbers: dict[str, Any], tp: int, says: str) -> None:

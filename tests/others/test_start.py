@@ -15,6 +15,7 @@ from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.data import digits
 from fsdp2.models.meta import parameters_on_meta
+from fsdp2_tools.checkpoint.__main__ import main as checkpoint
 from tests.harness import Ranks, main_in_ranks, of_kind, same
 from tests.others.common import SEED, WORDS, buffers_of, contents, flags, plain, save, started
 
@@ -29,6 +30,20 @@ def test_the_weights_of_a_folder_are_there_on_any_number_of_ranks(ranks: Ranks, 
     for count in (2, 3):
         for found in ranks.run(started, line, ranks=count):
             assert same(found, expected)
+
+
+def test_packed_weights_of_another_folder_arrive_and_none_are_imported(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes one tensor of a layer's experts, each of which has its own in the folder."""
+    model, other = save("mixtral", tmp_path / "model"), save("mixtral", tmp_path / "other", seed=1)
+    place = other.removeprefix("hf:")
+    for found in ranks.run(started, flags(model, tmp_path / "run", *WORDS, f"--init-from={place}"), ranks=2):
+        assert same(found, contents(plain(other)))
+    assert checkpoint(["import", place, str(tmp_path / "imported")]) == 2
+    assert capsys.readouterr().err.endswith(f"so no run resumes from these; begin one with --init-from {place}\n")
+    llama = save("llama", tmp_path / "llama").removeprefix("hf:")
+    assert checkpoint(["import", llama, str(tmp_path / "imported")]) == 0
 
 
 def test_own_initial_values_are_those_of_the_seed_for_every_strategy(ranks: Ranks, tmp_path: Path) -> None:
