@@ -15,7 +15,7 @@ def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = No
     Args:
         named: a file that the user has named, which may be a link to anywhere.
 
-    Raises ValueError for what a run can't keep: no regular file, a link out of its folder, settings that are no table, or more than fits.
+    Raises ValueError for what a run can't keep: no regular file, a link out of its folder, no settings, or too much.
     """
     found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if not file.is_dir()]
     for file in found:

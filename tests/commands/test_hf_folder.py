@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsdp2 import models
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.sources.opening import FOREIGN
 from fsdp2.checkpoint.store import fingerprint, write_marker
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight

@@ -123,11 +123,13 @@ def test_inference_reads_the_description_that_the_run_keeps(run: Path, monkeypat
     (run / "config.json").write_text(json.dumps(content))
     assert read_config(RunDir(run)).model == f"hf:{run}/model"
     assert infer.main(run)["count"] > 0
-    # Training reads weights, which the run doesn't keep there.
+    # Training reads weights, which the run doesn't keep there, and asks the hub for them if it is named.
+    with pytest.raises(ConfigError, match="its model is on a hub, hf:nobody/nothing, .* add --model hf:nobody/noth"):
+        parse([f"--config={run}/config.json"])
     asked: list[str] = []
     monkeypatch.setattr(models, "get", lambda name, **_: asked.append(name))
     with pytest.raises(Exception):  # noqa: B017, PT011  (there is no model)
-        parse([f"--config={run}/config.json"])
+        parse([f"--config={run}/config.json", "--model=hf:nobody/nothing"])
     assert asked[0] == "hf:nobody/nothing"
 
 
