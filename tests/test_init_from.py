@@ -49,6 +49,14 @@ def test_another_dtype_is_cast_before_it_is_sent(train: Train, ranks: Ranks, tmp
             assert same(loaded, {name: value.float() for name, value in state.items()})
 
 
+def test_weights_to_start_from_beside_a_checkpoint_are_said_to_be_unread(train: Train, tmp_path: Path) -> None:
+    train("--save-model", run="first", steps=1)
+    file = tmp_path / "first" / "full_model" / "full-model.pt"
+    train(f"--init-from={file}", run="second", steps=1)
+    events = train(f"--init-from={file}", run="second", steps=2)
+    assert f"--init-from {file}: isn't read, since the run goes on from " in str(events)
+
+
 @pytest.mark.parametrize("api", ["", "--dcp-api"])
 def test_a_run_starts_from_what_a_run_exported(train: Train, tmp_path: Path, api: str) -> None:
     train("--no-save-model", run="first", steps=2)

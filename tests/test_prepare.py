@@ -155,8 +155,9 @@ def test_the_command_and_the_run_that_takes_what_it_made(
         (f"prepare {corpus} --out={out}", "the following arguments are required: --tokenizer"),
         (
             f"prepare {corpus}/a.txt --tokenizer=bytes --out={corpus}",
-            "has files in it, and is no prepared text; choose another",
+            "is there, and is no prepared text; choose another",
         ),
+        (f"prepare {corpus}/a.txt --tokenizer=bytes --out={corpus}/a.txt", "a.txt: is there, and is no prepared text"),
         (f"prepare {corpus} --tokenizer=bytes --out={out} --chat", "has no tokenizer.json and chat template"),
     ):
         assert command.cli(more.split()) == 2

@@ -360,6 +360,20 @@ def test_of_much_text_the_first_document_is_looked_at_before(corpus: Path, monke
     check_data(parse(["--model=llama", f"--dataset=text:{file}", "--text-field=body", "--seq-len=512"]))
 
 
+def test_a_folder_of_text_is_what_lies_in_it(tmp_path: Path) -> None:
+    (tmp_path / "private.txt").write_text("a secret")
+    for name in ("a.txt", ".git/b.txt", ".c.txt", "below/d.txt"):
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text(name)
+    place = tmp_path / "text"
+    (place / "again.txt").symlink_to("below/d.txt")
+    assert [file.name.removeprefix(f"{place}/") for file in find(str(place))] == ["a.txt", "again.txt", "below/d.txt"]
+    (place / "out.txt").symlink_to(tmp_path / "private.txt")
+    with pytest.raises(UnusableText, match=r"out\.txt: is a link out of the folder; name the file that it leads to"):
+        find(str(place))
+    assert find(f"{place}/out.txt")  # by name
+
+
 def test_what_is_no_file_in_a_folder_of_text_hangs_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()

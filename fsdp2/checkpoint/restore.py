@@ -88,14 +88,14 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
     """
     marker, reader = open_together(checkpoint, hashes=hashes, sharers=sharers)
     saved = reader.read_metadata().state_dict_metadata
-    progress = app.parts.get("progress")
     if marker.get("imported"):
         # Another program's: it holds the model and perhaps its optimizer, and of how a run stands at most the step.
         has_optimizer = any(name.startswith("app.optim.") for name in saved)
         known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
         # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
         _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
-        _require_step(checkpoint, progress if has_optimizer and known else None, marker)
+        if has_optimizer and isinstance(progress := known.get("progress"), Progress):
+            require_step(checkpoint, progress.step, marker)
         return False
     generators = app.parts["rng"].state_dict() if "rng" in app.parts else {}
     ours = [f"app.rng.{rank}.{name}" for rank, state in generators.items() for name in state]
@@ -104,7 +104,8 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
     if not restorable:
         app = app.with_parts({k: v for k, v in app.parts.items() if k != "rng"})
     _load(app, reader, ignore=("app.rng.",), keep=_NEWER)
-    _require_step(checkpoint, progress, marker)
+    if isinstance(progress := app.parts.get("progress"), Progress):
+        require_step(checkpoint, progress.step, marker)
     return restorable
 
 
@@ -120,8 +121,9 @@ def restore_newest(store: Store, app: AppState) -> int:
     return newest[0]
 
 
-def _require_step(checkpoint: Files, progress: Any, marker: Mapping[str, Any]) -> None:
-    if isinstance(progress, Progress) and progress.step != marker["step"]:
+def require_step(checkpoint: Files, step: Any, marker: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint if the files of a checkpoint say another step than its marker."""
+    if step != marker["step"]:
         raise DamagedCheckpoint(f"{checkpoint}: {MARKER} is of step {marker['step']}, and its files of another")
 
 

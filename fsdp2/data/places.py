@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fsdp2.data.errors import UnusableText
+from fsdp2.foreign.kept import stays
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 
@@ -78,6 +79,9 @@ def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
         below = (file for file in path.rglob("*") if suffix_of(file.name) in suffixes)
         # A pipe would never end; a link to nothing is refused below.
         found = sorted((file for file in below if file.is_file() or not file.exists()), key=str)
+        found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        if out := next((file for file in found if not stays(file, path.resolve())), None):
+            raise UnusableText(f"{out}: is a link out of the folder; name the file that it leads to, or put it there")
     else:
         matching = glob.glob(str(path.relative_to(there)), root_dir=there, recursive=True)
         found = [

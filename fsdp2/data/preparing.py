@@ -60,8 +60,8 @@ def prepare(files: Sequence[File], folder: Path, encoder: Encoder, *, say: Say =
     source = source_of(files, encoder)
     try:
         if not is_prepared(folder):
-            if folder.is_dir() and os.listdir(folder):
-                raise UnusableText(f"{folder}: has files in it, and is no prepared text; choose another")
+            if os.path.lexists(folder) and (not folder.is_dir() or os.listdir(folder)):
+                raise UnusableText(f"{folder}: is there, and is no prepared text; choose another")
             with _beside(folder) as work:
                 _make(files, work, source, encoder, say)
                 try:

@@ -20,7 +20,7 @@ def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = No
     found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if not file.is_dir()]
     for file in found:
         require_small(file)
-        if file != named and not _stays(file, folder.resolve()):
+        if file != named and not stays(file, folder.resolve()):
             raise ValueError(f"{file}: is a link out of the folder, and each run keeps it; put its content there")
         if file.name.endswith("_config.json") and not _is_table(file):  # of config.json its reader says more
             raise ValueError(f"{file}: is no table of settings; mend it, or remove it")
@@ -42,7 +42,7 @@ def require_small(file: Path) -> None:
         raise ValueError(f"{file}: has more than {MOST_KEPT >> 20} MiB, and each run keeps it; move it away")
 
 
-def _stays(file: Path, folder: Path) -> bool:
+def stays(file: Path, folder: Path) -> bool:
     """Return whether a file lies in a folder, or where the hub's cache has what its snapshots link to."""
     blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
     return any(place in file.resolve().parents for place in (folder, *blobs))

@@ -362,10 +362,8 @@ def _folder(place: str) -> Path:
     path = Path(place).expanduser()
     if path.is_dir():
         if adapters := sorted(path.glob("adapter_model.*")):
-            raise ValueError(
-                f"{adapters[0]}: adapters beside the model aren't loaded; merge them with peft, or move them away to "
-                "train the model without them"
-            )
+            other = ", or move them away to train the model without them" * (path / "config.json").is_file()
+            raise ValueError(f"{adapters[0]}: adapters aren't loaded; merge them into their model with peft{other}")
         if not (path / "config.json").is_file():
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
         files_to_keep(path, KEPT)

@@ -100,6 +100,8 @@ def preflight(config: Config, world: World) -> Job:
             note, by_library = check_init_from(config, model)
             job.add_note(note)
             loads_whole = by_library or (loads_whole and config.init_partial)
+        elif config.init_from not in (None, "scratch") and config.lora is None:
+            job.add_note(f"--init-from {config.init_from}: isn't read, since the run goes on from {origin.checkpoint}")
         if world.local_world_size % config.tp:
             job.add_note(f"--tp {config.tp}: its ranks are on several nodes, and wait for the network in each layer")
         job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))

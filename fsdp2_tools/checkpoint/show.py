@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there, size_of
 from fsdp2.checkpoint.refusal import Refused, refusal
+from fsdp2.checkpoint.restore import require_step
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.sources.opening import (
     CHECKPOINT_NAME,
@@ -25,6 +26,8 @@ from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, r
 from fsdp2.units import printable
 from fsdp2.units import size as size_in_words
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
+
+_STEP = "app.progress.step"
 
 
 def _print_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -108,10 +111,11 @@ def _verify_one(files: Files) -> int:
     try:
         if not is_there(files, MARKER):
             raise DamagedCheckpoint(f"{files}: was never committed (no {MARKER})")
-        listed = read_marker(files)["files"]
+        marker = read_marker(files)
+        listed = marker["files"]
         verify(files)
         weights = Nonfinite()
-        tensors, values = _read_all(files, listed, weights)
+        tensors, values = _read_all(files, marker, weights)
     except (DamagedCheckpoint, Refused, FileNotFoundError) as error:
         print(f"bad: {refusal(str(error))}", file=sys.stderr)
         return 1
@@ -121,8 +125,9 @@ def _verify_one(files: Files) -> int:
     return 0
 
 
-def _read_all(files: Files, listed: Container[str], weights: Nonfinite) -> tuple[int, int]:
+def _read_all(files: Files, marker: Mapping[str, Any], weights: Nonfinite) -> tuple[int, int]:
     """How many tensors and plain values there are. Raises DamagedCheckpoint that names what can't be read."""
+    listed: Container[str] = marker["files"]
     full = [f"{files}/{name}" for name in files.list("") if name.endswith(".pt") and name in listed]
     if is_safetensors(files):
         full.append(str(files))
@@ -137,6 +142,8 @@ def _read_all(files: Files, listed: Container[str], weights: Nonfinite) -> tuple
     checkpoint = DcpTensors(files, listed)
     with closing(checkpoint):
         prefix = "app.model."
+        if _STEP in checkpoint.values:
+            require_step(files, checkpoint.read(_STEP), marker)
         wrong = checkpoint.problems(lambda name, part: weights.look(name, part) if name.startswith(prefix) else None)
     if wrong:
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""

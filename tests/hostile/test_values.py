@@ -84,6 +84,12 @@ def test_a_tensor_with_a_hole_is_refused_and_not_trained_on(finished: Path, rank
         assert f"{name}: its chunks have " in answer
 
 
+def test_verify_refuses_the_step_that_a_resume_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_values(checkpoint_of(run), FORGED["another step"][0])
+    assert main(["verify", str(checkpoint_of(run))]) == 1
+    assert FORGED["another step"][1] in capsys.readouterr().err
+
+
 def test_weights_that_are_no_numbers_are_called_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_values(checkpoint_of(run), lambda s: s["app.model.class_token"].fill_(float("nan")))
     assert main(["verify", str(run)]) == 0

@@ -195,7 +195,8 @@ def test_a_model_whose_ranks_would_skip_other_layers_is_refused(tmp_path: Path) 
 def test_adapters_beside_a_model_are_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     (tmp_path / "model" / "adapter_model.safetensors").touch()
-    assert "adapters beside the model aren't loaded; merge them" in refused(flags(model, tmp_path / "run", *WORDS))
+    said = refused(flags(model, tmp_path / "run", *WORDS))
+    assert "adapters aren't loaded; merge them into their model with peft, or move them away" in said
 
 
 def test_a_file_that_each_run_would_keep_is_no_large_one(tmp_path: Path) -> None:
