@@ -173,6 +173,8 @@ def _whole_in(content: Any, line: bytes, where: str) -> Any:
 def _text_in(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = f"; it has {', '.join(list(map(str, row))[:5])}" if isinstance(row, dict) else ""
+        if isinstance(row, dict) and field in row:
+            has = f", but {'null' if row[field] is None else f'a {type(row[field]).__name__}'}; leave that one out"
         raise UnusableText(f"{where}: has no text in its field {field}{has}; see --text-field")
     text: str = row[field]
     try:
