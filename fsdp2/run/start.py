@@ -81,8 +81,8 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
         raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
     if not loaded:
         raise ConfigError(
-            f"--resume-partial: no tensor of {origin.checkpoint} fits this model; `python -m fsdp2.checkpoint show` lists "
-            "its names and shapes"
+            f"--resume-partial: no tensor of {origin.checkpoint} fits this model; "
+            "`python -m fsdp2.checkpoint show` lists its names and shapes"
         )
     took = time.perf_counter() - began
     return {"random_state_restored": True, "restore_seconds": took, "loaded": loaded, "left_out": left_out}

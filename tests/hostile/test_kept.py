@@ -124,7 +124,7 @@ def test_inference_reads_the_description_that_the_run_keeps(run: Path, monkeypat
     assert read_config(RunDir(run)).model == f"hf:{run}/model"
     assert infer.main(run)["count"] > 0
     # Training reads weights, which the run doesn't keep there, and asks the hub for them if it is named.
-    with pytest.raises(ConfigError, match="its model is on a hub, hf:nobody/nothing, .* add --model hf:nobody/noth"):
+    with pytest.raises(ConfigError, match=r"its model is on a hub, hf:nobody/nothing, .* add --model hf:nobody/noth"):
         parse([f"--config={run}/config.json"])
     asked: list[str] = []
     monkeypatch.setattr(models, "get", lambda name, **_: asked.append(name))
