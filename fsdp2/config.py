@@ -62,20 +62,20 @@ class Config:
     dataset: str = option(
         None,
         "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet, a folder, "
-        "or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl)",
+        "or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl, .parquet), "
+        "datasets:PATH[:SPLIT] = what Hugging Face's datasets reads, also OWNER/NAME on the hub",
         dataset_name(data.NAMES, data.OWN),
         metavar="NAME",
     )
     tokenizer: str | None = option(
         None,
-        "for text: and chat:, a folder or file with tokenizer.json (and chat template), or the word bytes; unset = the "
-        "model's own, else bytes",
+        "for text, a tokenizer.json or its folder, or the word bytes; unset = the model's own, else bytes",
         location,
     )
-    text_field: str = option("text", "for text:, the field of .jsonl and .parquet that holds the text", text)
-    bos: str = option("auto", "for text:, begin each document with a token; auto = as its tokenizer", one_of(*data.BOS))
+    text_field: str = option("text", "for text: and datasets:, the field or column that holds the text", text)
+    bos: str = option("auto", "begin each document of text with a token; auto = as its tokenizer", one_of(*data.BOS))
     documents: str = option(
-        "apart", "for text: and chat:, whether documents in one sequence see each other", one_of("apart", "together")
+        "apart", "for data of your own, whether documents in one sequence see each other", one_of("apart", "together")
     )
     data_root: str | None = option(
         None, "folder that holds the data in torchvision's layout; unset = each node downloads it once", location

@@ -16,7 +16,7 @@ import pytest
 from fsdp2 import infer
 from fsdp2.config import parse
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.reading import Row
+from fsdp2.data.rows import Row
 from fsdp2.data.text import Text
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.options.errors import ConfigError

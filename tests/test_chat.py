@@ -15,7 +15,7 @@ from fsdp2.config import parse
 from fsdp2.data import text
 from fsdp2.data.chat import Chat, _by_template
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.reading import Row
+from fsdp2.data.rows import Row
 from fsdp2.data.splits import IGNORED
 from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.data.windows import Conversations
@@ -197,7 +197,7 @@ NO_BORDER = (
         (PLAIN, talk("a"), "has no answer of an assistant to learn"),
         (PLAIN, {"messages": [{"role": "assistant", "content": "a"}]}, "begins with an answer"),
         (PLAIN, {"text": "a"}, 'line 1: has no "messages".*it has text'),
-        (PLAIN, {"messages": []}, 'has no "messages"'),
+        (PLAIN, {"messages": []}, "its messages are no list; give"),
         (PLAIN, {"messages": [{"content": "a"}]}, "its message 1 has no role"),
         (
             PLAIN,
@@ -361,7 +361,7 @@ def test_a_conversation_is_never_cut(corpus: Path) -> None:
         ("--dataset=chat:{corpus} --tokenizer={folder}/bare", "its tokenizer has no chat template"),
         (
             "--dataset=chat:{corpus} --tokenizer={folder}/tokenizer --text-field=body",
-            "only text:PATH has fields; drop it",
+            "only text and tables have fields; drop it",
         ),
         ("--dataset=chat:", "names no file; give chat:PATH"),
         ("--dataset=chat:{corpus} --model=vit", "the model takes image data"),

@@ -15,7 +15,7 @@ import numpy
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import preparing, reading, text
+from fsdp2.data import preparing, reading, rows, text
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.places import find
 from fsdp2.data.prepared import files_of, read_meta
@@ -30,7 +30,7 @@ from fsdp2_tools.data import __main__ as command
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of each kind of file; with blocks and pieces so small that there are many of each."""
-    monkeypatch.setattr(preparing, "AT_A_TIME", 3)
+    monkeypatch.setattr(rows, "AT_A_TIME", 3)
     monkeypatch.setattr(reading, "PIECE", 64)
     folder = tmp_path / "corpus"
     folder.mkdir()

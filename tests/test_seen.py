@@ -279,7 +279,7 @@ def test_conversations_that_end_with_a_token_beyond_the_tokenizer_are_refused(tm
 
 def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, part in (
-        ("", "--dataset digits: only text:PATH and chat:PATH are shown; give one of them"),
+        ("", "--dataset digits: only text:, chat:, datasets: are shown; give one of them"),
         ("--samples=-1", "--samples -1: must be"),
         ("--model=llama --dataset=text:/nowhere*", "there is no file of text"),
         ("--modle=llama", "--modle=llama: no such flag"),

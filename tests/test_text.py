@@ -183,7 +183,9 @@ def test_a_folder_has_one_order_however_it_is_named(tmp_path: Path) -> None:
 
 
 def test_text_at_a_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--dataset text:https://a\.example/b\.txt: is a URL, .*; download it$"):
+    with pytest.raises(
+        ConfigError, match=r"^--dataset text:https://a\.example/b\.txt: is a URL, .*; give it as datasets:https:"
+    ):
         check_data(parse(["--model=llama", "--dataset=text:https://a.example/b.txt"]))
 
 
@@ -303,11 +305,11 @@ def test_a_model_that_mixes_documents_is_refused(ranks: Ranks, corpus: Path, tmp
         ("--dataset=text:{folder}/strange.bin", "isn't of a type that is read here"),
         ("--dataset=text:{corpus} --tokenizer={folder}", "has no tokenizer.json"),
         ("--dataset=text:", "names no file"),
-        ("--tokenizer=bytes", "only text:PATH and chat:PATH take one"),
+        ("--tokenizer=bytes", "only text:, chat: and datasets: take one"),
         ("--documents=together", "has no documents"),
         (
             "--bos=never",
-            "--bos never with --dataset source-text: only documents of text:PATH begin with a token; drop it",
+            "--bos never with --dataset source-text: only documents of text begin with a token; drop it",
         ),
         ("--dataset=text:{corpus} --bos=always", "bytes have no token that begins a text; drop --bos"),
         (

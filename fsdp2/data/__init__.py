@@ -29,7 +29,7 @@ KINDS = {
 NAMES = tuple(KINDS)
 DEFAULTS = {"image": "digits", "language": "source-text"}
 CLASSES = 10  # of each dataset of images
-OWN = ("text:", "chat:")  # before the place of one's own text, or conversations
+OWN = ("text:", "chat:", "datasets:")  # before the place of one's own text or conversations
 BOS = ("auto", "always", "never")  # whether a token begins each document of one's own text
 ON_DISK = ("fashion-mnist", "mnist")
 
@@ -111,8 +111,7 @@ def load(
     elif name.startswith(OWN):
         from fsdp2.data import text
 
-        kind, _, place = name.partition(":")
-        encoder = text.encoder_of(kind, tokenizer, text_field, bos)
+        place, encoder = text.opened(name, tokenizer, text_field, bos)
         causal = task == "causal"
         windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and causal, fetch=fetch, say=say)
     else:

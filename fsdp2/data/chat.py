@@ -20,8 +20,9 @@ import numpy
 
 from fsdp2.data.auto_tokenizer import opened
 from fsdp2.data.errors import UnusableText
+from fsdp2.data.forms import one_form
 from fsdp2.data.messages import PLAIN, Contents, conversation, encoded_twice, unseen, with_objects
-from fsdp2.data.reading import Row
+from fsdp2.data.rows import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.tokenizer import foreign
 from fsdp2.data.tokenizer_file import DECLARING, FromFile
@@ -41,7 +42,7 @@ Span = tuple[int, int]
 
 
 class Chat:
-    """Makes tokens of conversations, `{"messages": [{"role": …, "content": …}, …]}` and `"tools"`, an `Encoder`.
+    """Makes tokens of conversations in one of the `FORMS`, and their `"tools"`, an `Encoder`.
 
     Args:
         folder: of a tokenizer with a chat template.
@@ -52,7 +53,7 @@ class Chat:
     kind: str = "chat"
     begin: tuple[int, ...] = ()  # the template says how a conversation begins
     field: str | None = None
-    suffixes: tuple[str, ...] = (".jsonl",)
+    suffixes: tuple[str, ...] = (".jsonl", ".parquet")
 
     def __init__(self, folder: str) -> None:
         place = _place(folder)
@@ -72,6 +73,7 @@ class Chat:
         self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
         self._contents = Contents()
+        self._form: str | None = None
 
     @property
     def names(self) -> Sequence[str]:
@@ -86,10 +88,15 @@ class Chat:
         """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
         return self._text.unlike()
 
+    def source(self) -> str | None:
+        """The form of the conversations that it has encoded."""
+        return self._form
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
         for row in rows:
-            messages, tools = conversation(row)
+            self._form = one_form(row.content, self._form, row.where)
+            messages, tools = conversation(row, self._form)
             text, spans = self._rendered(messages, tools, row.where)
             self._require_shown(messages, tools, text, row.where)
             yield self._tokens(text, spans, row.where)

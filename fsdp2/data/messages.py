@@ -15,11 +15,9 @@ from functools import partial
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.reading import Row
+from fsdp2.data.forms import LEARNED, from_json, messages_of, unread
+from fsdp2.data.rows import Row
 
-# Keys by which others leave something out of the loss, and of a line, those that they give to the template.
-LEARNED = ("weight", "train", "training", "loss")
-OF_A_PROMPT = ("functions", "function_call", "system", "chat_template_kwargs", "documents")
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
 ANSWERS = ("assistant", "model", "gpt", "bot", "ai")  # as other forms of data call who answers
 # Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
@@ -29,19 +27,14 @@ PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp",
 SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")
 
 
-def conversation(row: Row) -> tuple[list[Any], list[Any] | None]:
-    """The messages of a line, and its tools if it has some. Raises UnusableText.
+def conversation(row: Row, form: str) -> tuple[list[Any], list[Any] | None]:
+    """The messages of a line of this form, and its tools if it has some. Raises UnusableText.
 
     Contents are text or parts of text, and calls and tools are objects.
     """
-    line = row.content
-    messages = line.get("messages") if isinstance(line, dict) else None
-    if not isinstance(messages, list) or not messages:
-        has = f"; it has {', '.join(list(map(str, line))[:5])}" if isinstance(line, dict) else ""
-        raise UnusableText(f'{row.where}: has no "messages": [{{"role": …, "content": …}}, …]{has}')
-    _require_usual(line, (*LEARNED, *OF_A_PROMPT), row.where)
+    _require_usual(row.content, unread(form), row.where)
     found = []
-    for number, message in enumerate(messages, 1):
+    for number, message in enumerate(messages_of(row.content, form, row.where), 1):
         where = f"{row.where}: its message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role")
@@ -59,12 +52,12 @@ def conversation(row: Row) -> tuple[list[Any], list[Any] | None]:
             message["tool_calls"] = _objects(calls, f"{where} has tool_calls")
             message = {key: value for key, value in message.items() if key != "tool_calls" or value}
         found.append(message)
-    return found, _objects(line.get("tools"), f"{row.where}: has tools") or None
+    return found, _objects(row.content.get("tools"), f"{row.where}: has tools") or None
 
 
 def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:
     """Raise UnusableText for a key by which others learn something else, unless its value means nothing."""
-    for key in keys:
+    for key in sorted(keys):
         if table.get(key, 1) not in USUAL:
             raise UnusableText(
                 f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned "
@@ -86,18 +79,11 @@ def _parts(content: list[Any], where: str) -> list[Any]:
 
 def _objects(given: Any, what: str) -> list[Any]:
     """A list of objects; it, and each of them, may be JSON text."""
-    found = _from_json(given, what)
-    objects = [_from_json(one, what) for one in found] if isinstance(found, list) else [found] * bool(found)
+    found = from_json(given, what)
+    objects = [from_json(one, what) for one in found] if isinstance(found, list) else [found] * bool(found)
     if (found and not isinstance(found, list)) or not all(isinstance(one, dict) for one in objects):
         raise UnusableText(f"{what} that are no list of objects; give [{{…}}, …], or the JSON text of that")
     return objects
-
-
-def _from_json(given: Any, what: str) -> Any:
-    try:
-        return (json.loads(given) if given.strip() else None) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise UnusableText(f"{what} that can't be read as JSON ({' '.join(str(error).split())[:120]})") from None
 
 
 def _object(function: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Where text lies: the files of a path, a folder or a pattern."""
+"""Where text lies: the files of a path, a folder or a pattern, and names of what the library `datasets` reads."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -12,6 +13,7 @@ from fsdp2.data.errors import UnusableText
 from fsdp2.foreign.kept import stays
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+PUBLISHED, HUB = "datasets:", "hf://datasets/"  # before a place that `datasets` reads, and before a name on the hub
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,24 @@ def listed(place: str) -> list[str]:
     return [place] if os.path.exists(os.path.expanduser(place)) else place.split(",")
 
 
+def with_split(place: str) -> tuple[str, str]:
+    """A place, and the split that it names behind a colon, "" for none. A path that exists is itself."""
+    path, _, split = place.rpartition(":")
+    named = bool(path) and not os.path.exists(place) and re.fullmatch(r"\w[\w.-]*", split)
+    return (path, split) if named else (place, "")
+
+
+def published(place: str) -> str:
+    """A place that `datasets` reads, in the form that means the same everywhere: OWNER/NAME on the hub, if there is no
+    such path and the name is none of a file, is a URL."""
+    path, split = with_split(place)
+    if "://" not in path:
+        here = os.path.abspath(os.path.expanduser(path))
+        is_name = re.fullmatch(r"[\w.-]*\w/\w[\w.-]*", path) and not suffix_of(path)
+        path = HUB + path if is_name and not os.path.exists(here) else here
+    return f"{path}:{split}" if split else path
+
+
 def suffix_of(name: str) -> str:
     """`.txt` of a path, in small letters."""
     return PurePosixPath(name).suffix.lower()
@@ -62,8 +82,8 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     found: list[File] = []
     for one in listed(place):
         if "://" in one:
-            raise UnusableText(f"{one}: is a URL, and text is read from files; download it")
-        files = _below(Path(os.path.expanduser(one)), suffixes)
+            raise UnusableText(f"{one}: is a URL, and text is read from files; give it as {PUBLISHED}{one}")
+        files = below(Path(os.path.expanduser(one)), suffixes)
         if not files:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
         found += files
@@ -72,8 +92,8 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
     return found
 
 
-def _below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
-    """A folder's files; a file; or those of a pattern. As much of a path as exists is itself, and no pattern."""
+def below(path: Path, suffixes: tuple[str, ...]) -> list[File]:
+    """A folder's files, a file, or those of a pattern: as much of a path as exists is none. Raises UnusableText."""
     there = next(one for one in (path, *path.parents) if os.path.exists(one))
     if there == path and os.path.isdir(path):
         below = (file for file in path.rglob("*") if suffix_of(file.name) in suffixes)

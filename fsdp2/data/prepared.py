@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import numpy
 
 from fsdp2.data.errors import UnusableText
+from fsdp2.data.forms import FORMS
 from fsdp2.data.places import File
-from fsdp2.data.reading import Row
+from fsdp2.data.rows import Row
 from fsdp2.data.splits import identity_of
 from fsdp2.data.windows import Conversations, Documents
 
@@ -68,6 +69,9 @@ class Encoder(Protocol):
     def unlike(self) -> str:
         """How transformers reads text differently, in a clause; "" where it doesn't."""
         ...
+
+    def source(self) -> str | None:
+        """The field of text, or the form of conversations, that it has encoded."""
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
         """The tokens of each row, (tokens,), none for one that is empty; and of `chat` a mask of them, uint8."""
@@ -129,7 +133,7 @@ def _require_form(meta: dict[str, Any]) -> None:
         raise ValueError("it says in other words than prepare writes")
     if meta["kind"] not in ("text", "chat") or meta["dtype"] not in DTYPES:
         raise ValueError(f"it is {meta['kind'][:40]} of {meta['dtype'][:40]}")
-    if type(meta["begin"]) is not list or (meta["kind"] == "chat" and meta["field"] is not None):
+    if type(meta["begin"]) is not list or (meta["kind"] == "chat" and meta["field"] not in (None, *FORMS)):
         raise ValueError("its documents begin, or are found, in no way that prepare knows")
     for keys, names in ((SPLITS, "documents"), (SPLITS, "tokens"), (files_of(meta["kind"]), "files")):
         if meta[names].keys() != set(keys):
@@ -154,7 +158,7 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
     if meta["begin"] != list(encoder.begin):
         what, bos = ("a", "always") if meta["begin"] else ("no", "never")
         raise UnusableText(f"{folder}: was prepared with {what} token before each document; give --bos {bos}")
-    if meta["field"] != encoder.field:
+    if encoder.kind == "text" and meta["field"] != encoder.field:
         raise UnusableText(f"{folder}: was made of the field {meta['field']}; add --text-field {meta['field']}")
 
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy
 
 from fsdp2.data.errors import UnusableText
+from fsdp2.data.forms import FORMS
 from fsdp2.data.places import File
 from fsdp2.data.prepared import (
     FORMAT,
@@ -35,11 +36,11 @@ from fsdp2.data.prepared import (
     read_meta,
     source_of,
 )
-from fsdp2.data.reading import Row, rows_of
+from fsdp2.data.reading import rows_of
+from fsdp2.data.rows import Row, blocks
 from fsdp2.data.splits import identity_of
 from fsdp2.data.turns import Turns
 
-AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20  # of documents that are tokenised together
 SAY_SECONDS = 10.0
 
 Say = Callable[[str], None]
@@ -122,7 +123,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         columns = {name: stack.enter_context(open(work / name, "wb")) for name in files_of(encoder.kind)}
         output = _Output(encoder, columns)
         for number, file in enumerate(files, 1):
-            for rows in _blocks(rows_of(file, encoder.field)):
+            for rows in blocks(rows_of(file, encoder.field)):
                 for row, (tokens, learn) in zip(rows, encoder.encode(rows), strict=True):
                     output.add(row, tokens, learn)
                 if time.monotonic() - said >= SAY_SECONDS:
@@ -130,6 +131,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
                     say(f"file {number:,} of {len(files):,}, {sum(output.tokens.values()):,} tokens")
         for column in columns.values():
             _sync(column)
+    read = {"tools"}.union(*FORMS[str(encoder.source())][:2] if output.beside else ())
     if not sum(output.tokens.values()):
         raise UnusableText(f"{files[0].name}: {len(files)} files hold no text")
     meta = {
@@ -137,7 +139,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "kind": encoder.kind,
         "tokenizer": encoder.identity,
         "begin": list(encoder.begin),
-        "field": encoder.field,
+        "field": encoder.source(),
         "source": source,
         "content": output.content,
         "dtype": numpy.dtype(dtype_of(encoder)).name,
@@ -145,7 +147,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "tokens": output.tokens,
         "characters": output.characters,
         "empty": output.empty,
-        "beside": ", ".join(sorted(output.beside))[:MOST],
+        "beside": ", ".join(sorted(output.beside - read))[:MOST],
         "turns": output.turns,
         "unlike": encoder.unlike(),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
@@ -160,19 +162,6 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    block: list[Row] = []
-    size = 0
-    for row in rows:
-        block.append(row)
-        size += row.size
-        if len(block) == AT_A_TIME or size >= BYTES_AT_A_TIME:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
 class _Output:
     """The columns while they are made.
 
@@ -180,7 +169,7 @@ class _Output:
         content: says which documents came.
         tokens, documents, targets: by split.
         characters, empty: of documents of text, and how many documents hold none.
-        beside: keys of conversations' lines that nothing reads.
+        beside: keys of conversations' lines.
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
     """
 
@@ -205,7 +194,7 @@ class _Output:
         self.tokens[split] += len(tokens)
         self._files[f"{split}.bin"].write(tokens.tobytes())
         if learn is not None:
-            self.beside |= row.content.keys() - {"messages", "tools"}
+            self.beside |= row.content.keys()
             self.targets[split] += int(learn[1:].sum())  # nothing comes before the first
             self._files[f"{split}-learn.bin"].write(learn.tobytes())
             for token, learned in self._turns(tokens, learn) if self._turns else ():

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy
 
+from fsdp2.data.forms import FORMS
+from fsdp2.data.places import PUBLISHED
 from fsdp2.data.splits import Dataset
 from fsdp2.data.turns import NONE
 from fsdp2.data.windows import Conversations, Documents
@@ -33,12 +35,22 @@ def lines(dataset: Dataset) -> list[str]:
     if about["kind"] == "chat":
         beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
         counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
-        return [counts, f"{share}; {_turn(dataset)}", _tokenizer(about), *warnings(about, dataset.classes)]
+        found = [*_read(about), counts, f"{share}; {_turn(dataset)}", _tokenizer(about)]
+        return [*found, *warnings(about, dataset.classes)]
     left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
     dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
     split = f"{cut:,} go on in the next sequence of {train.seq_len}" + ("" if train.apart else ", and see each other")
-    return [f"{counts}; {split}; {dropped}", share, _tokenizer(about), *warnings(about, dataset.classes)]
+    found = [*_read(about), f"{counts}; {split}; {dropped}", share, _tokenizer(about)]
+    return [*found, *warnings(about, dataset.classes)]
+
+
+def _read(about: dict[str, Any]) -> list[str]:
+    """Which field became what, where it isn't the one that a file of text or conversations has by default."""
+    field, of_chat = about["field"], about["kind"] == "chat"
+    if field is None or (field == ("messages" if of_chat else "text") and not about["place"].startswith(PUBLISHED)):
+        return []
+    return [f"read: {FORMS[field][2]}, as conversations" if of_chat else f"read: {printable(field)}, as documents"]
 
 
 def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:

@@ -10,10 +10,11 @@ import numpy
 
 from fsdp2.data.chat import open_chat
 from fsdp2.data.errors import NotHere, UnusableText
-from fsdp2.data.places import SUFFIXES, find
+from fsdp2.data.places import PUBLISHED, SUFFIXES, File, find
 from fsdp2.data.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2.data.preparing import Say, prepare, silent
-from fsdp2.data.reading import Row, rows_of
+from fsdp2.data.reading import rows_of
+from fsdp2.data.rows import Row
 from fsdp2.data.splits import Dataset
 from fsdp2.data.tokenizer import Tokenizer, document
 from fsdp2.data.tokenizer_file import open_tokenizer
@@ -50,6 +51,10 @@ class Text:
         """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
         return self._tokenizer.unlike()
 
+    def source(self) -> str | None:
+        """The field of the text."""
+        return self.field
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
         found = self._tokenizer.encode([row.content for row in rows])
@@ -59,7 +64,28 @@ class Text:
 
 def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
     """Open the encoder of `text` or `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
+    if kind == "chat" and bos != "auto":
+        raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
     return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
+
+
+def opened(name: str, tokenizer: str, field: str = "text", bos: str = "auto") -> tuple[str, Encoder]:
+    """The place that a `--dataset` names, as `found` takes it, and its encoder. Raises UnusableText."""
+    kind, _, place = name.partition(":")
+    if name.startswith(PUBLISHED):
+        from fsdp2.data import published
+
+        kind, place = published.kind_of(published.find(place), field), name
+    return place, encoder_of(kind, tokenizer, field, bos)
+
+
+def found(place: str, encoder: Encoder) -> list[File]:
+    """The files of a place, which may be one of `datasets`. Raises UnusableText."""
+    if not place.startswith(PUBLISHED):
+        return find(place, encoder.suffixes)
+    from fsdp2.data import published
+
+    return [published.find(place.removeprefix(PUBLISHED))]
 
 
 def load(
@@ -68,7 +94,7 @@ def load(
     """Documents of files, or of a folder that `prepare` has made.
 
     Args:
-        place: a file, a folder or a pattern; several with commas between them.
+        place: a file, a folder or a pattern; several with commas between them; or `datasets:` and what that reads.
         say: is called from time to time while files are prepared, with how far that is.
 
     Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
@@ -89,7 +115,7 @@ def load(
                 f"{place}: its {name} split has nothing to learn: each of its documents is one token, which is no "
                 "target; give longer ones"
             )
-    return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about})
+    return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about, "place": place})
 
 
 def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, read: bool = True) -> None:
@@ -103,7 +129,7 @@ def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart:
         require_made_with(encoder, Path(place), read_meta(Path(place)))
         files = []
     else:
-        files = find(place, encoder.suffixes)
+        files = found(place, encoder)
     if not read:
         return
     if sum(file.size for file in files) <= SOON:
@@ -124,7 +150,7 @@ def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = Tru
     """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText, NotHere."""
     from fsdp2.data.mnist import cache_folder
 
-    files = find(place, encoder.suffixes)
+    files = found(place, encoder)
     folder = cache_folder() / f"text-{source_of(files, encoder)}"
     if not is_prepared(folder):
         if not fetch:

@@ -57,12 +57,12 @@ def _check_data(config: Options) -> None:
     own, chat = config.dataset.startswith(data.OWN), config.dataset.startswith("chat:")
     if config.tokenizer is not None and not own:
         raise ConfigError(
-            f"--tokenizer with --dataset {config.dataset}: only text:PATH and chat:PATH take one; drop it"
+            f"--tokenizer with --dataset {config.dataset}: only text:, chat: and datasets: take one; drop it"
         )
     if config.text_field != "text" and (chat or not own):
-        raise ConfigError(f"--text-field with --dataset {config.dataset}: only text:PATH has fields; drop it")
+        raise ConfigError(f"--text-field with --dataset {config.dataset}: only text and tables have fields; drop it")
     if config.bos != "auto" and (chat or not own):
-        why = "the chat template begins a conversation" if chat else "only documents of text:PATH begin with a token"
+        why = "the chat template begins a conversation" if chat else "only documents of text begin with a token"
         raise ConfigError(f"--bos {config.bos} with --dataset {config.dataset}: {why}; drop it")
     if chat and config.spec.task != "causal":
         raise ConfigError(

@@ -83,6 +83,10 @@ def _beyond(values: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
     for flag, value in values.items():
         is_text, named = isinstance(value, str), shown(value, LONGEST_PATH)
         needs_data = flag == "dataset" and value in data.ON_DISK and values.get("data-root") is None
+        if flag == "dataset" and is_text and value.startswith("datasets:"):
+            from fsdp2.data.places import published
+
+            value = published(value.removeprefix("datasets:"))  # a name on the hub becomes a URL
         if is_text and "://" in value:
             why = "is at a URL"
         elif is_text and flag == "model" and models.is_function(value):

@@ -163,8 +163,10 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
         if not isinstance(value, str) or not value.startswith(prefixes):
             return str(one_of(*names)(value))
         kind, _, rest = text(value).partition(":")
-        from fsdp2.data.places import listed
+        from fsdp2.data.places import PUBLISHED, listed, published
 
+        if f"{kind}:" == PUBLISHED and rest:
+            return PUBLISHED + published(rest)
         places = listed(rest)
         if not all(places):
             raise ValueError(f"names no file; give {kind}:PATH")

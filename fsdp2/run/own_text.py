@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.prepared import Encoder
-from fsdp2.data.text import check, encoder_of
+from fsdp2.data.text import check, opened
 from fsdp2.data.tokenizer_file import tokenizer_files
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.dataset import tokenizer_of
@@ -20,17 +20,19 @@ def check_own_text(config: Config, *, read: bool) -> None:
     Args:
         read: look into the files too.
     """
-    kind, _, place = config.dataset.partition(":")
     require_tokenizer(config)
+    _, _, named = config.dataset.partition(":")
     try:
-        encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
+        place, encoder = opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)
+        if encoder.kind == "chat" and config.spec.task != "causal":
+            raise UnusableText("holds conversations, which are learned token by token; use a causal model")
         words = config.spec.vocab_size(config.model_size) or 0
         require_mask(config, encoder)
         if config.tokenizer not in (None, "bytes"):
             tokenizer_files(str(config.tokenizer))  # a run keeps them
         check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
     except UnusableText as error:
-        raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{place}: ')}") from None
+        raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{named}: ')}") from None
 
 
 def require_tokenizer(config: Config) -> None:

@@ -23,9 +23,8 @@ if __name__ == "__main__":
 from fsdp2.config import Config
 from fsdp2.data import OWN, seen
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
 from fsdp2.data.preparing import prepare
-from fsdp2.data.text import encoder_of
+from fsdp2.data.text import found, opened
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, tokenizer_of
@@ -39,19 +38,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.command == "show":
         given = {name: value for name, value in vars(arguments).items() if name not in ("command", "samples")}
         return show(Config(**read_values(Config, given)), arguments.samples)
-    kind = "chat" if arguments.chat else "text"
+    name = arguments.places[0] if arguments.published else f"{'chat' if arguments.chat else 'text'}:"
     out = Path(arguments.out).absolute()
     try:
-        encoder = encoder_of(kind, arguments.tokenizer, arguments.text_field, arguments.bos)
-        files = [file for place in arguments.places for file in find(place, encoder.suffixes)]
+        _, encoder = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos)
+        files = [file for place in arguments.places for file in found(place, encoder)]
         meta = prepare(files, out, encoder, say=_say)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
+        kind, what = encoder.kind, {"chat": "conversations", "text": "documents"}[encoder.kind]
     except UnusableText as error:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
     for line in warnings:
         print(line)
-    print(f"prepared {documents:,} {'conversations' if arguments.chat else 'documents'}, {tokens:,} tokens: {out}")
+    print(f"prepared {documents:,} {what}, {tokens:,} tokens: {out}")
     same = f"--tokenizer {arguments.tokenizer}" + (f" --bos {arguments.bos}" if arguments.bos != "auto" else "")
     print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} {same}")
     return meta
@@ -60,12 +60,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def show(config: Config, count: int) -> dict[str, Any]:
     """Print a run's lines about its data, and its first sequences; the counts. Raises ConfigError."""
     if not config.dataset.startswith(OWN):
-        raise ConfigError(f"--dataset {config.dataset}: only text:PATH and chat:PATH are shown; give one of them")
+        raise ConfigError(f"--dataset {config.dataset}: only {', '.join(OWN)} are shown; give one of them")
     check_data(config)
     dataset = open_data(config, config.spec)
-    kind = config.dataset.partition(":")[0]
     try:
-        encoder = encoder_of(kind, tokenizer_of(config), config.text_field, config.bos)
+        _, encoder = opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)
         for line in (*seen.lines(dataset), *samples(dataset, encoder.decode, count)):
             print(line)
     except UnusableText as error:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from fsdp2 import config as training
 from fsdp2.data import BOS
+from fsdp2.data.places import PUBLISHED
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, location, one_of, text, whole
+from fsdp2.options.values import checked, dataset_name, location, one_of, text, whole
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -23,7 +24,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     showing.add_argument("--samples", default="3", metavar="N", help="how many sequences to print (default: 3)")
     words = "tokenize text once, for --dataset text:FOLDER"
     preparing = commands.add_parser("prepare", help=words, description=words, allow_abbrev=False)
-    preparing.add_argument("places", nargs="+", metavar="PATH", help="a file, a folder or a pattern")
+    preparing.add_argument(
+        "places", nargs="+", metavar="PATH", help="a file, a folder or a pattern; or datasets:PATH[:SPLIT] alone"
+    )
     preparing.add_argument(
         "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or the word bytes"
     )
@@ -32,7 +35,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--text-field",
         default="text",
         metavar="NAME",
-        help="field of .jsonl and .parquet that holds the text (default: text)",
+        help="field or column that holds the text (default: text)",
     )
     preparing.add_argument(
         "--bos",
@@ -45,14 +48,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.command == "show":
         arguments.samples = checked("--samples", arguments.samples, whole(0, 10**6))
         return arguments
-    for place in arguments.places:
-        checked("PATH", place, location)
+    own = dataset_name((), (PUBLISHED,))
+    arguments.published = any(place.startswith(PUBLISHED) for place in arguments.places)
+    if arguments.published and (len(arguments.places) > 1 or arguments.chat):
+        raise ConfigError(f"PATH: {PUBLISHED}PATH stands alone, and its columns say what it is; drop the rest")
+    arguments.places = [checked("PATH", place, own if arguments.published else location) for place in arguments.places]
     for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
         checked(flag, value, location)
     checked("--text-field", arguments.text_field, text)
     checked("--bos", arguments.bos, one_of(*BOS))
-    if arguments.chat and arguments.bos != "auto":
-        raise ConfigError(f"--bos {arguments.bos} with --chat: the chat template begins a conversation; drop it")
     if arguments.chat and arguments.text_field != "text":
         raise ConfigError("--text-field with --chat: conversations are in the field messages; drop it")
     return arguments

@@ -89,7 +89,7 @@ def _language(config: Config, spec: ModelSpec, rows: int) -> tuple[Any, Tensor]:
         return torch.empty(rows, length, dtype=torch.int64), torch.empty(rows, length, dtype=torch.int64)
     tokens = torch.empty(rows, length + 1, dtype=torch.int64)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if config.documents == "apart" and config.dataset.startswith(("text:", "chat:")):
+    if config.documents == "apart" and config.dataset.startswith(data.OWN):
         positions, documents = (torch.empty(rows, length, dtype=torch.int64) for _ in range(2))
         return {"input_ids": inputs, "position_ids": positions, "document_ids": documents}, targets
     return inputs, targets
