@@ -276,13 +276,15 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
+# What reads runs or starts them, and is itself read by no training; and bad files in their hundreds.
+APART = $(MIGRATION) tests/comparing tests/doctor tests/fuzz tests/memory tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
 test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (half as long as test-all)
-	$(TOX) newest -- $(addprefix --ignore=,$(MIGRATION)) -m "not slow and not ray and not thorough" $(ARGS)
+	$(TOX) newest -- $(addprefix --ignore=,$(APART)) -m "not slow and not ray and not thorough" $(ARGS)
 
 .PHONY: test-all test-book test-migration test-tools
-test-all: $(VENV)/.dev  ## the same, with further cases (tests/thorough.py) and moving from FSDP1 (26 to 37 min)
+test-all: $(VENV)/.dev  ## all tests: further cases (tests/thorough.py), moving from FSDP1, the other tools (26 to 37 min)
 	$(TOX) newest -- $(ARGS)
 
 test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the next two
