@@ -226,6 +226,19 @@ IN_CODE = rows(
         "It clears nothing of a gathered group, as the outermost one is from forward to backward and after an "
         "evaluation. FSDP1 had this fault with SHARD_GRAD_OP and use_orig_params=True alone.",
     ),
+    (
+        "what may be FSDP1's class, or its model's method",
+        "the same with FSDP1's interface; else what its place of origin becomes",
+        DECIDE,
+        "A table, a parameter, a field or a derived class carries it there. Whether it is it turns out at run time.",
+    ),
+    (
+        "questions by a name of FSDP1's",
+        "isinstance(model, FSDPModule), isinstance(parameter, DTensor)",
+        DECIDE,
+        "By its class's name, or a private attribute of its parameters. The interface answers as FSDP1 does, FSDP2 "
+        "doesn't.",
+    ),
 )
 
 IN_CONFIGURATIONS = rows(

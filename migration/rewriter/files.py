@@ -13,7 +13,11 @@ USES = re.compile(r"FullyShardedDataParallel|distributed\.fsdp|distributed impor
 IMPORTS = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
-HANDLES = re.compile(r"parameters\(|state_dict|no_sync|clip_grad|requires_grad")  # what is done with models
+# What is done with models, and with a class that is handed on.
+HANDLES = re.compile(
+    r"parameters\(|state_dict|no_sync|clip_grad|requires_grad|regist|wrap|\bcls\(|\]\(|def (build|make)"
+)
+USED = re.compile(r"clip_grad_norm_|no_sync|fsdp", re.IGNORECASE)
 DEPTH = 12
 
 
@@ -91,10 +95,12 @@ class Files:
         while more := {path for path in sure - users if imported[path] & users}:
             users |= more
         found = sure | {path for path, others in imported.items() if others & users}
-        below = {
+        found |= {
             other for path in found for other in imported.get(path, ()) if HANDLES.search(self.sources[other].text)
         }
-        return found | below
+        while more := {p for p in imported.keys() - found if imported[p] & found and USED.search(self.sources[p].text)}:
+            found |= more
+        return found
 
     def _import_lines(self, path: Path) -> list[tuple[str, str, str]]:
         if path not in self._lines:

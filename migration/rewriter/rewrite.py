@@ -10,11 +10,23 @@ from pathlib import Path
 import libcst as cst
 
 from fsdp2.units import printable
-from migration.rewriter import account, beyond, each_parameter, imports, interface, marks, methods, names, statedicts
+from migration.rewriter import (
+    account,
+    beyond,
+    carried,
+    each_parameter,
+    imports,
+    interface,
+    marks,
+    methods,
+    names,
+    statedicts,
+)
 from migration.rewriter.account import Entry
 from migration.rewriter.constructor_calls import code_of, constructions, meta_calls, named
 from migration.rewriter.edits import Edits, Undecided
 from migration.rewriter.emit import make
+from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 from migration.rewriter.scene import Scene
@@ -50,7 +62,8 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
     FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2. Without `texts` there is the account alone."""
     calls = constructions(program)
     tracked = Tracked(program, Values(program), calls)
-    plain = _plain(program, calls, tracked)
+    scene = Scene(Rewriting(program), tracked, calls, Flow(program))
+    plain = _plain(scene)
     group = _together(program)  # which may have more files by now: rules ask for the file that a name comes from
     ways: list[Way] = []
     for number in dict.fromkeys(group.values()):
@@ -61,7 +74,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
         if library := _by_library(program, modules, any(module is where for _, where in calls for module in modules)):
             way = replace(way, problems=library)
         elif way.problems:
-            other = _interface(program, calls, tracked, modules)
+            other = _interface(scene, modules)
             known = {(id(problem.node), problem.code) for problem in other.problems}
             reasons = [problem for problem in way.problems if (id(problem.node), problem.code) not in known]
             if reasons:
@@ -129,9 +142,9 @@ def _together(program: Program) -> dict[int, int]:
     return group
 
 
-def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked) -> Way:
+def _plain(scene: Scene) -> Way:
     """The whole program in FSDP2's own words."""
-    scene = Scene(Rewriting(program), tracked, calls)
+    program, calls = scene.rewriting.program, scene.calls
     problems: list[Undecided] = []
     for step in (methods.move, statedicts.move):
         problems += step(scene)
@@ -144,25 +157,28 @@ def _plain(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Trac
     scene.rewriting.remove_unread()
     problems += beyond.undecided(scene, problems)
     problems += beyond.changed(scene, problems)
+    problems += carried.undecided(scene, problems)
     return Way(scene, program.parsed, _unique(problems))
 
 
-def _interface(program: Program, calls: list[tuple[cst.Call, Module]], tracked: Tracked, modules: list[Module]) -> Way:
+def _interface(plain: Scene, modules: list[Module]) -> Way:
     """Files that keep FSDP1's interface."""
+    program, calls = plain.rewriting.program, plain.calls
     travels = any(
         symbol == CLASS and names.code_of(symbol, node, module, program.symbol) in ("FC04", "FC05")
         for module in modules
         for node, symbol in names.uses(module, program.symbol)
     )
-    scene = Scene(Rewriting(program), tracked, calls, interface=True, travels=travels)
+    scene = replace(plain, rewriting=Rewriting(program), interface=True, travels=travels)
     home, problems = interface.move(scene, modules)
     each_parameter.move(scene)
     problems += beyond.changed(scene, problems)
     for node, module in calls:
         for name, arg in named(node):
             scene.take(code_of(name), arg, module)
-    for module in modules if calls else ():
-        for meta in meta_calls(module):
+    for module in modules:
+        carried.take(scene, module)
+        for meta in meta_calls(module) if calls else ():
             scene.take("FC20", meta, module, KEPT)
     return Way(scene, program.parsed, _unique(problems), home).of(modules)
 

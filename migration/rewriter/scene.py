@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from migration.rewriter.edits import Edits
+from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import MOVED
@@ -26,6 +27,7 @@ class Scene:
     rewriting: Rewriting
     tracked: Tracked
     calls: list[tuple[cst.Call, Module]]
+    flow: Flow
     interface: bool = False  # the program keeps FSDP1's interface, and its models have FSDP1's methods
     travels: bool = False  # the class goes somewhere, so that there are models that aren't followed
 

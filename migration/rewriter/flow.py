@@ -1,0 +1,323 @@
+"""Where FSDP1's class and its models may go: one forward flow of values, through whatever holds them.
+
+Each expression, variable, attribute and container has the set of values that it may have, which grows until nothing
+changes. A value is FSDP1's class, a model, a method of one, or something of the program that can hold or make them: a
+function, a class, an object, a container, a file. The order of statements doesn't count: so all of it is "may be".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import libcst as cst
+
+from migration.rewriter.module import Module, last_name
+from migration.rewriter.objects import A_MODEL, ALL, ANY, GET, PUT, THE_CLASS, Objects, Place, Value, key_of
+from migration.rewriter.program import Program
+from migration.rewriter.symbols import CLASS, PACKAGE
+from migration.rewriter.tracked import WRAPPERS
+from migration.rewriter.values import string
+
+ALIKE = ("list", "tuple", "set", "sorted", "reversed", "iter", "ModuleList", "ModuleDict", "deque", "OrderedDict",
+         "MappingProxyType", "values", "copy")  # fmt: skip
+OBJECTS = ("SimpleNamespace", "Namespace")
+
+
+class Flow(Objects):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        for module in program.parsed:
+            for node in module.all(*_RULES):
+                _RULES[type(node)](self, node, module)
+        while self._queue:
+            place, value, origin = self._queue.pop()
+            for then in tuple(self._then.get(place, ())):
+                then(value, origin)
+
+    # --- calls ---
+
+    def _call(self, node: cst.Call, module: Module) -> None:
+        name, first = last_name(node.func), node.args[0].value if node.args else None
+        asked = string(node.args[1].value) if len(node.args) > 1 else None
+        names = {known for known, _ in module.qualified(node.func)}
+        self._when(id(node.func), lambda value, origin: self._called(value, origin, node))
+        if first is None:
+            if name == "super" and (owner := module.enclosing(node, cst.ClassDef)) is not None:
+                self._add(id(node), ("super", id(owner)))
+                self._inherits(id(owner), id(node), A_MODEL)
+            if name == "dict" or name in OBJECTS:
+                self._add(id(node), ("box", id(node)) if name == "dict" else ("made", id(node)))
+            return
+        if "functools.partial" in names or name in ("cast", *ALIKE) or names & {*WRAPPERS}:
+            wanted = node.args[-1].value if name == "cast" else first
+            self._link(id(wanted), id(node))
+        elif name == "getattr" and asked:
+            self._read_of(id(first), asked, id(node))
+        elif name == "setattr" and asked and len(node.args) == 3:
+            self._set_of(id(first), asked, id(node.args[2].value))
+        elif name == "next":
+            self._each(id(first), id(node))
+        elif name in ("enumerate", "zip", "dict", *OBJECTS):
+            self._made(node, name)
+        elif name == "map":
+            self._when(id(first), lambda value, _: self._mapped(value, node))
+        elif name == "field":
+            for arg in node.args:
+                if arg.keyword is not None and arg.keyword.value == "default_factory":
+                    self._when(id(arg.value), lambda value, origin: self._called(value, origin, node, bare=True))
+                elif arg.keyword is not None and arg.keyword.value == "default":
+                    self._link(id(arg.value), id(node))
+
+    def _made(self, node: cst.Call, name: str) -> None:
+        made = ("made" if name in OBJECTS else "box", id(node))
+        self._add(id(node), made)
+        if name in ("enumerate", "zip"):
+            pair = ("box", id(node), "pair")
+            self._add((made, ALL), pair)
+            for place, arg in enumerate(node.args, int(name == "enumerate")):
+                self._each(id(arg.value), (pair, place))
+        for arg in node.args:
+            if arg.keyword is not None and name == "dict":
+                self._put(made, arg.keyword.value, id(arg.value))
+            elif arg.keyword is not None:
+                self._link(id(arg.value), (made, arg.keyword.value))
+            elif name == "dict":
+                self._each(id(arg.value), (made, ANY))
+                self._link((made, ANY), (made, ALL))
+
+    def _mapped(self, function: Value, node: cst.Call) -> None:
+        box = ("box", id(node))
+        self._add(id(node), box)
+        self._put(box, None, ("return", function[-1]) if function[0] in ("function", "bound") else ("nowhere",))
+        if function == THE_CLASS:
+            self._add((box, ALL), A_MODEL, self.may_be(node.args[0].value, THE_CLASS))
+        for place, arg in enumerate(node.args[1:]):
+            self._each(id(arg.value), part := ("part", id(arg)))
+            self._argument(function, place, part)
+
+    def _called(self, value: Value, origin: str, node: cst.Call, *, bare: bool = False) -> None:
+        kind = value[0]
+        if kind in ("class", "same"):
+            self._add(id(node), A_MODEL, origin)
+        elif kind == "of box":
+            self._of_box(value[1], value[2], node)
+        elif kind in ("function", "bound"):
+            if not bare:
+                self._arguments(value, node)
+            self._link(("return", value[1]), id(node))
+        elif kind == "of":
+            made = ("object", value[1])
+            self._add(id(node), made)
+            self._inherits(value[1], id(node), A_MODEL)
+            self._find(
+                made, "__init__", lambda v, _: self._arguments(("bound", *v[1:]), node) if v[0] == "function" else None
+            )
+            body = [line for line in self._node[value[1]][0].body.body if isinstance(line, cst.SimpleStatementLine)]
+            fields = [last_name(one.target) for line in body for one in line.body if isinstance(one, cst.AnnAssign)]
+            for place, arg in enumerate(node.args):
+                name = arg.keyword.value if arg.keyword else fields[place] if place < len(fields) else ""
+                if name in fields:
+                    self._link(id(arg.value), (made, name))
+
+    def _arguments(self, function: Value, node: cst.Call) -> None:
+        for place, arg in enumerate(node.args):
+            if arg.star:
+                self._spread(function, arg, place)
+            else:
+                self._argument(function, arg.keyword.value if arg.keyword is not None else place, id(arg.value))
+
+    def _spread(self, function: Value, arg: cst.Arg, start: int) -> None:
+        params = self._node[function[1]][0].params
+        names = [one.name.value for one in (*params.params, *params.kwonly_params)]
+        for key in range(8) if arg.star == "*" else names:
+            self._each(id(arg.value), part := ("part", id(arg), key), key)
+            self._argument(function, start + key if isinstance(key, int) else key, part)
+
+    def _of_box(self, box: Value, name: str, node: cst.Call) -> None:
+        values = [arg.value for arg in node.args]
+        if name in GET and values:
+            self._take(box, string(values[0]), id(node))
+        if name in ("get", "setdefault") and len(values) > 1:
+            self._link(id(values[1]), id(node))
+        if name in PUT and values:
+            key = string(values[0]) if name == "setdefault" else None
+            for arg in node.args:
+                if arg.keyword is not None:
+                    self._put(box, arg.keyword.value, id(arg.value))
+                elif name in ("extend", "update"):
+                    for kept in (ALL, ANY):
+                        self._each(id(arg.value), (box, kept))
+                else:
+                    self._put(box, key, id(arg.value))
+        if name in ("values", "copy"):
+            self._add(id(node), box)
+        if name == "items":
+            items, pair = ("box", id(node), "items"), ("box", id(node), "item")
+            self._add(id(node), items)
+            self._add((items, ALL), pair)
+            self._take(box, None, (pair, 1))
+
+    # --- what each kind of node says ---
+
+    def _read(self, node: cst.Name | cst.Attribute, module: Module) -> None:
+        symbol, names = self.program.symbol(node, module), [n for n, imported in module.qualified(node) if imported]
+        if symbol == CLASS or (symbol or "").startswith("module:") or PACKAGE in names:
+            origin = f"{module.path.name}:{module.line(node)}"
+            self._add(id(node), THE_CLASS if symbol == CLASS else ("torch",), origin)
+        above = module.parent(node)
+        if isinstance(node, cst.Attribute):
+            if not isinstance(above, cst.AssignTarget):
+                self._read_of(id(node.value), node.attr.value, id(node))
+        elif not (isinstance(above, cst.Attribute) and above.attr is node):
+            found = module.assignments(node)
+            self._link(id(found) if found else (str(module.path), node.value), id(node))
+            if not found and (place := self.program.definition(node, module)) is not None:
+                self._link(self._of_file(*place), id(node))
+        if isinstance(node, cst.Attribute) and names:
+            self._imported(names, id(node), module)
+
+    def _import(self, node: cst.Import | cst.ImportFrom, module: Module) -> None:
+        if not isinstance(node.names, cst.ImportStar):
+            for alias in node.names:
+                bound = cst.Name((alias.evaluated_alias or alias.evaluated_name).partition(".")[0])
+                known = module.scope(node).find(bound.value)
+                for binding in known:
+                    if binding.node is node and binding.imported:
+                        self._imported([binding.imported], id(known), module)
+
+    def _imported(self, names: list[str], end: Place, module: Module) -> None:
+        for name in names:
+            place = self.program.split(name, module)
+            other = self.program.known(place[0]) if place is not None else None
+            if place is not None and other is not None and other is not module:
+                if not place[1]:
+                    self._add(end, ("file", other))
+                elif len(place[1]) == 1:
+                    self._link(self._of_file(other, place[1][0]), end)
+
+    def _assign(self, node: cst.Assign | cst.AnnAssign | cst.NamedExpr, module: Module) -> None:
+        if node.value is not None:
+            for target in [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]:
+                self._bind(target, id(node.value), module)
+            if isinstance(node, cst.NamedExpr):
+                self._link(id(node.value), id(node))
+
+    def _loop(self, node: cst.For | cst.CompFor, module: Module) -> None:
+        self._each(id(node.iter), part := ("each", id(node)))
+        self._bind(node.target, part, module)
+
+    def _function(self, node: cst.FunctionDef | cst.Lambda, module: Module) -> None:
+        self._node[id(node)] = node, module
+        value: Value = ("function", id(node))
+        for param in (*node.params.posonly_params, *node.params.params, *node.params.kwonly_params):
+            if param.default is not None:
+                self._link(id(param.default), self._variable(param.name, module))
+            if param.annotation is not None:
+                self._said(id(param.annotation.annotation), self._variable(param.name, module))
+        if isinstance(node, cst.Lambda):
+            self._add(id(node), value)
+            self._link(id(node.body), ("return", id(node)))
+            return
+        if any(last_name(one.decorator) == "setter" for one in node.decorators):
+            value = ("setter", id(node))
+        self._defined(node, value, module)
+        owner = module.enclosing(node, cst.ClassDef, cst.FunctionDef)
+        if isinstance(owner, cst.ClassDef):
+            said = {last_name(one.decorator) for one in node.decorators}
+            if "staticmethod" not in said and node.params.params:
+                own = "of" if "classmethod" in said else "object"
+                place = self._parameter(node.params, 0, module)
+                if own == "object":
+                    self._link(("selves", id(owner)), place)
+                else:
+                    self._add(place, ("of", id(owner)))
+                    self._inherits(id(owner), place, THE_CLASS)
+
+    def _said(self, annotation: Place, end: Place) -> None:
+        """What an annotation says of a parameter."""
+
+        def then(value: Value, origin: str) -> None:
+            if value == THE_CLASS or value[0] == "of":
+                self._add(end, A_MODEL if value == THE_CLASS else ("object", value[1]), origin)
+
+        self._when(annotation, then)
+
+    def _class(self, node: cst.ClassDef, module: Module) -> None:
+        self._node[id(node)] = node, module
+        value: Value = ("of", id(node))
+        self._defined(node, value, module)
+        self._add(("selves", id(node)), ("object", id(node)))
+        for base in node.bases:
+            self._when(id(base.value), lambda v, o: self._derived(node, v, o))
+        for name, bindings in module.scope(node).names.items() if module.scope(node).kind is cst.ClassDef else ():
+            self._link(id(bindings), (value, name))
+
+    def _derived(self, node: cst.ClassDef, base: Value, origin: str) -> None:
+        place = ("base", id(node))
+        if base == THE_CLASS:
+            self._add(("selves", id(node)), A_MODEL, origin)
+        if base == THE_CLASS or base[0] == "of":
+            self._add(place, base, origin)
+        if base[0] == "of" and base[1] != id(node):
+            self._link(("base", base[1]), place)
+            self._link(("selves", id(node)), ("selves", base[1]))
+            self._when(("base", base[1]), lambda v, o: self._derived(node, v, o) if v == THE_CLASS else None)
+
+    def _defined(self, node: cst.FunctionDef | cst.ClassDef, value: Value, module: Module) -> None:
+        """A definition's name, and its decorators, which get it and may keep it."""
+        self._add(self._variable(node.name, module), value)
+        for one in node.decorators:
+            self._when(id(one.decorator), lambda v, _: self._argument(v, 0, ("value", id(node))))
+        self._add(("value", id(node)), value)
+        if isinstance(node, cst.ClassDef):  # one that is derived from FSDP1's class is FSDP1's class again
+            for place in (self._variable(node.name, module), ("value", id(node))):
+                self._inherits(id(node), place, THE_CLASS)
+
+    def _return(self, node: cst.Return | cst.Yield, module: Module) -> None:
+        function = module.function(node)
+        if function is None or not isinstance(node.value, cst.BaseExpression):
+            return
+        if isinstance(node, cst.Return):
+            self._link(id(node.value), ("return", id(function)))
+        else:
+            self._add(("return", id(function)), box := ("box", id(function)))
+            self._put(box, None, id(node.value))
+
+    def _either(self, node: cst.IfExp | cst.BooleanOperation, module: Module) -> None:
+        for part in (node.body, node.orelse) if isinstance(node, cst.IfExp) else (node.left, node.right):
+            self._link(id(part), id(node))
+
+    def _box(self, node: Any, module: Module) -> None:
+        box = ("box", id(node))
+        self._add(id(node), box)
+        if isinstance(node, (cst.BaseSimpleComp, cst.DictComp)):
+            self._put(box, None, id(node.value if isinstance(node, cst.DictComp) else node.elt))
+            return
+        for place, element in enumerate(node.elements):
+            if isinstance(element, (cst.StarredElement, cst.StarredDictElement)):
+                for kept in (ALL, ANY):
+                    self._each(id(element.value), (box, kept))
+            else:
+                key = string(element.key) if isinstance(element, cst.DictElement) else place
+                self._put(box, key, id(element.value))
+
+    def _subscript(self, node: cst.Subscript, module: Module) -> None:
+        if not isinstance(module.parent(node), cst.AssignTarget):
+            self._each(id(node.value), id(node), key_of(node))
+
+
+_RULES: dict[type, Callable[..., None]] = {
+    cst.Call: Flow._call,
+    cst.ClassDef: Flow._class,
+    cst.Subscript: Flow._subscript,
+    **dict.fromkeys((cst.Name, cst.Attribute), Flow._read),
+    **dict.fromkeys((cst.Import, cst.ImportFrom), Flow._import),
+    **dict.fromkeys((cst.Assign, cst.AnnAssign, cst.NamedExpr), Flow._assign),
+    **dict.fromkeys((cst.For, cst.CompFor), Flow._loop),
+    **dict.fromkeys((cst.FunctionDef, cst.Lambda), Flow._function),
+    **dict.fromkeys((cst.Return, cst.Yield), Flow._return),
+    **dict.fromkeys((cst.IfExp, cst.BooleanOperation), Flow._either),
+    **dict.fromkeys((cst.Dict, cst.List, cst.Tuple, cst.Set, cst.ListComp, cst.SetComp, cst.DictComp,
+                     cst.GeneratorExp), Flow._box),
+}  # fmt: skip
