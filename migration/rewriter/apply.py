@@ -47,7 +47,8 @@ def _summary(result: Result, written: bool) -> None:
         return
     done = f"{count} file{'s' if count != 1 else ''} {'rewritten' if written else 'would change'}"
     decide = f"{left} place{'s' if left != 1 else ''} to decide, marked # fsdp2:" if left else "nothing left to decide"
-    print(f"fsdp2: {done}, {decide}", file=sys.stderr)
+    faults = ", and losses may differ by a fault of FSDP1, named above" if result.faults else ""
+    print(f"fsdp2: {done}, {decide}{faults}", file=sys.stderr)
     if any(problem.blocking for problem in result.undecided):
         print(
             "fsdp2: a constructor has to be decided first, so nothing but comments is added; change what they say and "

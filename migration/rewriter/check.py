@@ -19,7 +19,7 @@ from migration.rewriter.program import Program
 from migration.rewriter.rewrite import Result, rewrite
 from migration.rewriter.source import Source, find, read, why_not
 from migration.rewriter.symbols import SURE_IMPORTS
-from migration.rewriter.taken import BLOCKS
+from migration.rewriter.taken import BLOCKS, KEPT
 
 SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
 
@@ -111,6 +111,11 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
             findings.append(make(str(source.path), (None, int(line[1]) if line else 1, 1), "FC24", why, BLOCKS))
         unread.append(f"{printable(str(source.path))}: {why}; left as it is")
     unread += [_kept(reasons) for reasons in result.kept]
+    for node, module, fault in result.faults:
+        place = make(str(module.path), module.source.place(module.span(node)[0]), "FC01", "", KEPT).place
+        unread.append(
+            f"{place}: a fault of FSDP1, which the moved program hasn't: {fault}. Other losses may be due to it"
+        )
     return Everything(result, configs, sort(findings), notes + unparsed + unread)
 
 

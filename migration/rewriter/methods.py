@@ -136,8 +136,11 @@ def by_name(module: Module, node: cst.Call) -> str:
 
 def _after_forward(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
     """True if a group may be gathered: after an evaluation, or between the model's call and a backward below it."""
-    if EVALUATES.search(module.text):
-        return True
+    return EVALUATES.search(module.text) is not None or between(module, node, model)
+
+
+def between(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
+    """Return whether a call stands between the model's and a backward below it."""
     at, text = module.span(node)[0], re.escape(module.code(model))
     block = module.block_of(module.statement(node) or node)
     above = any(re.search(rf"\b{text}\(", module.code(one)) for one in block if module.span(one)[1] <= at)

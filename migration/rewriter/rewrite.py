@@ -15,6 +15,7 @@ from migration.rewriter import (
     beyond,
     carried,
     each_parameter,
+    faults,
     imports,
     interface,
     marks,
@@ -55,6 +56,7 @@ class Result:
     undecided: list[Undecided] = field(default_factory=list)
     account: list[Entry] = field(default_factory=list)
     kept: list[list[Undecided]] = field(default_factory=list)  # of each program that keeps FSDP1's interface: why
+    faults: list[tuple[cst.CSTNode, Module, str]] = field(default_factory=list)  # of FSDP1, that it may have met
 
 
 def rewrite(program: Program, *, texts: bool = True) -> Result:
@@ -88,6 +90,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
         result.undecided += problems
         result.kept += [way.reasons] if way.home is not None else []
         result.account += _account(way, problems, stays)
+        result.faults += faults.suspected(scene, way.modules)
         for module in way.modules if texts else ():
             edits = Edits(module) if stays else way.scene.edits(module)
             marks.put(edits, [problem for problem in problems if problem.module is module])

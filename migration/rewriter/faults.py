@@ -1,0 +1,57 @@
+"""Faults of FSDP1 that a program may have met: what it becomes is right, and has other losses for that reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from migration.rewriter import methods
+from migration.rewriter.module import Module, last_name
+from migration.rewriter.names import uses
+from migration.rewriter.objects import A_MODEL
+from migration.rewriter.scene import Scene
+from migration.rewriter.symbols import CLASS
+
+KEPT = re.compile(r"SHARD_GRAD_OP|_HYBRID_SHARD_ZERO2")
+OWN_PARAMETERS = re.compile(r"use_orig_params[\"']?\s*[=:]\s*(?!False)")
+HYBRID = ("ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._HYBRID_SHARD_ZERO2")
+OF_OPTIMIZER = (f"{CLASS}.optim_state_dict", f"{CLASS}.full_optim_state_dict")
+ON_CPU = re.compile(r"device\([\"']cpu|device_id=[\"']cpu|[\"']gloo[\"']")
+
+CLEARED = (
+    "between forward and backward FSDP1's zero_grad() of the model clears nothing with SHARD_GRAD_OP and "
+    "use_orig_params=True: each gradient is added to those of all steps before"
+)
+REPLICAS = (
+    "where a shard group is one rank, as on a mesh (N, 1) or on nodes with one device, FSDP1 never synchronises the "
+    "replicas"
+)
+MOMENTS = (
+    "on a CPU with use_orig_params=True FSDP1's optimizer state has one tensor for both moments, unless "
+    "offload_to_cpu=False: what resumes from it goes on wrongly"
+)
+
+
+def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode, Module, str]]:
+    """List each place with the fault, one for each kind in a file."""
+
+    def said(words: re.Pattern[str]) -> bool:
+        return any(words.search(module.text) for module in modules)
+
+    for module in modules:
+        found: dict[str, cst.CSTNode] = {}
+        for node in module.all(cst.Call) if said(KEPT) and said(OWN_PARAMETERS) else ():
+            called = node.func
+            if isinstance(called, cst.Attribute) and last_name(called) == "zero_grad":
+                model = called.value
+                ours = scene.is_model(model, module) or scene.flow.may_be(model, A_MODEL)
+                if ours and methods.between(module, node, model):
+                    found.setdefault(CLEARED, node)
+        for node, symbol in uses(module, scene.symbol):
+            if symbol in HYBRID:
+                found.setdefault(REPLICAS, node)
+            elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU):
+                found.setdefault(MOMENTS, node)
+        yield from ((node, module, why) for why, node in found.items())
