@@ -1,4 +1,4 @@
-"""What may be FSDP1's, as the flow of values says, and no name of it says for certain; and questions by its name."""
+"""Uses that may be of FSDP1, as the flow of values says and no name of it for certain; and questions by its name."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Flow(Objects):
                     self._inherits(id(owner), place, THE_CLASS)
 
     def _said(self, annotation: Place, end: Place) -> None:
-        """What an annotation says of a parameter."""
+        """A parameter is what its annotation says."""
 
         def then(value: Value, origin: str) -> None:
             if value == THE_CLASS or value[0] == "of":

@@ -58,7 +58,7 @@ class Objects:
             self._when(start, lambda value, origin: self._add(end, value, origin))
 
     def _each(self, start: Place, end: Place, key: object = None) -> None:
-        """What is in the containers that an expression may be."""
+        """Link what is in the containers that an expression may be."""
         self._when(start, lambda value, _: self._take(value, key, end) if value[0] == "box" else None)
 
     def _inherits(self, owner: int, end: Place, value: Value) -> None:
@@ -114,7 +114,7 @@ class Objects:
                 self._find(owner, name, lambda v, _: self._argument(v, 1, start) if v[0] == "setter" else None)
 
     def _find(self, owner: Value, name: str, then: Callable[[Value, str], None]) -> None:
-        """What an object's class, or one that it is derived from, has under a name."""
+        """Find a name in an object's class, or in one that it is derived from."""
         node, module = self._node[owner[1]]
         own = owner[0] != "super" and name in module.scope(node).names
         if own:
@@ -147,7 +147,7 @@ class Objects:
             self._add(end, ("of box", owner, name))
 
     def _member(self, owner: Value, value: Value, origin: str, end: Place) -> None:
-        """What is read of an object's class: its functions become methods of it."""
+        """Read a name of an object's class: functions become methods of it."""
         if value[0] != "function":
             self._add(end, value, origin)
             return

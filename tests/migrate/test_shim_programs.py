@@ -177,11 +177,12 @@ def test_whatever_a_unit_has_is_there_or_refused(ranks: Ranks) -> None:
 
 
 def names() -> Iterator[str]:
-    yield from ("_handle", "_is_root", "training_state", "_unshard", "_state_dict_type", "params")
+    yield from ("_handle", "_is_root", "training_state", "_unshard", "_state_dict_type")
 
 
 def asked() -> None:
     unit = build(shim(), auto_wrap_policy=policy("transformer")).blocks[0]
+    assert unit.params == list(unit.parameters())
     for name in names():
         assert not hasattr(unit, name)
         with pytest.raises(Unsupported, match=rf"\.{name}\b.*inner part of FSDP1"):
