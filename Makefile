@@ -56,7 +56,7 @@ $(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
 
 # For tests and linters: one environment for all of it, which tox uses as it is.
 $(VENV)/.dev: $(VENV)/.installed
-	$(UV) -e '.[test,lint,tensorboard,ray,tutorial,plots,migrate,hf,timm,peft,torchao]' tox tox-uv tox-current-env
+	$(UV) -e '.[test,lint,tensorboard,wandb,mlflow,ray,tutorial,plots,migrate,hf,timm,peft,torchao]' tox tox-uv tox-current-env
 	@touch $@
 # Tests start make themselves, which is no part of this one and has flags of its own.
 TOX = env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL -u ARGS $(BIN)/tox run --current-env -e

@@ -16,6 +16,7 @@ from fsdp2.options.checks import KEEP, check_together
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
+    TRACKERS,
     betas,
     check_values,
     dataset_name,
@@ -33,7 +34,9 @@ from fsdp2.options.values import (
     resume_place,
     steps_or_never,
     switch,
+    tags,
     text,
+    trackers,
     whole,
 )
 from fsdp2.parallel.names import ACCUMULATION_SYNC, DTYPES, FLOAT8, FSDP1_PREFETCH, FSDP1_SHARDING, OPTIMIZERS, STATES
@@ -336,7 +339,12 @@ class Config:
         metavar="BYTES",
     )
     profile: bool = option(False, "trace the first 6 steps with torch.profiler, memory included", switch)
-    tensorboard: bool = option(False, "also write TensorBoard event files", switch)
+    track: tuple[str, ...] = option(
+        (), "also write to these trackers, by commas", trackers, metavar=f"{'|'.join(TRACKERS)}[,…]"
+    )
+    run_name: str | None = option(None, "the run's name in trackers, in place of its folder's", or_off(text))
+    tag: tuple[str, ...] = option((), "a tag KEY=VALUE in trackers; repeatable", tags, metavar="KEY=VALUE", many=True)
+    tensorboard: bool = option(False, "the same as --track tensorboard", switch)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -379,15 +387,6 @@ class Config:
         from fsdp2.options import deepspeed_settings
 
         return deepspeed_settings.settings(self, device_type)
-
-    @property
-    def prefetches(self) -> tuple[int | None, int | None]:
-        """Groups to prefetch in forward and in backward; the specific flags win over the common one."""
-        forward, backward = (
-            self.explicit_prefetching if own is None else None if own == "off" else own
-            for own in (self.forward_prefetch, self.backward_prefetch)
-        )
-        return forward, backward
 
 
 def parser(prog: str = "fsdp2.train", *, description: str = TRAIN, add_help: bool = True) -> Any:

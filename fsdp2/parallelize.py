@@ -21,7 +21,7 @@ from fsdp2.parallel.mesh import make_mesh, of_fsdp, of_pieces
 from fsdp2.parallel.meta import allocate, check_initialised, nothing
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
-from fsdp2.parallel.prefetch import prefetch_backward, prefetch_forward
+from fsdp2.parallel.prefetch import groups_ahead, prefetch_backward, prefetch_forward
 
 if TYPE_CHECKING:
     from fsdp2.config import Config
@@ -114,7 +114,7 @@ def parallelize(
     gather_for(model, methods)
 
     # The schedule refers to sharded groups, so they have to exist.
-    forward, backward = config.prefetches
+    forward, backward = groups_ahead(config)
     if forward:
         prefetch_forward(groups, forward)
     if backward:
@@ -140,7 +140,7 @@ def parallelize(
         model,
         optimizer,
         scaler,
-        early_unshard=any(config.prefetches),
+        early_unshard=any((forward, backward)),
         accumulation_sync=config.grad_accumulation_sync,
         splits_words=config.tp > 1,
     )

@@ -108,7 +108,7 @@ def main(
 
         with job.starting():
             write_start(config, job, world, app, node_memory, engine.files, finished=finished())
-            reports = Reports(config, run.metrics, world.rank, batches.steps_per_epoch, on_event)
+            reports = Reports(config, run.metrics, run.files, world.rank, batches.steps_per_epoch, on_event)
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
 

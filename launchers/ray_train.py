@@ -20,7 +20,9 @@ from typing import Any
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
+from fsdp2.options.checks import trackers_of
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.trackers import VARIABLES
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process import ending
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     preflight(config, World(0, workers.most, 0, workers.most)).release(refused=True)
     prepare(options.address)
     with plain_lines(), cluster(options):
-        result = fit(options, config, storage, name, surroundings())
+        result = fit(options, config, storage, name, surroundings(config))
         print("\n".join(artifacts(RunDir(str(config.run_dir)).files)))
         return result
 
@@ -130,12 +132,11 @@ def check_address(address: str) -> None:
         ) from None
 
 
-def surroundings() -> dict[str, Any]:
-    """Of the process in which a user has started a run: what its workers take over."""
-    return {
-        "folder": os.getcwd(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("FSDP2_")},
-    }
+def surroundings(config: Config | None = None) -> dict[str, Any]:
+    """Of the process in which a user has started a run: what its workers take over, logins of its trackers too."""
+    own = VARIABLES if config is not None and trackers_of(config) else ()
+    environment = {name: value for name, value in os.environ.items() if name.startswith("FSDP2_") or name in own}
+    return {"folder": os.getcwd(), "environment": environment}
 
 
 def ray_storage(place: str) -> tuple[str, Any]:

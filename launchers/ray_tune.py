@@ -23,6 +23,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags, words_of
 from fsdp2.options.settings_file import read_table
+from fsdp2.options.trackers import require_trackers
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process.runtime import World
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     space = parse_search(tune.search)
     example_config(config, space)
     check_versions(config)
+    require_trackers(config)
     check_data(config)
     storage, name, config = place(options, config, prefix="tune")
     config = same_global_batch(options.num_workers, config)
@@ -142,7 +144,7 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
     from ray import tune as ray_tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
-    around = {**ray_train.surroundings(), "in_trial": True}
+    around = {**ray_train.surroundings(config), "in_trial": True}
 
     def trial(sampled: dict[str, Any]) -> None:
         one = f"run-{ray_tune.get_context().get_trial_id()}"

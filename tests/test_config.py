@@ -17,6 +17,7 @@ import torch
 from fsdp2.config import Config, parse, parser
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
+from fsdp2.parallel.prefetch import groups_ahead
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.compilers import check_compiler
@@ -38,16 +39,16 @@ def test_defaults_are_the_main_job() -> None:
 def test_bare_flags_have_a_value() -> None:
     config = parse(["--mixed-precision", "--explicit-prefetching", "--clip-grad-norm", "--activation-checkpointing"])
     assert config.mixed_precision == "bf16"
-    assert config.prefetches == (2, 2)
+    assert groups_ahead(config) == (2, 2)
     assert config.clip_grad_norm == 1.0
     assert config.activation_checkpointing == "block"
-    assert parse(["--explicit-prefetching", "--backward-prefetch", "1"]).prefetches == (2, 1)
+    assert groups_ahead(parse(["--explicit-prefetching", "--backward-prefetch", "1"])) == (2, 1)
 
 
 def test_off_is_off_and_not_unset(tmp_path: Path) -> None:
     config = parse(["--explicit-prefetching", "--forward-prefetch", "off"])
-    assert config.prefetches == (None, 2)
-    assert parse(["--explicit-prefetching", "3", "--backward-prefetch=off"]).prefetches == (3, None)
+    assert groups_ahead(config) == (None, 2)
+    assert groups_ahead(parse(["--explicit-prefetching", "3", "--backward-prefetch=off"])) == (3, None)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"flags": to_flags(config)}))
     assert parse(["--config", str(file)]) == config

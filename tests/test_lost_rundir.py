@@ -195,7 +195,10 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.json", "checkpoints", "full_model", "tensorboard"])
+@pytest.mark.parametrize(
+    "name",
+    [".lock", "metrics.jsonl", "config.json", "checkpoints", "full_model", "tensorboard", "wandb", "tracking.json"],
+)
 def test_something_else_in_the_place_of_a_file_or_folder_is_refused(tmp_path: Path, name: str, what: str) -> None:
     is_folder = "." not in name
     if what == ("a folder" if is_folder else "a file") or (name, what) == (".lock", "a dangling link"):

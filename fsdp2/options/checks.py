@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp2 import data
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.values import TRACKERS
 from fsdp2.parallel.names import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
 KEEP = 3  # `--keep` where nobody gives it
@@ -31,6 +32,7 @@ def check_together(config: Options) -> None:
         _check_lora,
         _check_weights,
         _check_observing,
+        _check_trackers,
     )
     for check in checks:
         check(config)
@@ -293,3 +295,16 @@ def _check_observing(config: Options) -> None:
             f"--profile with {recorded}: the trace would show the recording rather than the training; "
             "use one after the other"
         )
+
+
+def trackers_of(config: Options) -> tuple[str, ...]:
+    """The trackers of a run; `--tensorboard` is the older name of `--track tensorboard`."""
+    return tuple(dict.fromkeys((*config.track, *(["tensorboard"] if config.tensorboard else []))))
+
+
+def _check_trackers(config: Options) -> None:
+    for flag, given in (("--run-name", config.run_name is not None), ("--tag", config.tag)):
+        if given and not trackers_of(config):
+            raise ConfigError(
+                f"{flag} without --track: only a tracker shows it; add --track {'|'.join(TRACKERS)}, or drop it"
+            )

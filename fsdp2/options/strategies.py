@@ -15,12 +15,13 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.parallel.baselines import NAMES, baseline
 from fsdp2.parallel.baselines.rules import Options, Rules
 from fsdp2.parallel.names import FLOAT8_CAPABILITY
+from fsdp2.parallel.prefetch import groups_ahead
 
 
 def _fsdp2_refusals(options: Options) -> Iterator[str]:
     yield from _tensor_parallel_refusals(options)
     yield from _sequence_parallel_refusals(options)
-    if options.shard_granularity == "root" and options.prefetches != (None, None):
+    if options.shard_granularity == "root" and groups_ahead(options) != (None, None):
         yield (
             "--explicit-prefetching with --shard-granularity root: one group has nothing to prefetch; drop one of them"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -250,6 +251,31 @@ def betas(value: Any) -> tuple[float, float]:
     if 1.0 in (first, second):
         raise ValueError("must both be below 1")
     return first, second
+
+
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # each is a module's name, and that of the extra that brings it
+LONGEST_TAG = 64  # characters that W&B takes
+
+
+def trackers(value: Any) -> tuple[str, ...]:
+    """Names by commas, or a list; `off` undoes what a file says."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)):
+        raise ValueError("must be names of trackers, or a list of them")
+    return () if value == "off" else tuple(dict.fromkeys(map(one_of(*TRACKERS), names)))
+
+
+def tags(value: Any) -> tuple[str, ...]:
+    """KEY=VALUE, or a list of them, of which the last with a key counts; `off` undoes what a file says."""
+    given = patterns(value)
+    if given == ("off",):
+        return ()
+    for one in given:
+        if not re.fullmatch(r"(?!fsdp2-)[A-Za-z0-9_.-]+=.+", one):
+            raise ValueError("must be KEY=VALUE, the key of letters, digits, _, . and -, and none of fsdp2-…")
+        if len(one) > LONGEST_TAG:
+            raise ValueError(f"has {len(one)} characters; {LONGEST_TAG} are the most that W&B takes")
+    return tuple({one.partition("=")[0]: one for one in given}.values())
 
 
 def checked(flag: str, value: Any, parse: Parse) -> Any:

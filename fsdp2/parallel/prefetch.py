@@ -10,8 +10,19 @@ Source: https://docs.pytorch.org/docs/main/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FSDPModule
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def groups_ahead(options: Any) -> tuple[int | None, int | None]:
+    """Groups to prefetch in forward and in backward; the specific flags win over the common one."""
+    forward, backward = (
+        options.explicit_prefetching if own is None else None if own == "off" else own
+        for own in (options.forward_prefetch, options.backward_prefetch)
+    )
+    return forward, backward
 
 
 def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:

@@ -112,7 +112,9 @@ class Console:
         steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
         if self.max_steps is not None:
             steps = min(steps, self.max_steps - data["step"])
-        return f"  {duration(steps * (now - since) / (data['step'] - first))} left"
+        tokens = steps * data["samples"] * data.get("tokens_per_second", 0) / data["samples_per_second"]
+        of = f" for {tokens:,.0f} tokens" if tokens else ""
+        return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -101,28 +101,6 @@ def nonfinite(record: dict[str, Any]) -> str:
     return " and ".join(f"the {name} is {record[key]}" for key, name in names.items() if _not_finite(record[key]))
 
 
-class TensorBoard:
-    """Train and eval figures as TensorBoard scalars, written by rank 0."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # an extra; preflight has checked that it is there
-
-        self._writer = SummaryWriter(str(folder)) if rank == 0 else None
-
-    def __call__(self, kind: str, data: dict[str, Any]) -> None:
-        if self._writer is None or kind not in ("train", "eval"):
-            return
-        for name, value in data.items():
-            if isinstance(value, (int, float)) and name not in ("step", "epoch"):
-                self._writer.add_scalar(f"{kind}/{name}", value, data["step"])
-        if kind == "eval":
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes this rank has held: allocated on its GPU, else resident in the process."""
     if device.type == "cuda":

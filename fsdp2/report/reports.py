@@ -9,25 +9,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fsdp2.checkpoint.files import Files
 from fsdp2.config import Config
+from fsdp2.options.checks import trackers_of
 from fsdp2.options.own_model import code_flags
+from fsdp2.options.parser import to_flags
 from fsdp2.report import planned
 from fsdp2.report.console import Console
-from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, TensorBoard, peak_memory_bytes
+from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, peak_memory_bytes
 
 WARM_UP = 2  # steps that no plan is about: caches fill, and gradients get their memory
 
 
 class Reports:
-    """The metrics file, the console, TensorBoard if asked for, and the launcher's listener if there is one.
+    """The metrics file, the console, the trackers asked for, and the launcher's listener if there is one.
 
     Leaving it with an error writes a `failure` event.
     """
 
     def __init__(
-        self, config: Config, metrics: Path, rank: int, steps_per_epoch: int, on_event: OnEvent | None
+        self, config: Config, metrics: Path, files: Files, rank: int, steps_per_epoch: int, on_event: OnEvent | None
     ) -> None:
-        """`metrics`: where the metrics file is, in the run directory."""
+        """`metrics`: where the metrics file is, in the run directory; `files`: the directory's, maybe at a URL."""
         self.rank, self.config = rank, config
         self._step_ms: list[float] = []
         self._open = ExitStack()
@@ -35,10 +38,15 @@ class Reports:
         self.metrics = MetricsFile(metrics, rank)
         self._open.callback(self.metrics.close)
         self._listeners: list[OnEvent] = [self.metrics, self.console]
-        if config.tensorboard:
-            board = TensorBoard(metrics.parent / "tensorboard", rank)
-            self._open.callback(board.close)
-            self._listeners.append(board)
+        if rank == 0 and (names := trackers_of(config)):
+            from fsdp2.report.trackers import Run, Trackers, run_id
+
+            kept = run_id(files, fresh=config.resume == "never" or config.resume_partial)
+            tags = dict(one.split("=", 1) for one in config.tag)
+            run = Run(kept, config.run_name, tags, to_flags(config), metrics.parent)
+            trackers = Trackers(names, run, self.console.line)
+            self._open.callback(trackers.close)
+            self._listeners.append(trackers)
         if on_event is not None:
             self._listeners.append(on_event)
 

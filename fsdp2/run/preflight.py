@@ -20,6 +20,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.options import strategies
+from fsdp2.options.checks import trackers_of
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
@@ -68,6 +69,10 @@ def preflight(config: Config, world: World) -> Job:
     Raises ConfigError: one line that names the flag and the fix.
     """
     check_versions(config)
+    if world.rank == 0 and trackers_of(config):
+        from fsdp2.options.trackers import require_trackers
+
+        require_trackers(config)
     check_world(config, world)
     check_data(config, read=world.rank == 0)
     model = check_model(config)
@@ -197,8 +202,6 @@ def check_versions(config: Config) -> None:
             f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
             "install a newer torch and the torchvision that belongs to it"
         )
-    if config.tensorboard:
-        require("tensorboard", "tensorboard", "--tensorboard")
     if config.optimizer_state:
         require("torchao", "torchao", f"--optimizer-state {config.optimizer_state}")
     if config.float8:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp2.config import Config
 from fsdp2.options.own_model import blocks_of
+from fsdp2.parallel.prefetch import groups_ahead
 
 PLAIN = (int, float, str, bool, type(None))
 
@@ -24,7 +25,7 @@ def depths(config: Config) -> tuple[int, int, int] | None:
     if len({_kind(block) for block in blocks}) != 1 or _container(model, blocks) is None:
         return None
     group = config.shard_granularity if isinstance(config.shard_granularity, int) else 1
-    ahead = max(count or 0 for count in config.prefetches)
+    ahead = max(count or 0 for count in groups_ahead(config))
     short = (4 + 2 * ahead) * group
     short += (len(blocks) - short) % group
     longer = short + group

@@ -197,6 +197,10 @@ VARIABLES = {
     "OMP_NUM_THREADS": "no effect on training: `--threads` decides. Setting it keeps torchrun from warning",
     "CC": "the C compiler of `--compile` on a GPU",
     "CXX": "the C++ compiler of `--compile` on a CPU, and of DeepSpeed",
+    "WANDB_MODE": "`offline`: `--track wandb` writes a folder and needs no login; with `WANDB_API_KEY`, "
+    "`WANDB_BASE_URL`, `WANDB_DIR`, `WANDB_ENTITY` and `WANDB_PROJECT` as W&B reads them",
+    "MLFLOW_TRACKING_URI": "where `--track mlflow` writes; with `MLFLOW_TRACKING_TOKEN`, `MLFLOW_TRACKING_USERNAME`, "
+    "`MLFLOW_TRACKING_PASSWORD`, `MLFLOW_EXPERIMENT_ID` and `MLFLOW_EXPERIMENT_NAME` as MLflow reads them",
     "RANK": "with `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`: set by torchrun",
 }
 
@@ -211,7 +215,8 @@ RUN/
   full_model/                 full-model.pt, full-optimizer.pt, and their COMMIT.json
   model/                      the model's configuration and tokenizer
   tokenizer/                  with --tokenizer, that one
-  tensorboard/                with --tensorboard
+  tracking.json               with --track, the id by which a resume goes on in the trackers' runs
+  tensorboard/, wandb/, mlruns/                                   with --track, where nothing else says where
   rank0_memory_timeline.json.gz, rank0_memory_snapshot.pickle     with --memory-snapshot
   rank0_trace.json.gz, rank0_memory_profile.html                  with --profile
 ```
@@ -225,6 +230,50 @@ EXIT = [
     ["3", "a step took far longer than those before: a line names the rank that the others waited for"],
     ["130", "Ctrl-C under Ray, or in a search"],
 ]  # fmt: skip
+
+
+TRACK = """\
+```bash
+pip install -e '.[wandb,mlflow,tensorboard]'   # those that you use
+torchrun --nproc_per_node 2 -m fsdp2.train --track wandb,mlflow --run-name first --tag data=digits
+```
+
+`--track` also writes a run to Weights & Biases, MLflow or TensorBoard. Each is told the flags, the run's name and
+tags, the numbers of every `train` and `eval` record as `train/loss`, `eval/accuracy` and so on, and those of `end`.
+Rank 0 alone writes, in threads of its own: losses are the same bit for bit, and training doesn't wait.
+**`metrics.jsonl` stays the truth.** A tracker that fails is left out, in a line on stderr that says why and what to
+do; at the end of a run one that doesn't answer is waited for 30 seconds. What a tracker's library keeps to itself,
+such as a figure that its server drops, isn't noticed here.
+"""
+
+TRACKERS = [
+    [
+        "`wandb`",
+        "the project `WANDB_PROJECT`, else `fsdp2`; its own files in `RUN/wandb`, or `WANDB_DIR`",
+        "`WANDB_MODE=offline`, and later `wandb sync` with the folder that the run prints",
+    ],
+    [
+        "`mlflow`",
+        "the server or `file:` folder `MLFLOW_TRACKING_URI`, else `RUN/mlruns`; the experiment "
+        "`MLFLOW_EXPERIMENT_NAME`, else `fsdp2`",
+        "unset, or `file:/some/folder`",
+    ],
+    ["`tensorboard`", "`RUN/tensorboard`; name, tags and flags are a text there", "always"],
+]
+
+RESUMED = """\
+A run never asks for a login: without one `--track wandb` is refused before anything is started. So are a name that no
+tracker has, a missing extra, and `--tag` or `--run-name` without a tracker. For a run at a URL, `RUN` is [its local
+folder](remote.md). Under Ray, workers take over the [variables](#environment-variables) of a run's trackers, keys
+included, from the program that starts them.
+
+**A resume goes on in the same runs**, on any number of ranks, also after a kill: `tracking.json` in the run directory
+has an id by which they are found again, and nothing else is read from it. `--resume never` and `--resume-partial`
+begin other ones. Of steps that are done again TensorBoard shows the later figures; W&B and MLflow have both at the
+same step, the later one last (W&B's axis is `step`). MLflow can't change a parameter: a flag that a resume changes is
+the tag `fsdp2-FLAG`. Offline, W&B has a folder for each start; `wandb sync` uploads those of one run in their order.
+The tests run the three without a network; against a server of W&B or MLflow nothing was tried.
+"""
 
 
 def run_page() -> str:
@@ -245,6 +294,7 @@ def run_page() -> str:
         rows = [[re.sub(r"\w+", lambda name: f"`{name[0]}`", names), text] for names, text in fields.items()]
         parts += [f"### `{kind}`\n", table(["field", "what it is"], rows)]
     parts.append("In brackets: only in some records.\n")
+    parts += ["## Trackers\n", TRACK, table(["tracker", "where it writes", "without a network"], TRACKERS), RESUMED]
     parts.append("## Environment variables\n")
     parts.append(table(["variable", "default and meaning"], [[f"`{name}`", text] for name, text in VARIABLES.items()]))
     parts.append("## Exit codes\n")

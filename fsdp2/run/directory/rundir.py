@@ -34,7 +34,7 @@ from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
-_OURS = re.compile(r"(config|deepspeed|memory|plan)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")
+_OURS = re.compile(r"(config|deepspeed|memory|plan|tracking)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")
 
 
 class RunDir:
@@ -69,7 +69,7 @@ class RunDir:
         A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
         """
         full = self.full_model.parent
-        folders = [self.path / "checkpoints", full, self.path / "tensorboard"]
+        folders = [full, *(self.path / name for name in ("checkpoints", "tensorboard", "wandb", "mlruns"))]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
         files += [path for name in (full.name, "model", kept.TOKENIZER) for path in _entries(self.path / name)]
