@@ -13,11 +13,11 @@ from typing import Any
 import libcst as cst
 
 from migration.rewriter.module import Module, last_name
-from migration.rewriter.objects import A_MODEL, ALL, ANY, GET, PUT, THE_CLASS, Objects, Place, Value, key_of
+from migration.rewriter.objects import A_MODEL, ALL, ANY, GET, PUT, THE_CLASS, Objects, Place, Value
 from migration.rewriter.program import Program
 from migration.rewriter.symbols import CLASS, PACKAGE
 from migration.rewriter.tracked import WRAPPERS
-from migration.rewriter.values import string
+from migration.rewriter.values import key_of, string
 
 ALIKE = ("list", "tuple", "set", "sorted", "reversed", "iter", "ModuleList", "ModuleDict", "deque", "OrderedDict",
          "MappingProxyType", "values", "copy")  # fmt: skip
@@ -27,10 +27,11 @@ OBJECTS = ("SimpleNamespace", "Namespace")
 class Flow(Objects):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
+        self._begins = False  # without FSDP1 nothing has to flow
         for module in program.parsed:
             for node in module.all(*_RULES):
                 _RULES[type(node)](self, node, module)
-        while self._queue:
+        while self._queue and self._begins:
             place, value, origin = self._queue.pop()
             for then in tuple(self._then.get(place, ())):
                 then(value, origin)
@@ -113,8 +114,7 @@ class Flow(Objects):
             self._find(
                 made, "__init__", lambda v, _: self._arguments(("bound", *v[1:]), node) if v[0] == "function" else None
             )
-            body = [line for line in self._node[value[1]][0].body.body if isinstance(line, cst.SimpleStatementLine)]
-            fields = [last_name(one.target) for line in body for one in line.body if isinstance(one, cst.AnnAssign)]
+            fields = self._fields(made)
             for place, arg in enumerate(node.args):
                 name = arg.keyword.value if arg.keyword else fields[place] if place < len(fields) else ""
                 if name in fields:
@@ -165,6 +165,7 @@ class Flow(Objects):
         if symbol == CLASS or (symbol or "").startswith("module:") or PACKAGE in names:
             origin = f"{module.path.name}:{module.line(node)}"
             self._add(id(node), THE_CLASS if symbol == CLASS else ("torch",), origin)
+            self._begins = True
         above = module.parent(node)
         if isinstance(node, cst.Attribute):
             if not isinstance(above, cst.AssignTarget):
@@ -206,6 +207,13 @@ class Flow(Objects):
     def _loop(self, node: cst.For | cst.CompFor, module: Module) -> None:
         self._each(id(node.iter), part := ("each", id(node)))
         self._bind(node.target, part, module)
+
+    def _entered(self, node: cst.WithItem, module: Module) -> None:
+        if node.asname is not None:
+            self._each(id(node.item), part := ("each", id(node)))
+            self._read_of(id(node.item), "__enter__", enter := ("enter", id(node)))
+            self._when(enter, lambda v, _: self._link(("return", v[-1]), part) if v[0] == "bound" else None)
+            self._bind(node.asname.name, part, module)
 
     def _function(self, node: cst.FunctionDef | cst.Lambda, module: Module) -> None:
         self._node[id(node)] = node, module
@@ -268,11 +276,16 @@ class Flow(Objects):
         """A definition's name, and its decorators, which get it and may keep it."""
         self._add(self._variable(node.name, module), value)
         for one in node.decorators:
-            self._when(id(one.decorator), lambda v, _: self._argument(v, 0, ("value", id(node))))
+            self._when(id(one.decorator), lambda v, _: self._decorated(v, node, module))
         self._add(("value", id(node)), value)
         if isinstance(node, cst.ClassDef):  # one that is derived from FSDP1's class is FSDP1's class again
             for place in (self._variable(node.name, module), ("value", id(node))):
                 self._inherits(id(node), place, THE_CLASS)
+
+    def _decorated(self, decorator: Value, node: cst.FunctionDef | cst.ClassDef, module: Module) -> None:
+        self._argument(decorator, 0, ("value", id(node)))
+        if decorator[0] in ("function", "bound"):
+            self._link(("return", decorator[1]), self._variable(node.name, module))
 
     def _return(self, node: cst.Return | cst.Yield, module: Module) -> None:
         function = module.function(node)
@@ -311,6 +324,7 @@ _RULES: dict[type, Callable[..., None]] = {
     cst.Call: Flow._call,
     cst.ClassDef: Flow._class,
     cst.Subscript: Flow._subscript,
+    cst.WithItem: Flow._entered,
     **dict.fromkeys((cst.Name, cst.Attribute), Flow._read),
     **dict.fromkeys((cst.Import, cst.ImportFrom), Flow._import),
     **dict.fromkeys((cst.Assign, cst.AnnAssign, cst.NamedExpr), Flow._assign),

@@ -11,7 +11,7 @@ from migration.rewriter.module import Module, last_name
 from migration.rewriter.program import Program
 from migration.rewriter.symbols import CLASS, PREFIX
 from migration.rewriter.tracked import SAME, STATIC
-from migration.rewriter.values import string
+from migration.rewriter.values import key_of
 
 Value = tuple[Any, ...]
 Place = Any  # a node's id, or a tuple that begins with what it is a part of
@@ -58,8 +58,20 @@ class Objects:
             self._when(start, lambda value, origin: self._add(end, value, origin))
 
     def _each(self, start: Place, end: Place, key: object = None) -> None:
-        """Link what is in the containers that an expression may be."""
-        self._when(start, lambda value, _: self._take(value, key, end) if value[0] == "box" else None)
+        """Link what is in the containers that an expression may be; of an object, the field at a place."""
+
+        def then(value: Value, _: str) -> None:
+            if value[0] == "box":
+                self._take(value, key, end)
+            elif value[0] == "object" and isinstance(key, int) and key < len(fields := self._fields(value)):
+                self._link((value, fields[key]), end)
+
+        self._when(start, then)
+
+    def _fields(self, owner: Value) -> list[str]:
+        """List what a dataclass, or a named tuple, is made of."""
+        body = [line for line in self._node[owner[1]][0].body.body if isinstance(line, cst.SimpleStatementLine)]
+        return [last_name(one.target) for line in body for one in line.body if isinstance(one, cst.AnnAssign)]
 
     def _inherits(self, owner: int, end: Place, value: Value) -> None:
         """A value, if a class of the program is derived from FSDP1's."""
@@ -107,7 +119,7 @@ class Objects:
     # --- objects ---
 
     def _set(self, owner: Value, name: str, start: Place) -> None:
-        if owner[0] in ("object", "made", "file"):
+        if owner[0] in ("object", "made", "file", "of"):
             place = self._of_file(owner[1], name) if owner[0] == "file" else (owner, name)
             self._link(start, place)
             if owner[0] == "object":
@@ -186,9 +198,3 @@ class Objects:
             node, module = self._node[function[1]]
             skip = 1 if function[0] == "bound" and isinstance(place, int) else 0
             self._link(start, self._parameter(node.params, place + skip if isinstance(place, int) else place, module))
-
-
-def key_of(node: cst.Subscript) -> object:
-    index = node.slice[0].slice
-    value = index.value if isinstance(index, cst.Index) else None
-    return int(value.value, 0) if isinstance(value, cst.Integer) else string(value) if value is not None else None

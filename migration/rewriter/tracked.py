@@ -10,7 +10,7 @@ from migration.rewriter.module import Module, last_name
 from migration.rewriter.names import in_annotation
 from migration.rewriter.program import Program
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.values import Values, arguments
+from migration.rewriter.values import Values, arguments, key_of
 
 # Methods that give the model back.
 SAME = ("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "requires_grad_")
@@ -54,7 +54,7 @@ class Tracked(Branches):
         self._bound: dict[int, int] = {}  # a binding's node: the position from which on it is a sharded model
         self._attributes: dict[str, set[str]] = {}  # by name: the classes that set it; "" for other objects
         # Dictionaries, lists and ModuleDicts of sharded models, by their names: where something of them is sharded.
-        self._holders: dict[str, list[tuple[cst.FunctionDef | None, int]]] = {}
+        self._holders: dict[str, list[tuple[cst.FunctionDef | None, int, object]]] = {}
         self._ways: list[tuple[cst.CSTNode, Module]] = []
         self._made = {id(call) for call, _ in self._constructions}
         for call, module in self._constructions:
@@ -119,10 +119,12 @@ class Tracked(Branches):
             self._listed(call, module)
 
     def _subscript(self, node: cst.Subscript, module: Module) -> None:
-        held = self._holders.get(module.code(node.value), [])
+        held, wanted = self._holders.get(module.code(node.value), []), key_of(node)
         home, here = module.function(node), module.order(node)
-        later = [function is home and here < since for function, since in held]
-        if held and not all(later):
+        later = [
+            function is home and here < since for function, since, key in held if None in (key, wanted) or key == wanted
+        ]
+        if not all(later):
             self._hold(node, module)
 
     def _in_tuple(self, element: cst.BaseElement, pair: cst.Tuple | cst.List, module: Module) -> None:
@@ -189,7 +191,7 @@ class Tracked(Branches):
             self._set(target, module)
         elif isinstance(target, cst.Subscript) and isinstance(target.value, (cst.Name, cst.Attribute)):
             held = self._holders.setdefault(module.code(target.value), [])
-            if (place := (module.function(target), since)) not in held:
+            if (place := (module.function(target), since, key_of(target))) not in held:
                 held.append(place)
                 for known, where in self.program.named(type(target.value), last_name(target.value)):
                     if id(known) in self._models:

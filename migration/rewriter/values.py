@@ -89,6 +89,13 @@ def string(node: cst.CSTNode) -> str | None:
     return None
 
 
+def key_of(node: cst.Subscript) -> object:
+    """Return the number or string that something is looked up by; None for what isn't written out."""
+    index = node.slice[0].slice
+    value = index.value if isinstance(index, cst.Index) else None
+    return int(value.value, 0) if isinstance(value, cst.Integer) else string(value) if value is not None else None
+
+
 def assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssign | None:
     """The statement that gives one name its value."""
     above = module.parent(target)
