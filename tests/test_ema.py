@@ -61,6 +61,19 @@ def test_it_changes_no_loss_and_goes_on_as_if_nothing_had_happened(train: Train,
     assert same(*states)
 
 
+@pytest.mark.parametrize("of", ["run", "weights"])
+def test_it_begins_with_the_weights_of_an_import(train: Train, tmp_path: Path, of: str) -> None:
+    # In the one checkpoint there is an optimizer beside the weights, in the other none.
+    train(run="old", steps=2)
+    exported(tmp_path / "old", tmp_path / "weights.pt")
+    place = tmp_path / ("old" if of == "run" else "weights.pt")
+    assert checkpoint_command(["import", str(place), str(tmp_path / "imported")]) == 0
+    train(f"--ema={DECAY}", f"--resume={tmp_path / 'imported'}", run="new", steps=1)
+    begun, after = torch.load(tmp_path / "weights.pt"), exported(tmp_path / "new", tmp_path / "plain.pt")
+    expected = {name: average.lerp(after[name], 1 - DECAY) for name, average in begun.items()}
+    assert same(exported(tmp_path / "new", tmp_path / "ema.pt", "--ema"), expected)
+
+
 def test_what_has_none_cannot_give_one(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(steps=1)
     assert checkpoint_command(["export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--format=pt", "--ema"]) == 2

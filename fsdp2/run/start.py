@@ -18,6 +18,7 @@ from fsdp2.config import Config
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import LINEAGE, kept_files, write_config
@@ -56,17 +57,18 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
         return {"random_state_restored": True}
     from fsdp2.checkpoint.restore import read_fitting_weights, restore
 
-    files = open_files(origin.checkpoint)
-    began = time.perf_counter()
+    files, began = open_files(origin.checkpoint), time.perf_counter()
     try:
         if not origin.partial:
             here = world()
             sharers = (here.local_rank, here.local_world_size) if origin.in_memory else None
             ours = _settings(app)
             restored = restore(files, app, hashes=hashes, sharers=sharers)
-            theirs = _settings(app)
+            theirs, imported = _settings(app), read_marker(files).get("imported")
+            if imported and isinstance(average := app.parts.get("ema"), Ema):
+                average.begin()  # with the weights that came; an import holds no average
             if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
-                if not read_marker(files).get("imported"):
+                if not imported:
                     raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
                 job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
             _require_possible(app.optimizer, ours, theirs)
@@ -84,8 +86,8 @@ def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
             f"--resume-partial: no tensor of {origin.checkpoint} fits this model; "
             "`python -m fsdp2.checkpoint show` lists its names and shapes"
         )
-    took = time.perf_counter() - began
-    return {"random_state_restored": True, "restore_seconds": took, "loaded": loaded, "left_out": left_out}
+    facts = {"random_state_restored": True, "restore_seconds": time.perf_counter() - began}
+    return {**facts, "loaded": loaded, "left_out": left_out}
 
 
 def _settings(app: AppState) -> dict[str, Any]:
