@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from migration.rewriter.finding import Finding, make
-from migration.rewriter.source import Source, Unreadable
+from migration.rewriter.source import LIMIT, Source, Unreadable
 from migration.rewriter.taken import MARKED, MOVED
 
 GONE = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
@@ -27,6 +28,7 @@ SAME = (
 )
 ACCELERATE = {*GONE, *GONE_OLD, *SAME, "fsdp_sharding_strategy", "fsdp_state_dict_type", "fsdp_version"}
 RESHARD = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}
+BY_HAND = "It isn't written with one key a line, so it is left: move its keys by hand."
 COMPOSER = (
     "sharding_strategy",
     "mixed_precision",
@@ -53,13 +55,14 @@ class Config:
     places: list[Place] = field(default_factory=list)
     version: int = 1
     head: Place | None = None
+    path: tuple[str, ...] = ()  # of keys, to the mapping in which fsdp_config stands
 
     def findings(self) -> list[Finding]:
         if self.head is None or self.version == 2:
             return []
         if self.kind != "accelerate":
             return [self._found(self.head, "FY06" if self.kind == "composer" else "FY07", MARKED)]
-        found = [self._found(self.head, "FY01")]
+        found = []
         for place in self.places:
             if place.key == "fsdp_sharding_strategy":
                 found.append(self._found(place, "FY02", MOVED if str(place.value) in RESHARD else MARKED))
@@ -70,11 +73,12 @@ class Config:
                 found.append(self._found(place, "FY04", MARKED if local else MOVED))
             elif place.key in SAME:
                 found.append(self._found(place, "FY05"))
-        return found
+        as_lines = any(one.status != MOVED for one in found) or self.moved is not None
+        return [self._found(self.head, "FY01", *(() if as_lines else (MARKED, BY_HAND))), *found]
 
-    def _found(self, place: Place, code: str, status: str = MOVED) -> Finding:
+    def _found(self, place: Place, code: str, status: str = MOVED, why: str = "") -> Finding:
         shown = f"{place.key}: {place.value}" if not isinstance(place.value, Mapping) else f"{place.key}:"
-        return make(str(self.source.path), (None, place.line + 1, place.col + 1), code, shown, status)
+        return make(str(self.source.path), (None, place.line + 1, place.col + 1), code, shown, status, why)
 
     def undecided(self) -> list[Finding]:
         """List what keeps the file from being moved."""
@@ -82,13 +86,28 @@ class Config:
 
     def rewritten(self) -> str:
         """The file's text with FSDP2's keys; as it was if something has to be decided."""
-        if self.kind != "accelerate" or self.version == 2 or self.undecided() or not self.places:
-            return self.source.text
-        if self.source.path.suffix == ".json":
-            return self._rewritten_json()
+        stays = self.kind != "accelerate" or self.version == 2 or self.undecided() or not self.places
+        return self.source.text if stays or self.moved is None else self.moved
+
+    @cached_property
+    def moved(self) -> str | None:
+        """The text with FSDP2's keys, read again and compared; None where lines can't be changed one by one, as in a
+        mapping on one line or what an anchor shares."""
+        data = _read(self.source)
+        holder = data
+        for key in self.path:
+            holder = holder[key]
+        holder["fsdp_config"] = _moved(holder["fsdp_config"])
+        try:
+            text = self._as_json(data) if self.source.path.suffix == ".json" else self._by_lines()
+            text.encode(self.source.encoding)  # JSON may spell half of a surrogate pair
+            return text if _read(replace(self.source, text=text)) == data else None
+        except ValueError:
+            return None
+
+    def _by_lines(self) -> str:
         newline = self.source.newline
         lines = self.source.text.splitlines(keepends=True)
-        versions = [place for place in self.places if place.key == "fsdp_version"]
         for place in self.places:
             text = lines[place.line]
             indent = text[: len(text) - len(text.lstrip())]
@@ -100,47 +119,40 @@ class Config:
                 remark = text.rstrip("\r\n").partition("#")[1:]
                 said = f"  {''.join(remark)}" if remark[0] else ""
                 lines[place.line] = f"{indent}fsdp_reshard_after_forward: {RESHARD[str(place.value)]}{said}{newline}"
-        if not versions:
+        if self.places and not any(place.key == "fsdp_version" for place in self.places):
             first = self.places[0]
             lines[first.line] = f"{' ' * first.col}fsdp_version: 2{newline}" + lines[first.line]
         return "".join(lines)
 
-    def _rewritten_json(self) -> str:
-        """With the file's indent and the order of its keys."""
+    def _as_json(self, data: Any) -> str:
+        """With the file's indent and the order of its keys. Raises ValueError for a number that JSON hasn't got."""
         text = self.source.text
-        data = json.loads(text)
-        holder = _holder(data)
-        assert holder is not None  # which findings come from
-        held: dict[str, Any] = holder["fsdp_config"]
-        moved: dict[str, Any] = {} if "fsdp_version" in held else {"fsdp_version": 2}
-        for key, value in held.items():
-            if key == "fsdp_sharding_strategy":
-                moved["fsdp_reshard_after_forward"] = RESHARD[str(value)] == "true"
-            elif key not in GONE + GONE_OLD:
-                moved[key] = 2 if key == "fsdp_version" else value
-        holder["fsdp_config"] = moved
         indent = re.search(r"\n([ \t]+)\S", text)
-        made = json.dumps(data, indent=indent[1] if indent else None, ensure_ascii=False)
+        made = json.dumps(data, indent=indent[1] if indent else None, ensure_ascii=False, allow_nan=False)
         return made.replace("\n", self.source.newline) + text[len(text.rstrip()) :]
 
 
-def _holder(data: Any) -> dict[str, Any] | None:
-    """The mapping in which fsdp_config stands."""
-    if not isinstance(data, Mapping):
-        return None
-    if isinstance(data.get("fsdp_config"), Mapping):
-        return data  # type: ignore[return-value]
-    return next((found for value in data.values() if (found := _holder(value)) is not None), None)
+def _moved(held: Mapping[str, Any]) -> dict[str, Any]:
+    """An fsdp_config with FSDP2's keys."""
+    moved: dict[str, Any] = {} if "fsdp_version" in held else {"fsdp_version": 2}
+    for key, value in held.items():
+        if key == "fsdp_sharding_strategy":
+            moved["fsdp_reshard_after_forward"] = RESHARD[str(value)] == "true"
+        elif key not in GONE + GONE_OLD:
+            moved[key] = 2 if key == "fsdp_version" else value
+    return moved
 
 
 def read_config(source: Source) -> Config | None:
     """A configuration that uses FSDP1; None for any other file. Raises Unreadable if one that says fsdp is no YAML."""
     if "fsdp" not in source.text.lower():
         return None
-    data = _json(source) if source.path.suffix == ".json" else _yaml(source)
-    if not isinstance(data, Mapping):
-        return None
-    return _kind(source, data)
+    data = _read(source)
+    return _kind(source, data) if isinstance(data, Mapping) else None
+
+
+def _read(source: Source) -> Any:
+    return _json(source) if source.path.suffix == ".json" else _yaml(source)
 
 
 def _json(source: Source) -> Any:
@@ -155,27 +167,39 @@ def _yaml(source: Source) -> Any:
     from ruamel.yaml.error import YAMLError
 
     try:
-        return YAML(typ="rt").load(source.text)
+        data = YAML(typ="rt").load(source.text)
     except (YAMLError, ValueError, RecursionError, TypeError):
         raise Unreadable("is not YAML of one document") from None
+    if _size(data, {}) > LIMIT:
+        raise Unreadable("is made of aliases that stand for more than it could hold")
+    return data
 
 
-def _kind(source: Source, data: Mapping[str, Any], under: str = "") -> Config | None:
+def _size(value: Any, known: dict[int, int]) -> int:
+    """How many values there are if each alias is what it stands for."""
+    if id(value) not in known and isinstance(value, Mapping | list):
+        known[id(value)] = LIMIT + 1  # of what holds itself
+        below = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_size(one, known) for one in below)
+    return known.get(id(value), 1)
+
+
+def _kind(source: Source, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> Config | None:
     held = data.get("fsdp_config")
     if isinstance(held, Mapping):
         ours = any(key in ACCELERATE for key in held)  # others have an fsdp_config with keys of their own
         if not ours and not any(key in held for key in COMPOSER):
             return None
-        made = Config(source, "accelerate" if ours else "composer")
+        made = Config(source, "accelerate" if ours else "composer", path=path)
         made.head = _place(source, data, "fsdp_config")
         made.places = [_place(source, held, str(key)) for key in held]
         made.version = 2 if str(held.get("fsdp_version")) == "2" else 1
         return made
-    found = _lightning(source, data, under)
+    found = _lightning(source, data, path[-1] if path else "")
     if found is not None:
         return found
     for key, value in data.items():
-        if isinstance(value, Mapping) and (below := _kind(source, value, str(key))) is not None:
+        if isinstance(value, Mapping) and (below := _kind(source, value, (*path, key))) is not None:
             return below
     return None
 
@@ -191,8 +215,8 @@ def _lightning(source: Source, data: Mapping[str, Any], under: str) -> Config | 
 
 
 def _place(source: Source, data: Mapping[str, Any], key: str) -> Place:
-    if hasattr(data, "lc"):
-        line, col = data.lc.key(key)
+    if hasattr(data, "lc"):  # it doesn't know the keys of what is merged in
+        line, col = data.lc.key(key) if key in data.lc.data else (data.lc.line, data.lc.col)
         return Place(key, data[key], line, col)
     start = source.text.find(f'"{key}"')
     before = source.text[: max(start, 0)]

@@ -94,6 +94,49 @@ def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: s
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("flow.yaml", "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_use_orig_params: true}\n"),
+        ("below.yaml", "fsdp_config:\n  fsdp_sharding_strategy:\n    FULL_SHARD\n"),
+        ("question.yaml", "fsdp_config:\n  ? fsdp_sharding_strategy\n  : FULL_SHARD\n"),
+        ("anchor.yaml", "fsdp_config:\n  fsdp_use_orig_params: &yes true\n  fsdp_offload_params: *yes\n"),
+        ("merged.yaml", "own: &own\n  fsdp_use_orig_params: true\n  fsdp_offload_params: true\nfsdp_config:\n  <<: *own\n"),
+        ("shared.yaml", "own: &own\n  fsdp_use_orig_params: true\nfsdp_config: *own\n"),
+        ("separator.yaml", "a: 'x\u2028y'\nfsdp_config:\n  fsdp_use_orig_params: true\n  fsdp_offload_params: true\n"),
+        ("half.json", '{"a": "\\ud800", "fsdp_config": {"fsdp_use_orig_params": true}}'),
+        ("huge.json", '{"a": 1e400, "fsdp_config": {"fsdp_use_orig_params": true}}'),
+    ],
+)  # fmt: skip
+def test_what_lines_do_not_say_is_left(
+    tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert run("check", path) == 1
+    assert "FY01 [to decide]" in capsys.readouterr().out
+    assert run("rewrite", "--write", path) == 1
+    assert "move its keys by hand" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_of_two_json_configurations_accelerates_is_moved(tmp_path: Path) -> None:
+    path, other = tmp_path / "two.json", {"fsdp_config": {"size": 1}}
+    path.write_text(json.dumps({"a": other, "b": {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}}))
+    assert run("rewrite", "--write", path) == 0
+    moved = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}
+    assert json.loads(path.read_text()) == {"a": other, "b": moved}
+
+
+def test_aliases_that_stand_for_terabytes_end_nothing(tmp_path: Path) -> None:
+    doubled = [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(["# fsdp", "a0: &a0 {x: 1}", *doubled]))
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE)
+    found = everything([str(tmp_path)])
+    assert [config.source.path.name for config in found.configs] == ["fsdp.yaml"]
+    assert "bomb.yaml: is made of aliases that stand for more than it could hold" in found.notes[0]
+
+
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("fsdp: [1\n")
     (tmp_path / "other.yaml").write_text("a: 1\nb: [fsdp]\n")
