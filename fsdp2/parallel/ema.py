@@ -26,10 +26,6 @@ class Ema:
         self.averages = {name: tensor.detach().clone() for name, tensor in self.weights.items()}
         self.decay = decay
 
-    def begin(self) -> None:
-        """Begin again, with the weights as they are."""
-        self.load_state_dict(self.weights)
-
     @torch.no_grad()
     def update(self) -> None:
         """Move each average towards its weight, shard by shard: no collective."""

@@ -18,7 +18,6 @@ from fsdp2.config import Config
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.ema import Ema
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.rundir import LINEAGE, kept_files, write_config
@@ -26,6 +25,7 @@ from fsdp2.run.preflight import damaged
 from fsdp2.run.process.runtime import World, world
 
 if TYPE_CHECKING:
+    from fsdp2.parallel.ema import Ema
     from fsdp2.run.elastic.node_memory import NodeMemory
 
 
@@ -46,27 +46,25 @@ def agree(config: Config, job: Job, world: World, device: torch.device) -> NodeM
     return memory
 
 
-def resume(job: Job, app: AppState, *, hashes: bool = True) -> dict[str, Any]:
-    """Load what the job starts from into `app`, its files' hashes compared or their sizes alone. A collective call.
+def resume(job: Job, app: AppState, average: Ema | None, *, hashes: bool = True) -> dict[str, Any]:
+    """Load what the job starts from into `app` and --ema's average; compares hashes, or sizes alone. A collective call.
 
     Returns `random_state_restored`, `restore_seconds`, and with --resume-partial `loaded` and `left_out`. Raises
     ConfigError, on all ranks, if the checkpoint is damaged or doesn't fit.
     """
-    origin = job.origin
-    if origin.checkpoint is None:
+    if (origin := job.origin).checkpoint is None:
         return {"random_state_restored": True}
     from fsdp2.checkpoint.restore import read_fitting_weights, restore
 
     files, began = open_files(origin.checkpoint), time.perf_counter()
     try:
         if not origin.partial:
-            here = world()
+            here, ours = world(), _settings(app)
             sharers = (here.local_rank, here.local_world_size) if origin.in_memory else None
-            ours = _settings(app)
             restored = restore(files, app, hashes=hashes, sharers=sharers)
             theirs, imported = _settings(app), read_marker(files).get("imported")
-            if imported and isinstance(average := app.parts.get("ema"), Ema):
-                average.begin()  # with the weights that came; an import holds no average
+            if imported and average is not None:
+                average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
             if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
                 if not imported:
                     raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")

@@ -216,7 +216,7 @@ def _lightning(source: Source, data: Mapping[str, Any], under: str) -> Config | 
 
 def _place(source: Source, data: Mapping[str, Any], key: str) -> Place:
     if hasattr(data, "lc"):  # it doesn't know the keys of what is merged in
-        line, col = data.lc.key(key) if key in data.lc.data else (data.lc.line, data.lc.col)
+        line, col = data.lc.key(key) if key in (data.lc.data or {}) else (data.lc.line, data.lc.col)
         return Place(key, data[key], line, col)
     start = source.text.find(f'"{key}"')
     before = source.text[: max(start, 0)]

@@ -123,8 +123,8 @@ def _started(flags: list[str]) -> tuple[Events, State, dict[str, Any]]:
     states: list[Any] = []
     real = train.resume
 
-    def spy(job: Any, app: Any, *, hashes: bool = True) -> Any:
-        result = real(job, app, hashes=hashes)
+    def spy(job: Any, app: Any, average: Any, *, hashes: bool = True) -> Any:
+        result = real(job, app, average, hashes=hashes)
         # What isn't sharded is in there itself, and would change.
         states.extend(copy.deepcopy([full_model_state(app.model), full_optimizer_state(app.model, app.optimizer)]))
         return result

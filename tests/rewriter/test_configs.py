@@ -101,7 +101,7 @@ def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: s
         ("below.yaml", "fsdp_config:\n  fsdp_sharding_strategy:\n    FULL_SHARD\n"),
         ("question.yaml", "fsdp_config:\n  ? fsdp_sharding_strategy\n  : FULL_SHARD\n"),
         ("anchor.yaml", "fsdp_config:\n  fsdp_use_orig_params: &yes true\n  fsdp_offload_params: *yes\n"),
-        ("merged.yaml", "own: &own\n  fsdp_use_orig_params: true\n  fsdp_offload_params: true\nfsdp_config:\n  <<: *own\n"),
+        ("merged.yaml", "a: &own {fsdp_use_orig_params: true, fsdp_offload_params: true}\nfsdp_config:\n  <<: *own\n"),
         ("shared.yaml", "own: &own\n  fsdp_use_orig_params: true\nfsdp_config: *own\n"),
         ("separator.yaml", "a: 'x\u2028y'\nfsdp_config:\n  fsdp_use_orig_params: true\n  fsdp_offload_params: true\n"),
         ("half.json", '{"a": "\\ud800", "fsdp_config": {"fsdp_use_orig_params": true}}'),
