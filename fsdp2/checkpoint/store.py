@@ -97,6 +97,7 @@ _PARTS: dict[str, type] = {
     "mesh": dict,
     "finite": bool,
     "imported": bool,
+    "optimizer": dict,
     "source": str,
     "adapters": dict,
     "kept": dict,

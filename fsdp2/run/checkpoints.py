@@ -67,6 +67,7 @@ class Checkpoints:
         self.config, self.job, self.run, self.progress = config, job, job.run, progress
         self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
         self._info = checkpoint_info(config, runtime.world().world_size, config.spec)
+        self._info |= {"optimizer": job.optimizer} if job.optimizer else {}
         self._replicas: Replicas | None = None
         if config.check_replicas is not None:
             from fsdp2.run.watch.replicas import Replicas

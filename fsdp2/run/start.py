@@ -62,11 +62,13 @@ def resume(job: Job, app: AppState, average: Ema | None, *, hashes: bool = True)
             here, ours = world(), _settings(app)
             sharers = (here.local_rank, here.local_world_size) if origin.in_memory else None
             restored = restore(files, app, hashes=hashes, sharers=sharers)
-            theirs, imported = _settings(app), read_marker(files).get("imported")
+            theirs, marker = _settings(app), read_marker(files)
+            imported = marker.get("imported")
             if imported and average is not None:
                 average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
-            if changed := ", ".join(f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]):
-                if not imported:
+            job.optimizer = {name: theirs[name] for name in ours if theirs[name] != ours[name]}
+            if changed := ", ".join(f"{name} {value}" for name, value in job.optimizer.items()):
+                if not imported and job.optimizer != marker.get("optimizer"):
                     raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
                 job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
             _require_possible(app.optimizer, ours, theirs)

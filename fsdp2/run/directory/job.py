@@ -49,12 +49,14 @@ class Job:
     Attributes:
         run: where it is written, as rank 0 has chosen once all ranks agree.
         origin: what it goes on from.
+        optimizer: settings that came with an import, and that no flag says.
         note: what the opening event says of these decisions.
     """
 
     def __init__(self, place: str, model: str = "", origin: Origin = Origin()) -> None:  # noqa: B008 - never changes
         """`model`: what the model on this rank is made of."""
         self.run, self.origin, self._model = RunDir(place), origin, model
+        self.optimizer: dict[str, Any] = {}
         self.note: str | None = None
         self._token = ""  # of the folder's one writer, known to all ranks that see it
         self._lock: WriterLock | None = None
