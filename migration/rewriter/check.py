@@ -21,7 +21,10 @@ from migration.rewriter.source import Source, find, read, why_not
 from migration.rewriter.symbols import SURE_IMPORTS
 from migration.rewriter.taken import BLOCKS, KEPT
 
-SURE = re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*")
+# Files that name FSDP1 surely, by suffix: code by its class, a configuration by the word.
+CONFIGS = (".yaml", ".yml", ".json")
+SURE = dict.fromkeys((".py", ".ipynb"), re.compile(rb"FullyShardedDataParallel|distributed\.fsdp import \*"))
+SURE |= dict.fromkeys(CONFIGS, re.compile(rb"fsdp", re.IGNORECASE))
 
 
 def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
@@ -39,18 +42,17 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
     return program, notes
 
 
-def configurations(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Config], list[str]]:
-    """The configuration files that use FSDP1, and a line for each that couldn't be read."""
-    found = []
-    files, notes = find(paths)
-    for path in files:
-        if path.suffix in (".yaml", ".yml", ".json"):
+def configurations(paths: Sequence[Path]) -> tuple[list[Config], dict[Path, str]]:
+    """The configuration files that use FSDP1, and why others couldn't be read."""
+    found, unread = [], {}
+    for path in paths:
+        if path.suffix in CONFIGS:
             try:
                 if (config := read_config(read(path))) is not None and [config.findings(), config.rewritten()]:
                     found.append(config)
             except Exception as error:
-                notes.append(f"{printable(str(path))}: {why_not(error)}; left out")
-    return found, notes
+                unread[path] = why_not(error)
+    return found, unread
 
 
 @dataclass
@@ -99,10 +101,12 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     files, notes = find(paths)
     program, unparsed = load(files)
     result = _moved(program, texts=texts)
-    configs, unread = configurations(files)
+    configs, unread_configs = configurations(files)
+    unread = [f"{printable(str(path))}: {why}; left out" for path, why in unread_configs.items()]
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}
-    missing = [path for path in files if path.suffix in (".py", ".ipynb") and path not in read and _names_fsdp1(path)]
+    missing = [path for path in files if path.suffix not in CONFIGS and path not in read]
+    missing = [path for path in (*missing, *unread_configs) if _names_fsdp1(path)]
     findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read", BLOCKS) for path in missing]
     for path, why in program.unparsable.items():
         source = program.sources[path]
@@ -135,4 +139,4 @@ def _names_fsdp1(path: Path) -> bool:
     if path.stat().st_size > SEARCHED:
         return True
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return SURE.search(data) is not None
+        return SURE[path.suffix].search(data) is not None

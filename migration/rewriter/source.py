@@ -164,7 +164,8 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]
     found: dict[Path, None] = {}
     notes = []
     for given in paths:
-        path = Path(checked("PATH", os.fspath(given), location))
+        # A Path was found before, and a folder may hold names that no command line is given.
+        path = given if isinstance(given, Path) else Path(checked("PATH", os.fspath(given), location))
         if path.is_dir():
             for file in _below(path):
                 # Unlike `Path.resolve`, it takes a link that leads to itself.

@@ -237,3 +237,22 @@ def test_a_configuration_in_which_a_rule_fails_is_one_line(
     (tmp_path / "train.py").write_text(PROGRAM)
     assert run("check", tmp_path) == 1
     assert capsys.readouterr().err == f"fsdp2: {path}: AssertionError in here: ; left out\n"
+
+
+def test_a_configuration_that_cannot_be_read_is_something_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"fsdp_config:\n  size: 1 # \x85\n")
+    assert run("check", tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'a.yaml'}:1:1 FC24 [to decide first] a file that wasn't read" in printed
+
+
+def test_a_name_that_is_no_text_keeps_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / os.fsdecode(b"\xff.py")).write_text(PROGRAM)
+    (tmp_path / "b.py").write_text(PROGRAM)
+    for form in ("text", "json", "github", "sarif"):
+        assert run("check", "--all", f"--format={form}", tmp_path) == 1
+        printed = capsys.readouterr().out
+        assert "b.py" in printed
+        assert "udcff.py" in printed
