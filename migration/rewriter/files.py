@@ -10,8 +10,8 @@ from migration.rewriter.module import Module
 from migration.rewriter.source import Source
 
 USES = re.compile(r"FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp|_fsdp_wrapped_module")
-IMPORTS = re.compile(
-    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
+IMPORTS = re.compile(  # of bounded length, since each line may begin one that never ends
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]{,4000}\)|[^\n#]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
 # What is done with models, and with a class that is handed on.
 HANDLES = re.compile(

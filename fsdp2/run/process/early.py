@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ def answer(parse: Callable[[], object], program: str = "fsdp2") -> None:
         parse: reads `sys.argv`; it loads no torch before it has refused what it can without.
         program: begins the line.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # where the encoding lacks a sign, as ASCII does ×, it isn't the end
+        sys.stdout.reconfigure(errors="replace")
     if any(name in os.environ for name in ("RANK", *TASKS.values())):
         return
     try:
