@@ -96,7 +96,8 @@ def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Par
         if not math.isfinite(result):
             raise ValueError("must be a finite number")
         if result < minimum or result > maximum or (open_minimum and result == minimum):
-            raise ValueError(f"must be {'above' if open_minimum else 'at least'} {minimum:.10g} and at most {maximum:.10g}")
+            least = "above" if open_minimum else "at least"
+            raise ValueError(f"must be {least} {minimum:g} and at most {maximum:.7g}")
         return result
 
     return parse
