@@ -17,6 +17,7 @@ from migration.rewriter.values import string
 
 # By which programs ask what they have: FSDP1's private attributes of parameters and modules.
 PRIVATE = ("_fsdp_flattened", "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_flat_param")
+CODES = ("FC36", "FC37")
 WORDS = (CLASS, "fully_sharded_data_parallel", "FlatParameter")
 
 
@@ -40,12 +41,14 @@ def take(scene: Scene, module: Module) -> None:
 
 def _carried(scene: Scene, module: Module) -> Iterator[tuple[cst.CSTNode, str, str]]:
     flow, found = scene.flow, list[tuple[cst.CSTNode, str, str]]()
-    for node in module.all(cst.Call, cst.ClassDef, cst.Attribute):
+    for node in module.all(cst.Call, cst.ClassDef, cst.Attribute, cst.Annotation):
         if isinstance(node, cst.Attribute):
             mine = scene.symbol(node, module) is None and not scene.is_model(node.value, module)
             found = [(node, "a method of FSDP1's model", flow.may_be(node, A_METHOD))] if mine else []
         elif isinstance(node, cst.ClassDef):
             found = [(base.value, "FSDP1's class", flow.may_be(base.value, THE_CLASS)) for base in node.bases]
+        elif isinstance(node, cst.Annotation):
+            found = [(node.annotation, "FSDP1's class", flow.may_be(node.annotation, THE_CLASS))]
         else:
             found = _called(flow, node)
         for place, what, origin in found:

@@ -32,6 +32,10 @@ MOMENTS = (
     "on a CPU with use_orig_params=True FSDP1's optimizer state has one tensor for both moments, unless "
     "offload_to_cpu=False: what resumes from it goes on wrongly"
 )
+EVALUATED = (
+    "the outermost unit of a model that is only evaluated, as an average of weights is, computes with its first values"
+)
+ONLY_EVALUATED = re.compile(r"\.eval\(\)|requires_grad_\(False\)")
 
 
 def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode, Module, str]]:
@@ -54,4 +58,7 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
                 found.setdefault(REPLICAS, node)
             elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU):
                 found.setdefault(MOMENTS, node)
+        for changed in scene.rewriting.account:
+            if changed.code == "FC27" and changed.module is module and said(ONLY_EVALUATED):
+                found.setdefault(EVALUATED, changed.node)
         yield from ((node, module, why) for why, node in found.items())

@@ -74,7 +74,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
             continue
         way = plain.of(modules)
         if library := _by_library(program, modules, any(module is where for _, where in calls for module in modules)):
-            way = replace(way, problems=library)
+            way = replace(way, problems=library + [one for one in way.problems if one.code in carried.CODES])
         elif way.problems:
             other = _interface(scene, modules)
             known = {(id(problem.node), problem.code) for problem in other.problems}
@@ -90,7 +90,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
         result.undecided += problems
         result.kept += [way.reasons] if way.home is not None else []
         result.account += _account(way, problems, stays)
-        result.faults += faults.suspected(scene, way.modules)
+        result.faults += faults.suspected(way.scene, way.modules)
         for module in way.modules if texts else ():
             edits = Edits(module) if stays else way.scene.edits(module)
             marks.put(edits, [problem for problem in problems if problem.module is module])

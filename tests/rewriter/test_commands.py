@@ -303,6 +303,25 @@ def test_fsdp1_that_a_library_makes_is_found(tmp_path: Path, line: str, capsys: 
     assert " FC21 [to decide] " in printed
 
 
+AVERAGED = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+live, shadow = FSDP(net), FSDP(copy.deepcopy(net){only})
+for p, q in zip(live.parameters(), shadow.parameters()):
+    q.mul_(0.9)
+"""
+
+
+@pytest.mark.parametrize(("only", "named"), [(".requires_grad_(False)", True), ("", False)])
+def test_an_average_that_is_only_evaluated_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, named: bool
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(AVERAGED.format(only=only) + "FSDP.optim_state_dict(*sys.argv)\n")
+    run("rewrite", path)
+    assert (f"{path}:6:5: a fault of FSDP1" in capsys.readouterr().err) == named
+
+
 def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

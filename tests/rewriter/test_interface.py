@@ -146,6 +146,8 @@ def test_a_second_rewrite_changes_nothing(tmp_path: Path) -> None:
         # model.module is the model.
         ("def unwrap(m):\n    while hasattr(m, 'module'):\n        m = m.module\n    return m\n", "FC08"),
         ("def unwrap(m):\n    return unwrap(m.module) if hasattr(m, 'module') else m\n", "FC08"),
+        ("def kind(m: FSDP):\n    return type(m.module).__name__\n", "FC08"),
+        ("def kind(m: FSDP):\n    return m.module.__class__\n", "FC08"),
         # The interface's class is made of a module.
         ("class Mine(FSDP):\n    def __init__(self, options, model):\n        super().__init__(model)\n", "FC05"),
         ("def offload(m):\n    for handle in m._all_handles:\n        print(handle.flat_param)\n", "FC31"),
@@ -193,3 +195,11 @@ def test_what_it_cannot_do_is_marked_before_it_runs(tmp_path: Path) -> None:
     assert "from fsdp1_interface import FullyShardedDataParallel as FSDP" in made
     for code, line in lines.items():
         assert f"# fsdp2: {code} " in made.partition(f"    {line}\n")[0].splitlines()[-1], code
+
+
+def test_what_a_library_shards_hides_no_class_that_is_derived(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{IMPORT}\n\nclass Mine(FSDP):\n    pass\n")
+    text = "from composer import Trainer\nfrom mine import Mine\n\ndef ask(m: Mine):\n    return isinstance(m, Mine)\n"
+    (tmp_path / "ask.py").write_text(text)
+    result = rewrite(load([str(tmp_path)])[0])
+    assert [each.shown for each in result.account if each.code == "FC36"] == ["Mine", "Mine"]
