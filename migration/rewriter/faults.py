@@ -32,9 +32,7 @@ MOMENTS = (
     "on a CPU with use_orig_params=True FSDP1's optimizer state has one tensor for both moments, unless "
     "offload_to_cpu=False: what resumes from it goes on wrongly"
 )
-EVALUATED = (
-    "the outermost unit of a model that is only evaluated, as an average of weights is, computes with its first values"
-)
+EVALUATED = "the outermost unit of a model that is only evaluated, as an average is, computes with its first values"
 ONLY_EVALUATED = re.compile(r"\.eval\(\)|requires_grad_\(False\)")
 
 

@@ -171,7 +171,8 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
     for node in module.all(cst.Attribute):
         name = node.attr.value
         if name == PREFIX or (name in METHODS and scene.is_model(node.value, module)):
-            if name in ("module", PREFIX) and _asks_its_class(module, node):
+            code, said = module.code(node), module.code(module.statement(node) or node)
+            if name in ("module", PREFIX) and (f"type({code})" in said or f"{code}.__class__" in said):
                 why = "model.module is the model, so that its type is FSDP1's: isinstance() finds its own class"
                 problems.append(Undecided("FC08", why, node, module, blocking=False))
                 continue
@@ -210,13 +211,6 @@ def _unwraps_for_ever(module: Module, call: cst.Call) -> bool:
     own = home is not None and isinstance(call.func, cst.Name) and call.func.value == home.name.value
     inner = [arg.value.attr.value for arg in call.args if isinstance(arg.value, cst.Attribute)]
     return own and bool({"module", PREFIX} & set(inner))
-
-
-def _asks_its_class(module: Module, node: cst.CSTNode) -> bool:
-    above = module.parent(node)
-    call = module.parent(above) if isinstance(above, cst.Arg) else None
-    by_type = isinstance(call, cst.Call) and module.code(call.func) == "type"
-    return by_type or (isinstance(above, cst.Attribute) and above.attr.value == "__class__")
 
 
 def _only_compared(module: Module, node: cst.CSTNode) -> bool:
