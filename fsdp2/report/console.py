@@ -112,8 +112,8 @@ class Console:
         steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
         if self.max_steps is not None:
             steps = min(steps, self.max_steps - data["step"])
-        tokens = steps * data["samples"] * data.get("tokens_per_second", 0) / data["samples_per_second"]
-        of = f" for {tokens:,.0f} tokens" if tokens else ""
+        each = data["tokens_per_second"] / data["samples_per_second"] if "tokens_per_second" in data else 0
+        of = f" for {steps * data['samples'] * each:,.0f} tokens" if each else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:

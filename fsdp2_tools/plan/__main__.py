@@ -25,7 +25,7 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import read_values, to_flags
-from fsdp2.options.values import checked, location, whole
+from fsdp2.options.values import LONGEST_PATH, checked, location, whole
 from fsdp2.report.planned import FILE as PLAN
 from fsdp2.run.process import ending
 from fsdp2.units import byte_count, short
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     trials = given.pop("calibration", None)
     gpu = None if place is None else find_gpu(place)
     if trials is not None and (gpu is None or gpu.speed is None):
-        raise ConfigError(f"--calibration {shown(trials)}: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu")
+        raise ConfigError(
+            f"--calibration {shown(trials, LONGEST_PATH)}: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu"
+        )
     limit = gpu.memory if gpu is not None else None
     tokens = given.pop("tokens", None)
     if tokens is not None:
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     if searching:
         _check_search(ranks, gpu)
     elif out is not None:
-        raise ConfigError(f"--out {shown(out)}: only a search leaves results; add --search, or drop it")
+        raise ConfigError(f"--out {shown(out, LONGEST_PATH)}: only a search leaves results; add --search, or drop it")
     if tokens is not None and (gpu is None or gpu.speed is None or config.spec.kind != "language"):
         raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
     began = time.monotonic()

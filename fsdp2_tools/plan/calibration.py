@@ -18,6 +18,7 @@ from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.parser import flags_of_table, to_flags
 from fsdp2.options.settings_file import read_table
+from fsdp2.options.values import LONGEST_PATH
 from fsdp2_tools.plan.device import Gpu
 from fsdp2_tools.plan.memory import Runs
 from fsdp2_tools.plan.plans import plan
@@ -72,7 +73,7 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
 
     It is data, as a run's folder is: code or a URL that a trial names has to be in the configuration that is planned.
     """
-    where = f"--calibration {shown(place)}"
+    where = f"--calibration {shown(place, LONGEST_PATH)}"
     try:
         if PurePath(place).suffix != ".json":
             raise ValueError("is no .json file; give the trials.json that fsdp2.tune has written")
