@@ -280,11 +280,11 @@ MIGRATION = tests/migrate tests/rewriter tests/upstream
 APART = $(MIGRATION) tests/comparing tests/doctor tests/fuzz tests/memory tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
-test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (half as long as test-all)
+test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (18 min)
 	$(TOX) newest -- $(addprefix --ignore=,$(APART)) -m "not slow and not ray and not thorough" $(ARGS)
 
 .PHONY: test-all test-book test-migration test-tools
-test-all: $(VENV)/.dev  ## all tests: further cases (tests/thorough.py), moving from FSDP1, the other tools (26 to 37 min)
+test-all: $(VENV)/.dev  ## all tests: further cases (tests/thorough.py), moving from FSDP1, the other tools (26 to 41 min)
 	$(TOX) newest -- $(ARGS)
 
 test-book: $(VENV)/.dev  ## the tests of training itself: all but those of the next two
