@@ -27,7 +27,7 @@ from fsdp2.parallel.mesh import make_mesh, of_fsdp, of_pieces
 from fsdp2.parallel.sequence import split_sequences
 from fsdp2.parallel.tensor import split_layers
 from fsdp2.report import header
-from fsdp2.run.preflight import check_world
+from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process.runtime import World
 from tests.harness import Ranks, full_files, losses, of_kind, relative, same
 
@@ -352,3 +352,10 @@ def test_what_does_not_combine_is_refused(flags: str, says: str) -> None:
 def test_a_mesh_that_does_not_fit_the_ranks_is_refused(flags: dict[str, int], size: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_world(Config(model="llama", **flags), World(0, size, 0, size))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("of_node", "said"), [(4, False), (2, False), (1, True), (3, True)])
+def test_a_layer_across_nodes_is_said(tmp_path: Path, of_node: int, said: bool) -> None:
+    config = parse([*LLAMA, "--tp=2", f"--run-dir={tmp_path / 'run'}"])
+    with preflight(config, World(0, 12, 0, of_node)) as job:
+        assert ("--tp 2: its ranks are on several nodes" in (job.note or "")) == said

@@ -265,8 +265,10 @@ class Recorder:
                 self._held[root, optimizer] = mine
         holds = any(mine for (_, holder), mine in self._held.items() if holder is optimizer)
         numbers = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-        of = {part.name: numbers[part.of] for _, mine in self._each(parts) for part in mine if part.of in numbers}
-        self.write("settings", groups=groups, holds=holds, of=of, frozen=self._frozen({id(one) for one in held}))
+        still = {id(one) for root in self._roots for one in root.parameters() if not one.requires_grad}
+        names = [(part.name, part.of) for _, mine in self._each(parts) for part in mine if part.of in numbers]
+        of, frozen = {name: numbers[one] for name, one in names}, [name for name, one in names if one in still]
+        self.write("settings", groups=groups, holds=holds, of=of, frozen=frozen)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1
@@ -283,11 +285,6 @@ class Recorder:
         self.flush()
         if self.step > self.steps:
             raise Enough(0)
-
-    def _frozen(self, held: set[int]) -> list[str]:
-        """Parameters that an optimizer holds and that ask for no gradient."""
-        frozen = {id(one) for root in self._roots for one in root.parameters() if not one.requires_grad}
-        return [part.name for _, mine in self._each(parts) for part in mine if part.of in frozen & held]
 
     def _find(self, parameters: Iterable[int]) -> None:
         """The models that these belong to, by their `id` and in the order of these, are in use in this step."""

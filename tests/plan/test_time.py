@@ -12,9 +12,10 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.plan import memory
 from fsdp2_tools.plan.__main__ import main
-from fsdp2_tools.plan.device import gpu
+from fsdp2_tools.plan.device import Gpu, gpu
 from fsdp2_tools.plan.memory import Runs, run
 from fsdp2_tools.plan.plans import plan
+from fsdp2_tools.plan.report_time import lines
 from fsdp2_tools.plan.schedule import Group
 from fsdp2_tools.plan.steptime import StepTime, step_time
 from tests.plan.test_schedule import SPEED
@@ -107,6 +108,23 @@ def test_parts_of_layers_and_pieces_of_sequences_are_waited_for() -> None:
     assert _groups(split, "all-gather", "forward")["block"].milliseconds < (
         _groups(plain, "all-gather", "forward")["block"].milliseconds
     )
+
+
+def test_a_layer_across_machines_is_warned_of_with_both_bandwidths() -> None:
+    h100 = gpu("h100")
+    assert h100.speed is not None
+    made = plan(parse(f"{LLAMA} --tp=2".split()), 4, h100, None)
+    (warned,) = (line for line in lines([made], _on_machines_of(3), None) if line.startswith("warning"))
+    within, between = (f"{rate / 1e9:,.0f} GB/s" for rate in (h100.speed.link, h100.speed.network))
+    rates = f"{within} from one to another there, and {between} to another machine"
+    assert warned == f"warning: --tp 2 doesn't divide the 3 ranks of a machine: {rates}"
+    assert not [line for line in lines([made], h100, None) if "warning" in line]
+
+
+def _on_machines_of(count: int) -> Gpu:
+    h100 = gpu("h100")
+    assert h100.speed is not None
+    return dataclasses.replace(h100, speed=dataclasses.replace(h100.speed, gpus_per_node=count))
 
 
 def test_recomputation_costs_time_and_no_mfu_is_claimed_for_it() -> None:
