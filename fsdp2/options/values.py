@@ -96,8 +96,7 @@ def number(minimum: float, maximum: float, *, open_minimum: bool = False) -> Par
         if not math.isfinite(result):
             raise ValueError("must be a finite number")
         if result < minimum or result > maximum or (open_minimum and result == minimum):
-            least = "above" if open_minimum else "at least"
-            raise ValueError(f"must be {least} {minimum:g} and at most {maximum:.7g}")
+            raise ValueError(f"must be {('at least', 'above')[open_minimum]} {minimum:g} and at most {maximum:.7g}")
         return result
 
     return parse

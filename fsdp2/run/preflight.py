@@ -108,10 +108,7 @@ def preflight(config: Config, world: World) -> Job:
         elif config.init_from not in (None, "scratch") and config.lora is None:
             job.add_note(f"--init-from {config.init_from}: isn't read, since the run goes on from {origin.checkpoint}")
         if world.local_world_size % config.tp:
-            job.add_note(
-                f"--tp {config.tp}: its ranks are on several nodes, and wait for the network in each layer; "
-                "python -m fsdp2.doctor measures the bandwidth within and between nodes"
-            )
+            job.add_note(f"--tp {config.tp}: its ranks are on several nodes; fsdp2.doctor measures both bandwidths")
         job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
         on_error.pop_all()
     return job

@@ -43,18 +43,12 @@ def lines(plans: Sequence[Plan], gpu: Gpu, tokens: float | None) -> list[str]:
     for plan, time in timed:
         found += ["", f"{plan.ranks:,} ranks, exchanges on average, those first that a step waits for most:"]
         found += [f"  {described(group)}" for group in time.groups[:SHOWN]]
-    found += _across_machines(max(plan.config.tp for plan in plans), gpu)
+    speed, tp = gpu.speed, max(plan.config.tp for plan in plans)
+    if speed.gpus_per_node % tp:
+        within, between = (f"{rate / 1e9:,.0f} GB/s" for rate in (speed.link, speed.network))
+        rates = f"{within} from one to another there, and {between} to another machine"
+        found += ["", f"warning: --tp {tp} doesn't divide the {speed.gpus_per_node} ranks of a machine: {rates}"]
     return [*found, "", f"rates reached, of those in the data sheet: {_efficiencies(gpu)} (docs/plan.md)"]
-
-
-def _across_machines(tp: int, gpu: Gpu) -> list[str]:
-    """A warning where the ranks of a layer, which exchange in each, are on several machines."""
-    speed = gpu.speed
-    if speed is None or speed.gpus_per_node % tp == 0:
-        return []
-    within, between = (f"{rate / 1e9:,.0f} GB/s" for rate in (speed.link, speed.network))
-    rates = f"{within} from one to another there, and {between} to another machine"
-    return ["", f"warning: --tp {tp} doesn't divide the {speed.gpus_per_node} ranks of a machine: {rates}"]
 
 
 def described(group: Group) -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from migration.prove.compare import FIRST, LATER, LEFT, apart
 from migration.prove.fingerprint import Print, total
-from migration.prove.habits import FIRST as UNSYNCHRONISED
-from migration.prove.habits import HABITS, NOTES, Named, Rule
+from migration.prove.habits import HABITS, NOTES, UNSYNCHRONISED, Named, Rule
 from migration.prove.record import Place, Record
 
 

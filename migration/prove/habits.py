@@ -153,6 +153,6 @@ def _dropout(_: Record, several: Record) -> Named:
     return None
 
 
-FIRST: list[Rule] = [_unsynchronised]  # which leads to others
+UNSYNCHRONISED: list[Rule] = [_unsynchronised]  # which leads to others
 HABITS: list[Rule] = [_schedule, _order, _evaluation, _frozen, _decayed_norms]
 NOTES: list[Rule] = [_dropout]  # most programs do so, and on average it changes nothing

@@ -303,25 +303,6 @@ def test_fsdp1_that_a_library_makes_is_found(tmp_path: Path, line: str, capsys: 
     assert " FC21 [to decide] " in printed
 
 
-AVERAGED = """
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-live, shadow = FSDP(net), FSDP(copy.deepcopy(net){only})
-for p, q in zip(live.parameters(), shadow.parameters()):
-    q.mul_(0.9)
-"""
-
-
-@pytest.mark.parametrize(("only", "named"), [(".requires_grad_(False)", True), ("", False)])
-def test_an_average_that_is_only_evaluated_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, named: bool
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(AVERAGED.format(only=only) + "FSDP.optim_state_dict(*sys.argv)\n")
-    run("rewrite", path)
-    assert (f"{path}:6:5: a fault of FSDP1" in capsys.readouterr().err) == named
-
-
 def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -343,59 +324,3 @@ def test_what_works_on_and_would_better_stand_elsewhere_is_found(tmp_path: Path)
 
 def test_the_formats_are_those_of_the_findings() -> None:
     assert tuple(finding.FORMATS) == cli.FORMAT_NAMES
-
-
-FAULTY = """
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
-
-model = FSDP(net, sharding_strategy=ShardingStrategy.{strategy}, use_orig_params={own}, device_id=torch.device("cpu"))
-for batch in batches:
-    {before}
-    loss = model(batch).sum()
-    {between}
-    loss.backward()
-torch.save(FSDP.{saved}(model, optimizer), "optimizer.pt")
-"""
-CLEAR, PASS = "model.zero_grad()", "pass"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "own", "before", "between", "saved", "named"),
-    [
-        (
-            "SHARD_GRAD_OP",
-            True,
-            PASS,
-            CLEAR,
-            "full_optim",
-            ["10:5: a fault of FSDP1", "12:12: a fault"],
-        ),
-        ("SHARD_GRAD_OP", False, PASS, CLEAR, "optim", []),
-        ("SHARD_GRAD_OP", True, CLEAR, PASS, "sharded_optim", []),
-        ("SHARD_GRAD_OP", True, PASS, "optimizer.zero_grad()", "sharded_optim", []),
-        ("FULL_SHARD", True, PASS, CLEAR, "sharded_optim", []),
-        ("HYBRID_SHARD", False, PASS, PASS, "optim", ["6:37: a fault of FSDP1"]),
-    ],
-)
-def test_a_fault_of_fsdp1_is_named_where_its_losses_may_be_wrong(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    strategy: str,
-    own: bool,
-    before: str,
-    between: str,
-    saved: str,
-    named: list[str],
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(
-        FAULTY.format(strategy=strategy, own=own, before=before, between=between, saved=f"{saved}_state_dict")
-    )
-    for command in ("check", "rewrite"):
-        run(command, path)
-        printed = capsys.readouterr().err
-        assert printed.count("a fault of FSDP1, which") == len(named)
-        assert [name for name in named if f"{path}:{name}" not in printed] == []
-    assert ("losses may differ by a fault of FSDP1" in printed) == bool(named)

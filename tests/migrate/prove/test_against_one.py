@@ -17,53 +17,24 @@ from migration.prove.cli import against_one
 from migration.prove.launch import Failed
 from tests.harness import Ranks
 from tests.migrate.prove.in_pool import InPool
-
-HERE = Path(__file__).parent
-NAMED = {
-    "batch_norm": "buffers",
-    "buffer_never_set": "never-set",
-    "decayed_norm": "decayed-norms",
-    "dropped_samples": "dropped-samples",
-    "evaluation_in_training": "evaluation",
-    "frozen_moves": "frozen",
-    "gradients_averaged_twice": "factor",
-    "gradients_kept": "kept-gradients",
-    "loss_over_world": "factor",
-    "loss_times_world": "factor",
-    "lr_by_world": "settings",
-    "mean_of_means": "gradients",
-    "never_synchronised": "never-synchronised",
-    "norm_by_hand": "norm-of-shards",
-    "norm_of_shards": "norm-of-shards",
-    "optimizer_before_sharding": "not-in-the-optimizer",
-    "optimizer_of_shards": "updates",
-    "order_of_epochs": "same-order",
-    "own_order": "repeated-samples",
-    "padded": "gradients",
-    "partial_norm": "drift",
-    "past_the_wrapper": "drift",
-    "plateau": "settings",
-    "repeated_samples": "repeated-samples",
-    "same_data": "same-data",
-    "schedule_by_microbatch": "schedule",
-    "two_models": "drift",
-    "uneven": "dropped-samples",
-    "weights_by_rank": "different-weights",
-}
+from tests.migrate.prove.programs import FAULTS, SOUND, faulty
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("kind", ["faulty", "sound"])
 def test_the_fault_is_named_and_none_without_it(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
-    alone, several = (InPool(HERE / kind / f"{name}.py", [], count, 60, pool=ranks) for count in (1, 2))
+    script = SOUND / f"{name}.py"
+    if kind == "faulty":
+        script = tmp_path / "faulty.py"
+        script.write_text(faulty(name))
+    alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
     found = against_one(alone, several, 8, tmp_path)
     print(found.text())
-    assert [fault.kind for fault in found.faults] == ([NAMED[name]] if kind == "faulty" else [])
+    assert [fault.kind for fault in found.faults] == ([FAULTS[name][0]] if kind == "faulty" else [])
 
 
 def test_every_program_is_tried() -> None:
-    for kind in ("faulty", "sound"):
-        assert {path.stem for path in (HERE / kind).glob("*.py")} == set(NAMED)
+    assert {path.stem for path in SOUND.glob("*.py")} == set(FAULTS)
 
 
 PROGRAM = """
@@ -163,7 +134,9 @@ plain = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4,
 
 
 def test_scales_without_a_comparison_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
-    alone, several = (InPool(HERE / "faulty" / "weights_by_rank.py", [], count, 60, pool=ranks) for count in (1, 2))
+    script = tmp_path / "faulty.py"
+    script.write_text(faulty("weights_by_rank"))
+    alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
     rows = against_one(alone, several, 2, tmp_path, parameters=True).parameters
     assert rows
     assert all(row["gradient_scale"] is row["off"] is None and row["stored"] == "float32" for row in rows)
@@ -181,14 +154,14 @@ def test_layers_that_ranks_split_and_fsdp2_shards_are_those_of_one_rank(ranks: R
         assert max(abs(row["gradient_scale"] - 1), row["off"]) < 1e-6, row
 
 
-def _scales(faulty: bool) -> list[float]:
+def _scales(halved: bool) -> list[float]:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     model, rows = copy.deepcopy(alone), torch.randn(8, 6)
     fully_shard(model)
     alone(rows).square().mean().backward()
     loss = model(rows.chunk(2)[dist.get_rank()]).square().mean()
-    (loss / 2 if faulty else loss).backward()
+    (loss / 2 if halved else loss).backward()
     assert all("torch.float32" in dtypes for *_, dtypes in scales(model, alone))
     found = [(factor, off) for _, factor, off, _ in scales(model, alone)]
     assert max(off for _, off in found) < 1e-6
@@ -196,6 +169,6 @@ def _scales(faulty: bool) -> list[float]:
 
 
 def test_the_function_of_the_examples_tells_the_scale_in_a_loop_of_ones_own(ranks: Ranks) -> None:
-    for faulty, expected in ((False, 1), (True, 0.5)):
-        for found in ranks.run(_scales, faulty):
+    for halved, expected in ((False, 1), (True, 0.5)):
+        for found in ranks.run(_scales, halved):
             assert all(abs(factor - expected) < 1e-6 for factor in found)
