@@ -19,7 +19,6 @@ import torch
 from step_page import versions
 from tables import machine, write_page
 
-from fsdp2.allocations.ledger import Ledger, by_kind
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import Batch
 from fsdp2.options.errors import ConfigError
@@ -29,6 +28,7 @@ from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.train import make_engine, train_step
+from fsdp2_extra.allocations.ledger import Ledger, by_kind
 from fsdp2_tools.compare.report import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "memory-benchmark.md"

@@ -31,12 +31,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fsdp2 import data
-from fsdp2.allocations.timeline import load
 from fsdp2.config import parse
 from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending
+from fsdp2_extra.allocations.timeline import load
 from fsdp2_tools.plan.plans import plan
 from tests.harness import Ranks, main_in_ranks
 
@@ -169,7 +169,7 @@ def main() -> None:
 def digest() -> str:
     """Of the code that plans and runs: rows of another are not measured by this one."""
     found = hashlib.sha256("".join(versions()).encode())
-    rooms = (ROOT / "fsdp2", ROOT / "fsdp2_tools" / "plan")
+    rooms = (ROOT / "fsdp2", ROOT / "fsdp2_extra", ROOT / "fsdp2_tools" / "plan")
     for file in sorted([*(path for room in rooms for path in room.rglob("*.py")), Path(__file__)]):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]

@@ -319,7 +319,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 def _digest(*parts: Any) -> str:
     """Of the code that plans, torch's version, and what is planned: a kept plan is used while all of it is the same."""
     found = hashlib.sha256(f"{torch.__version__} {parts}".encode())
-    rooms = ("fsdp2_tools/plan", "fsdp2/allocations", "fsdp2/parallel")
+    rooms = ("fsdp2_tools/plan", "fsdp2_extra", "fsdp2/parallel")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     for file in sorted([*files, Path(llama.__file__), Path(__file__)]):
         found.update(file.read_bytes())

@@ -26,12 +26,12 @@ from step_sides import GPU_SIDES, SIDES, Job, NotHere, Side
 from tables import write_page
 
 from fsdp2 import data
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.data.loader import Batch, Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import gather, process_group
+from fsdp2_extra.allocations.ledger import Ledger
 
 PAGE = Path(__file__).parent.parent / "docs" / "notes" / "step-benchmark.md"
 CHECKED_STEPS = 3

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp2.checkpoint.weights import load_weights
-from fsdp2.models import blocks, initial
+from fsdp2.models import initial
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.parallel import fully_sharded, groups, mesh, meta
+from fsdp2_extra.models import blocks
 
 PAIRS = [  # question, the answer that was chosen, the one that was rejected
     ("What is 2 + 2? ", "4", "It depends."),

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
-from fsdp2.models import blocks, initial
+from fsdp2.models import initial
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.parallel import fully_sharded, groups, mesh, meta
+from fsdp2_extra.models import blocks
 from fsdp2_tools.checkpoint.export import export
 
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

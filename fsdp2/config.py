@@ -384,7 +384,7 @@ class Config:
 
     def deepspeed_settings(self, device_type: str) -> dict[str, Any]:
         """DeepSpeed's configuration. Raises ConfigError if `--deepspeed-config` can't be read or contradicts a flag."""
-        from fsdp2.options import deepspeed_settings
+        from fsdp2_extra.baselines import deepspeed_settings
 
         return deepspeed_settings.settings(self, device_type)
 

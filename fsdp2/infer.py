@@ -20,8 +20,6 @@ from fsdp2 import data
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
-from fsdp2.data.tokenizer import document
-from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate
 from fsdp2.models import NAMES
@@ -114,6 +112,9 @@ def go_on(
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
+        from fsdp2_extra.text.tokenizer import document
+        from fsdp2_extra.text.tokenizer_file import open_tokenizer
+
         tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
         (tokens,) = tokenizer.encode([prompt])
         tokens = document(tokens, tokenizer.begin, tokenizer.end, ends=False)

@@ -1,7 +1,7 @@
 """The one function that turns a model on `meta` into one that FSDP2 shards, with an optimizer.
 
 Read it top to bottom: the order of the steps is the documentation, and each says why it stands there. The
-strategies that FSDP2 is compared with are built elsewhere, in `parallel/baselines/`.
+strategies that FSDP2 is compared with are built elsewhere, in `fsdp2_extra/baselines/`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def parallelize(
 
     # Other modules with the same parameters, so before anything keeps a module or its forward.
     if config.float8 is not None:
-        from fsdp2.parallel import float8
+        from fsdp2_extra.low_precision import float8
 
         gather = float8.gathers(config.float8, config.reshard_after_forward, config.cpu_offload)
         float8.compute_in_float8(model, blocks, config.float8, device.type, gather=gather)

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fsdp2.allocations.observing import observed
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.models.spec import ModelSpec
+from fsdp2.observing import observed
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.baselines import baseline
-from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
+from fsdp2.parallel.rules import Start
 from fsdp2.parallelize import parallelize
 from fsdp2.report import header
 from fsdp2.report.metrics import OnEvent, StepLog

@@ -18,17 +18,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.config import Config
 from fsdp2.options.checks import trackers_of
 from fsdp2.options.errors import ConfigError
-from fsdp2.options.trackers import VARIABLES
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process import ending
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
 from fsdp2.units import install
+from fsdp2_extra.remote.files import RemoteFiles
+from fsdp2_extra.trackers.names import VARIABLES
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet
 from launchers.ray_options import RayOptions, parse, place, same_global_batch

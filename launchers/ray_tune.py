@@ -23,11 +23,11 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags, words_of
 from fsdp2.options.settings_file import read_table
-from fsdp2.options.trackers import require_trackers
 from fsdp2.options.values import check_values, one_of, option, patterns, switch, whole
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process.runtime import World
 from fsdp2.units import short
+from fsdp2_extra.trackers.names import require_trackers
 from launchers import ray_train
 from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch
 from launchers.ray_search import Choice, Space, example_config, parse_search

@@ -30,7 +30,7 @@ import torch
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
-from fsdp2.run.elastic import node_memory
+from fsdp2_extra.elastic import node_memory
 from tests.chaos import a_moment, arguments, flags_of, hold, records, steps_of
 from tests.chaos_rank import PATIENCE
 from tests.chaos_replicas_rank import PER_NODE, RANKS, STEPS, Loss, rank_main

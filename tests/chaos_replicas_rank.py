@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 import fsdp2.train
 from fsdp2.config import parse
-from fsdp2.run.elastic import node_memory
 from fsdp2.run.process import ending
+from fsdp2_extra.elastic import node_memory
 from tests.chaos_rank import PATIENCE, Fuse, Point, install
 from tests.harness import SMALL
 

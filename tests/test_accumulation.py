@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.parallel.inspect import local
+from fsdp2_extra.allocations.ledger import Ledger
 from tests.harness import Ranks, batch, losses, make_engine, relative
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

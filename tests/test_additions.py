@@ -50,7 +50,7 @@ def load():
 STRATEGY = """
 from dataclasses import replace
 
-from fsdp2.parallel.baselines import none
+from fsdp2_extra.baselines import none
 
 
 class Alone(none.NoneEngine):
@@ -70,7 +70,7 @@ BASELINE = replace(none.BASELINE, build=build)
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
-    for package in ("fsdp2", "fsdp2_tools", "migration", "fsdp1_interface"):
+    for package in ("fsdp2", "fsdp2_extra", "fsdp2_tools", "migration", "fsdp1_interface"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -108,14 +108,14 @@ def test_a_model_a_dataset_and_a_strategy_are_trained(copy: Path) -> None:
         '    if name == "stripes":\n        from fsdp2.data import stripes\n\n        return stripes.load()\n'
         '    if name == "digits":',
     )
-    (copy / "fsdp2/parallel/baselines/alone.py").write_text(STRATEGY)
-    init = "fsdp2/parallel/baselines/__init__.py"
+    (copy / "fsdp2_extra/baselines/alone.py").write_text(STRATEGY)
+    init = "fsdp2/parallel/baselines.py"
     _edit(copy, init, 'NAMES = ("fsdp1",', 'NAMES = ("alone", "fsdp1",')
     _edit(
         copy,
         init,
         '    if name == "none":',
-        '    if name == "alone":\n        from fsdp2.parallel.baselines import alone\n\n        return alone.BASELINE\n'
+        '    if name == "alone":\n        from fsdp2_extra.baselines import alone\n\n        return alone.BASELINE\n'
         '    if name == "none":',
     )
     line = [

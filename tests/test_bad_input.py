@@ -14,11 +14,11 @@ import pytest
 
 from fsdp2 import infer
 from fsdp2.config import Config, parse
-from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.baselines.deepspeed_settings import settings
 from fsdp2_tools.checkpoint import __main__ as checkpoint
 from fsdp2_tools.compare.options import parse as parse_comparison
 from fsdp2_tools.compare.variants import rows

@@ -16,9 +16,6 @@ import pytest
 from fsdp2 import infer
 from fsdp2.config import parse
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.rows import Row
-from fsdp2.data.text import Text
-from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import preflight
@@ -26,6 +23,9 @@ from fsdp2.run.dataset import open_data
 from fsdp2.run.directory.rundir import shapes_of
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import runtime
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.text import Text
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from fsdp2_tools.data import __main__ as command
 
 

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2.config import parse
-from fsdp2.data import text
-from fsdp2.data.chat import Chat, _by_template
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.rows import Row
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.tokenizer_file import open_tokenizer
-from fsdp2.data.windows import Conversations
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import text
+from fsdp2_extra.text.chat import Chat, _by_template
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
+from fsdp2_extra.text.windows import Conversations
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 
 ANSWER = "{{ message.content }}<|end|>\n"

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import models
 from fsdp2 import train as training
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.models import llama
@@ -21,6 +20,7 @@ from fsdp2.models.initial import reset_parameters
 from fsdp2.models.spec import ModelSpec, no_files
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import trial
+from fsdp2_extra.allocations.ledger import Ledger
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

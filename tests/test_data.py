@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from fsdp2.data import sampler
 from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.data.splits import Windows
-from fsdp2.data.windows import Documents
 from fsdp2.models import llama
+from fsdp2_extra.text.windows import Documents
 
 CPU = torch.device("cpu")
 

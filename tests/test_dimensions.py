@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from examples import tp_fsdp2
-from fsdp2.allocations.timeline import load as load_timeline
 from fsdp2.config import Config, parse
 from fsdp2.data.pieces import piece_of
 from fsdp2.models import get
@@ -29,6 +28,7 @@ from fsdp2.parallel.tensor import split_layers
 from fsdp2.report import header
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.allocations.timeline import load as load_timeline
 from tests.harness import Ranks, full_files, losses, of_kind, relative, same
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

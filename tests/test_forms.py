@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import text
-from fsdp2.data.chat import Chat
-from fsdp2.data.reading import rows_of
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import text
+from fsdp2_extra.text.chat import Chat
+from fsdp2_extra.text.reading import rows_of
 from fsdp2_tools.data import __main__ as command
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.hostile.common import one_line

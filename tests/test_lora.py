@@ -16,8 +16,8 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.config import Config
-from fsdp2.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2.options.errors import ConfigError
+from fsdp2_extra.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from fsdp2_tools.checkpoint.adapters import Adapters, merged
 from tests.harness import Ranks, imported_once, losses, main_in_ranks, of_kind

@@ -16,8 +16,8 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.elastic import node_memory
 from fsdp2.train import main
+from fsdp2_extra.elastic import node_memory
 from tests.chaos_replicas import Reference, check, prepare
 from tests.chaos_replicas_rank import Loss
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small
@@ -167,7 +167,7 @@ def test_two_nodes_that_share_a_memory_are_refused(ranks: Ranks, tmp_path: Path,
 
 
 def test_too_little_memory_is_refused_before_the_first_step(ranks: Ranks, tmp_path: Path, root: Path) -> None:
-    patches = {"fsdp2.run.elastic.node_memory._free": _nearly_nothing}
+    patches = {"fsdp2_extra.elastic.node_memory._free": _nearly_nothing}
     for text in ranks.run(_train, small(tmp_path / "run", *KEEPING), root, None, 1, patches):
         assert "--memory-checkpoint: two checkpoints take " in text
         assert " of a node's memory, and 100.0 kB are free on that of rank 0" in text

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2.data.chat import Chat
 from fsdp2.data.errors import UnusableText
+from fsdp2_extra.text.chat import Chat
 from tests.test_chat import GENERATION, PLAIN, encoded, learned, make_tokenizer, talk
 
 TEXT = '{"city": "Zürich", "days": 2}'

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fsdp2.allocations.ledger import Allocation
-from fsdp2.allocations.out_of_memory import remedies, report
 from fsdp2.config import Config
 from fsdp2.units import byte_count, size
+from fsdp2_extra.allocations.ledger import Allocation
+from fsdp2_extra.allocations.out_of_memory import remedies, report
 
 BLOCKS = ["layers.0", "layers.1"]
 

@@ -15,15 +15,15 @@ import numpy
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import preparing, reading, rows, text
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.prepared import files_of, read_meta
-from fsdp2.data.preparing import prepare
-from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import preparing, reading, rows, text
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.prepared import files_of, read_meta
+from fsdp2_extra.text.preparing import prepare
+from fsdp2_extra.text.text import Text
+from fsdp2_extra.text.tokenizer import Bytes
 from fsdp2_tools.data import __main__ as command
 
 

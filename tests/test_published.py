@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import published, text
 from fsdp2.data.errors import UnusableText
-from fsdp2.foreign import bounds
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import require_named
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.foreign import bounds
+from fsdp2_extra.text import published, text
 from fsdp2_tools.data import __main__ as command
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.hostile.common import one_line

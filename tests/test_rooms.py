@@ -19,14 +19,16 @@ import pytest
 from tests.harness import python_environment
 
 ROOT = Path(__file__).parents[1]
-BOOK, BESIDE = "fsdp2", ("fsdp2_tools", "migration", "fsdp1_interface", "launchers")
+BOOK, EXTRA = "fsdp2", "fsdp2_extra"
+BESIDE = (EXTRA, "fsdp2_tools", "migration", "fsdp1_interface", "launchers")
 # What may name which other package of ours.
 ARROWS = {
-    BOOK: set(),
+    BOOK: {EXTRA},  # where a flag asks for it: `loaded_at_once`
+    EXTRA: {BOOK},
     "fsdp1_interface": set(),
-    "fsdp2_tools": {BOOK, "fsdp1_interface", "migration"},
-    "migration": {BOOK, "fsdp2_tools", "fsdp1_interface"},
-    "launchers": {BOOK, "fsdp2_tools"},
+    "fsdp2_tools": {BOOK, EXTRA, "fsdp1_interface", "migration"},
+    "migration": {BOOK, EXTRA, "fsdp2_tools", "fsdp1_interface"},
+    "launchers": {BOOK, EXTRA, "fsdp2_tools"},
 }
 TOOLS = ("checkpoint", "compare", "data", "doctor", "memory", "migrate", "plan", "tune")
 NAMED = re.compile(rf"(?:{'|'.join((BOOK, *BESIDE))})(?:\.\w+)*")
@@ -129,10 +131,37 @@ def room_circles(sources: Sources) -> set[str]:
 
 
 def to_be_copied(sources: Sources) -> dict[str, set[str]]:
-    """What a room that can be copied out names beside what it may; and the doors, which stand alone."""
-    alone = {room: {"units", "foreign", "beside"} for room in ("parallel", "checkpoint", "models", "data")}
-    found = {room: rooms_of(sources, room) - may for room, may in {**alone, "foreign": set()}.items()}
+    """What a room that can be copied out names of the book beside what it may."""
+    found = {
+        room: rooms_of(sources, room) - {"units", "beside"} for room in ("parallel", "checkpoint", "models", "data")
+    }
     return {room: names for room, names in found.items() if names}
+
+
+def loaded_at_once(sources: Sources) -> set[str]:
+    """Modules of the book that load an extra part whether a flag asks for it or not."""
+    return {
+        module
+        for module, text in book(sources).items()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and any(wide(name, EXTRA) for name in names(ast.unparse(node)))
+    }
+
+
+def wide(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def extra_rooms(sources: Sources) -> dict[str, set[str]]:
+    """Of each room of the extra parts the rooms, and modules at the top of the book, that it names."""
+    found: dict[str, set[str]] = {}
+    for module, text in sources.items():
+        if wide(module, EXTRA) and module.count(".") > 1:
+            parts = [name.split(".") for name in names(text)]
+            room = module.split(".")[1]
+            named = {part[1] if part[0] == BOOK else f"{EXTRA}.{part[1]}" for part in parts if len(part) > 1}
+            found[room] = found.get(room, set()) | named - {f"{EXTRA}.{room}"}
+    return found
 
 
 def tool_users(sources: Sources) -> set[str]:
@@ -157,9 +186,7 @@ def tools_by_the_books_name(sources: Sources) -> set[tuple[str, str]]:
 
 
 def users(sources: Sources, package: str) -> set[str]:
-    return {
-        module for module, text in sources.items() if any(f"{name}.".startswith(f"{package}.") for name in names(text))
-    }
+    return {module for module, text in sources.items() if any(wide(name, package) for name in names(text))}
 
 
 def test_a_package_names_only_those_below_it() -> None:
@@ -177,13 +204,29 @@ def test_a_room_that_can_be_copied_out_imports_no_other() -> None:
 
 
 def test_the_book_loads_a_tool_for_two_flags_and_starts_no_program() -> None:
-    assert tool_users(sources()) == {"fsdp2.run.preflight", "fsdp2.allocations.observing"}
+    assert tool_users(sources()) == {"fsdp2.run.preflight", "fsdp2.observing"}
     assert programs_started(sources()) == set()
 
 
 def test_only_the_tuner_and_the_doctor_use_the_planner() -> None:
     found = {module.split(".")[1] for module in users(sources(), "fsdp2_tools.plan")}
     assert found == {"plan", "tune", "doctor"}
+
+
+def test_an_extra_part_is_loaded_by_a_flag_alone_and_names_few_rooms() -> None:
+    assert loaded_at_once(sources()) == set()
+    rooms = extra_rooms(sources())
+    assert rooms.pop("foreign") == set(), "the doors stand alone"
+    assert {room: found - {"units", "options"} for room, found in rooms.items()} == {
+        "allocations": {"parallel", "config"},
+        "baselines": {"parallel"},
+        "elastic": {"checkpoint", "parallel", "config", "run", "schedule"},
+        "low_precision": {"parallel"},
+        "models": {"models", f"{EXTRA}.foreign"},
+        "remote": {"checkpoint"},
+        "text": {"data", "run", "config", f"{EXTRA}.foreign"},
+        "trackers": {"checkpoint"},
+    }
 
 
 def test_run_and_report_know_nothing_of_each_other() -> None:
@@ -208,7 +251,8 @@ def test_only_the_command_knows_of_the_rewriter() -> None:
         ("fsdp2.options.values", "def f():\n    return importlib.import_module('fsdp2.config')\n", circles),
         ("fsdp2.options.values", "from fsdp2.run.directory import job\n", room_circles),
         ("fsdp2.models.vit", "from fsdp2.parallel import groups\n", to_be_copied),
-        ("fsdp2.foreign.code", "from fsdp2 import units\n", to_be_copied),
+        ("fsdp2_extra.foreign.code", "from fsdp2 import units\n", extra_rooms),
+        ("fsdp2.report.header", "from fsdp2_extra.models import hf\n", loaded_at_once),
         ("fsdp2.report.header", 'PAGE = tool("--profile", "memory.page")\n', tool_users),
         ("fsdp2.run.start", "LINE = [sys.executable, '-m', 'torch.distributed.run']\n", programs_started),
     ],
@@ -242,8 +286,8 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
         for file in (ROOT / package).rglob("*.py"):
             lines[package] += len(file.read_text().splitlines())
     print(lines)
-    assert lines[BOOK] <= 25_052, lines
-    assert sum(lines.values()) <= 53_954, lines
+    assert lines[BOOK] <= 17_500, lines
+    assert sum(lines.values()) <= 53_968, lines
 
 
 def test_the_training_is_one_page() -> None:

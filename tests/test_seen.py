@@ -10,15 +10,15 @@ import numpy
 import pytest
 
 from fsdp2 import data
-from fsdp2.data import seen, text
-from fsdp2.data.chat import Chat
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.preparing import prepare
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.text import Text
-from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
-from fsdp2.data.turns import NONE, Turns
+from fsdp2_extra.text import seen, text
+from fsdp2_extra.text.chat import Chat
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.preparing import prepare
+from fsdp2_extra.text.text import Text
+from fsdp2_extra.text.tokenizer_file import FromFile, open_tokenizer
+from fsdp2_extra.text.turns import NONE, Turns
 from fsdp2_tools.data import __main__ as command
 from tests.test_bos import make_words
 from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk

@@ -18,12 +18,12 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import PARTICULAR, STRATEGIES, rules_of
 from fsdp2.parallel import names
-from fsdp2.parallel.baselines.fsdp1 import PREFETCH, SHARDING
 from fsdp2.parallel.optimizer import OPTIMIZERS
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.run.preflight import check_world
 from fsdp2.run.process.runtime import World
 from fsdp2.train import main
+from fsdp2_extra.baselines.fsdp1 import PREFETCH, SHARDING
 from tests.harness import Ranks, loss_of, losses, make_engine, of_kind, one_step, peak_at_start
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

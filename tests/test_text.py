@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from fsdp2.config import parse
-from fsdp2.data import text
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.prepared import read_meta
-from fsdp2.data.reading import rows_of
 from fsdp2.data.splits import IGNORED
-from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes
-from fsdp2.data.tokenizer_file import FromFile, open_tokenizer
-from fsdp2.data.windows import Documents
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import text
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.prepared import read_meta
+from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.text import Text
+from fsdp2_extra.text.tokenizer import Bytes
+from fsdp2_extra.text.tokenizer_file import FromFile, open_tokenizer
+from fsdp2_extra.text.windows import Documents
 from fsdp2_tools.data import __main__ as command
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from fsdp2.config import parse
-from fsdp2.data import text
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.preparing import prepare
-from fsdp2.data.text import Text
-from fsdp2.data.tokenizer import Bytes
-from fsdp2.data.tokenizer_file import open_tokenizer
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import text
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.preparing import prepare
+from fsdp2_extra.text.text import Text
+from fsdp2_extra.text.tokenizer import Bytes
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from tests.test_bos import make_words
 from tests.test_text import corpus as corpus
 

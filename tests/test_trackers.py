@@ -22,9 +22,9 @@ from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.report import trackers
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.trackers import listeners as trackers
 from tests.harness import LEAVES_NOTHING, Ranks, losses, main_in_ranks, of_kind, python_environment, small
 
 for name in trackers.TRACKERS:

@@ -15,12 +15,12 @@ from fsdp2 import infer
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
-from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
-from fsdp2.parallel.baselines import zero_settings
-from fsdp2.parallel.baselines.zero_settings import choose_accelerator, deepspeed_config
 from fsdp2.run.directory.lock import SwapFiles
+from fsdp2_extra.baselines import zero_settings
+from fsdp2_extra.baselines.deepspeed_settings import settings
+from fsdp2_extra.baselines.zero_settings import choose_accelerator, deepspeed_config
 from tests.harness import Ranks, full_files, losses, of_kind, peak_at_start, same
 
 needs_deepspeed = pytest.mark.skipif(

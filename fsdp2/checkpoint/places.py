@@ -14,6 +14,6 @@ def open_files(place: str | Path) -> Files:
     """
     if "://" not in str(place):
         return LocalFiles(place)
-    from fsdp2.checkpoint.remote import RemoteFiles  # here: a local run needs no fsspec
+    from fsdp2_extra.remote.files import RemoteFiles  # here: a local run needs no fsspec
 
     return RemoteFiles(str(place))

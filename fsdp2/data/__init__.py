@@ -109,7 +109,7 @@ def load(
 
         windows = source_text.load(seq_len)
     elif name.startswith(OWN):
-        from fsdp2.data import text
+        from fsdp2_extra.text import text
 
         place, encoder = text.opened(name, tokenizer, text_field, bos)
         causal = task == "causal"

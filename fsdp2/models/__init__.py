@@ -18,8 +18,8 @@ from fsdp2.units import install
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp2.models.lora import Lora
     from fsdp2.models.spec import ModelSpec
+    from fsdp2_extra.models.lora import Lora
 
 __all__ = ["ATTENTIONS", "LIBRARIES", "NAMES", "get", "is_function"]
 
@@ -62,14 +62,14 @@ def get(
         spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC
         return spec
     if library == "hf":
-        from fsdp2.models import hf
+        from fsdp2_extra.models import hf
 
         return hf.spec(rest, trust_remote_code=trust_remote_code)
     if library == "timm":
-        from fsdp2.models import timm_models
+        from fsdp2_extra.models import timm_models
 
         return timm_models.spec(rest)
-    from fsdp2.models import function
+    from fsdp2_extra.models import function
 
     return function.spec(name)
 
@@ -80,7 +80,7 @@ def _adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
         import peft  # noqa: F401
     except ImportError:
         raise ValueError(f"--lora: peft isn't installed; {install('peft')}") from None
-    from fsdp2.models.lora import FILE
+    from fsdp2_extra.models.lora import FILE
 
     def make(**size: Any) -> nn.Module:
         model = spec.make(**size)

@@ -18,7 +18,7 @@ from fsdp2.models.names import KERNELS
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from fsdp2.models.lora import Lora
+    from fsdp2_extra.models.lora import Lora
 
 
 class Batch(Protocol):
@@ -139,6 +139,15 @@ class ModelSpec:
     split_sizes: Callable[[Mapping[str, Any], int], Mapping[str, int]] = lambda *_: {}
     attends_by_name: bool = False
     attentions: Sequence[str] = ("auto", *KERNELS)
+
+    def base_weights(self, weights: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+        """Of weights, by name, those that a model without adapters has, under their names in it."""
+        named = weights if isinstance(weights, Mapping) else dict.fromkeys(weights)
+        if self.lora is None:
+            return dict(named)
+        from fsdp2_extra.models.lora import base_weights
+
+        return base_weights(named)
 
     def scored(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of losses and the number of targets that are the likeliest class, both 0-d.

@@ -32,7 +32,7 @@ def spec(config: Config) -> ModelSpec:
         asked["attention"] = config.attention
     if config.lora is None:
         return models.get(config.model, **asked)
-    from fsdp2.models.lora import Lora
+    from fsdp2_extra.models.lora import Lora
 
     lora = Lora(
         rank=config.lora,
@@ -84,7 +84,7 @@ def _beyond(values: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
         is_text, named = isinstance(value, str), shown(value, LONGEST_PATH)
         needs_data = flag == "dataset" and value in data.ON_DISK and values.get("data-root") is None
         if flag == "dataset" and is_text and value.startswith("datasets:"):
-            from fsdp2.data.places import published
+            from fsdp2_extra.text.places import published
 
             value = published(value.removeprefix("datasets:"))  # a name on the hub becomes a URL
         if is_text and "://" in value:
@@ -131,7 +131,7 @@ def complete(config: Config) -> None:
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:
     """The function that finds the blocks of the model: the flag's, or the model's specification."""
     if config.shard_modules:
-        from fsdp2.models.blocks import named_blocks
+        from fsdp2_extra.models.blocks import named_blocks
 
         return partial(named_blocks, patterns=config.shard_modules)
     return config.spec.blocks

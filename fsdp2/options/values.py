@@ -164,7 +164,7 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
         if not isinstance(value, str) or not value.startswith(prefixes):
             return str(one_of(*names)(value))
         kind, _, rest = text(value).partition(":")
-        from fsdp2.data.places import PUBLISHED, listed, published
+        from fsdp2_extra.text.places import PUBLISHED, listed, published
 
         if f"{kind}:" == PUBLISHED and rest:
             return PUBLISHED + published(rest)

@@ -42,7 +42,7 @@ def make_optimizer(
         groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
     if options.optimizer_state is not None:
         # Imported here: torchao is an extra.
-        from fsdp2.parallel.low_bit import LowBitAdam
+        from fsdp2_extra.low_precision.low_bit import LowBitAdam
 
         settings |= {"moments": options.optimizer_state, "decoupled": options.optimizer == "adamw"}
         if settings["decoupled"] and options.weight_decay is None:

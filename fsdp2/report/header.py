@@ -37,7 +37,7 @@ def lines(
         ranks += f" ({config.replicas} replicas of {world_size // config.replicas // config.tp} shards)"
     dtype = f"{config.mixed_precision}, reduced in {config.reduce_dtype}" if config.mixed_precision else "fp32"
     if config.float8:
-        from fsdp2.parallel import float8
+        from fsdp2_extra.low_precision import float8
 
         layers = list(float8.converted(engine.model))
         in_float8 = sum(layer.config.enable_fsdp_float8_all_gather for layer in layers)  # not those that are shared
@@ -67,7 +67,7 @@ def _data(dataset: Dataset) -> list[str]:
     """Describe what is learned of text or conversations."""
     if not dataset.about:
         return []
-    from fsdp2.data import seen
+    from fsdp2_extra.text import seen
 
     return seen.lines(dataset)
 

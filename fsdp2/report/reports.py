@@ -39,7 +39,7 @@ class Reports:
         self._open.callback(self.metrics.close)
         self._listeners: list[OnEvent] = [self.metrics, self.console]
         if rank == 0 and (names := trackers_of(config)):
-            from fsdp2.report.trackers import Run, Trackers, run_id
+            from fsdp2_extra.trackers.listeners import Run, Trackers, run_id
 
             kept = run_id(files, fresh=config.resume == "never" or config.resume_partial)
             tags = dict(one.split("=", 1) for one in config.tag)

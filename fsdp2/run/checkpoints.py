@@ -26,8 +26,8 @@ from fsdp2.run.watch.hangs import Watch
 from fsdp2.units import printable
 
 if TYPE_CHECKING:
-    from fsdp2.run.elastic.node_memory import NodeMemory
     from fsdp2.run.watch.replicas import Replicas
+    from fsdp2_extra.elastic.node_memory import NodeMemory
 
 
 class Reports(Protocol):

@@ -17,7 +17,6 @@ from fsdp2.checkpoint.sources.opening import is_checkpoint, opened, require_unda
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, check_weights
 from fsdp2.config import Config
-from fsdp2.models import lora
 from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.inspect import is_finite, local
@@ -54,9 +53,9 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
                 vouched = require_undamaged(source)
             if config.init_from and source.folder is not None:
                 other = _other_meaning(source.folder, spec.files(config.model_size))
-        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(model)]
+        tied = [list(spec.base_weights(group)) for group in shared_names(model)]
         some = config.init_partial and load is None
-        check_weights(place, lora.base_weights(spec.lora, model.state_dict()), tied, partial=some)
+        check_weights(place, spec.base_weights(model.state_dict()), tied, partial=some)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{flag}: is damaged: {error}; {fix}") from None
     except OtherWeights as error:

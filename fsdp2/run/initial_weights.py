@@ -22,7 +22,7 @@ def elsewhere(config: Config) -> Callable[[str], bool]:
     """Which weights are in no checkpoint of a run: those that its adapters go beside."""
     if config.lora is None:
         return lambda name: False
-    from fsdp2.models.lora import is_adapter
+    from fsdp2_extra.models.lora import is_adapter
 
     return lambda name: not is_adapter(name)
 
@@ -44,7 +44,7 @@ class InitialValues:
     def __call__(self, model: nn.Module) -> None:
         config, spec, brought = self._config, self._config.spec, self._brought
         if spec.lora is not None:
-            from fsdp2.models import lora
+            from fsdp2_extra.models import lora
 
             lora.draw_adapters(model, config.seed, brought=brought)
 
@@ -94,13 +94,12 @@ class StartWeights:
 
     def __call__(self, model: nn.Module) -> None:
         from fsdp2.checkpoint.weights import OtherWeights, load_weights
-        from fsdp2.models import lora
         from fsdp2.run.init_from import by_library, require_finite
 
         config, place, spec = self._config, str(self._config.weights), self._config.spec
         flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-        targets = lora.base_weights(spec.lora, plain_names(model))
-        tied = [list(lora.base_weights(spec.lora, group)) for group in shared_names(spec.described(config.model_size))]
+        targets = spec.base_weights(plain_names(model))
+        tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
         load = by_library(config)
         by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
         loaded, left_out = len(targets), list[str]()

@@ -70,7 +70,7 @@ def preflight(config: Config, world: World) -> Job:
     """
     check_versions(config)
     if world.rank == 0 and trackers_of(config):
-        from fsdp2.options.trackers import require_trackers
+        from fsdp2_extra.trackers.names import require_trackers
 
         require_trackers(config)
     check_world(config, world)
@@ -182,7 +182,7 @@ def check_model(config: Config) -> nn.Module:
 
 
 def check_float8(config: Config, blocks: Sequence[nn.Module]) -> None:
-    from fsdp2.parallel import float8
+    from fsdp2_extra.low_precision import float8
 
     if not any(float8.layers(blocks)):
         raise ConfigError(
@@ -251,7 +251,7 @@ def check_world(config: Config, world: World) -> None:
 
 def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
-        from fsdp2.run.own_text import check_own_text
+        from fsdp2_extra.text.own_text import check_own_text
 
         check_own_text(config, read=read)
     if config.data_root is None:

@@ -26,7 +26,7 @@ from fsdp2.run.process.runtime import World, world
 
 if TYPE_CHECKING:
     from fsdp2.parallel.ema import Ema
-    from fsdp2.run.elastic.node_memory import NodeMemory
+    from fsdp2_extra.elastic.node_memory import NodeMemory
 
 
 def agree(config: Config, job: Job, world: World, device: torch.device) -> NodeMemory | None:
@@ -38,7 +38,7 @@ def agree(config: Config, job: Job, world: World, device: torch.device) -> NodeM
     job.agree()
     if config.memory_checkpoint is None:
         return None
-    from fsdp2.run.elastic.node_memory import NodeMemory
+    from fsdp2_extra.elastic.node_memory import NodeMemory
 
     memory = NodeMemory(config, config.memory_checkpoint, job.run, world, device, job.hold)
     if config.resume == "auto" and (found := memory.find(config, job.origin)) is not None:

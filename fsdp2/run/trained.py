@@ -27,7 +27,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
-from fsdp2.parallel.baselines.autocast import autocast
+from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.rundir import RunDir, kept_files, read_config

@@ -111,7 +111,7 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     """
     if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
         return
-    from fsdp2.models.causal import same, sees_later
+    from fsdp2_extra.models.causal import same, sees_later
 
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
@@ -142,7 +142,7 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
-    from fsdp2.models.causal import same, sees_documents, two_documents
+    from fsdp2_extra.models.causal import same, sees_documents, two_documents
 
     length = 8 * config.tp * config.sp
     tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8

@@ -24,9 +24,9 @@ from fsdp2.checkpoint.kept import TOKENIZER
 from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.tokenizer_file import tokenizer_files
 from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
+from fsdp2_extra.text.tokenizer_file import tokenizer_files
 from fsdp2_tools.checkpoint.adapters import FILE, Adapters, read_adapters
 from fsdp2_tools.checkpoint.diff import diff
 from fsdp2_tools.checkpoint.export import MAX_SHARD_SIZE, export

@@ -14,8 +14,8 @@ from fsdp2.checkpoint.refusal import Refused, is_name, one_line
 from fsdp2.checkpoint.sources.safetensors_files import write_file
 from fsdp2.checkpoint.sources.source import Source, weights
 from fsdp2.checkpoint.store import MARKER, read_marker
-from fsdp2.models.lora import base_name, is_adapter
 from fsdp2.run.parts import checksum
+from fsdp2_extra.models.lora import base_name, is_adapter
 
 FILE = "adapter_config.json"  # peft's name
 _BASE = "base_model_name_or_path"

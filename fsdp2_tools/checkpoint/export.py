@@ -22,7 +22,7 @@ from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import write_pt
 from fsdp2.checkpoint.sources.source import averaged, weights
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
-from fsdp2.data.tokenizer_file import SETTINGS, is_tokenizers
+from fsdp2_extra.text.tokenizer_file import SETTINGS, is_tokenizers
 from fsdp2_tools.checkpoint.adapters import Adapters, merged, same_base, vouched, write_peft
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.spool import spool
-from fsdp2.models.hf import RETURNED
+from fsdp2_extra.models.hf import RETURNED
 
 
 def write_hf(

@@ -17,7 +17,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import CHECKPOINT_NAME, opened, require_undamaged
 from fsdp2.checkpoint.sources.source import Source, dotted, part_of, weights, weights_prefix
 from fsdp2.checkpoint.store import write_marker
-from fsdp2.models.lora import is_adapter
+from fsdp2_extra.models.lora import is_adapter
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite

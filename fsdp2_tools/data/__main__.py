@@ -21,14 +21,15 @@ if __name__ == "__main__":
     early.answer(parse, "fsdp2.data")
 
 from fsdp2.config import Config
-from fsdp2.data import OWN, seen
+from fsdp2.data import OWN
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.preparing import prepare
-from fsdp2.data.text import found, opened
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, tokenizer_of
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import seen
+from fsdp2_extra.text.preparing import prepare
+from fsdp2_extra.text.text import found, opened
 from fsdp2_tools.data.shown import samples
 
 

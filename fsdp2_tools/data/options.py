@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from fsdp2 import config as training
 from fsdp2.data import BOS
-from fsdp2.data.places import PUBLISHED
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import checked, dataset_name, location, one_of, text, whole
+from fsdp2_extra.text.places import PUBLISHED
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

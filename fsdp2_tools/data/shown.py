@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp2.data.splits import IGNORED, Dataset
-from fsdp2.data.windows import Conversations, Documents
 from fsdp2.units import printable
+from fsdp2_extra.text.windows import Conversations, Documents
 
 MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
 

@@ -15,11 +15,11 @@ from fsdp2_tools.memory.options import parse
 if __name__ == "__main__":
     early.answer(parse)
 
-from fsdp2.allocations.timeline import Timeline, file_name
 from fsdp2.options.errors import require
 from fsdp2.options.parser import files_at
 from fsdp2.run.process import ending
 from fsdp2.units import printable, short, size
+from fsdp2_extra.allocations.timeline import Timeline, file_name
 from fsdp2_tools import results
 from fsdp2_tools.memory.read import exchanges, read_timelines
 

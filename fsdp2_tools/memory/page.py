@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fsdp2.allocations.ledger import Allocation, Phase
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.units import size
+from fsdp2_extra.allocations.ledger import Allocation, Phase
+from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.memory.html import COLOURS, themed
 from fsdp2_tools.memory.series import series
 

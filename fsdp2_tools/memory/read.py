@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from fsdp2.allocations.timeline import Timeline, file_name, load
 from fsdp2.checkpoint.files import Files
 from fsdp2.options.errors import ConfigError
+from fsdp2_extra.allocations.timeline import Timeline, file_name, load
 
 
 def read_timelines(files: Files, place: str) -> list[Timeline]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsdp2.allocations.ledger import KINDS
-from fsdp2.allocations.timeline import Timeline
+from fsdp2_extra.allocations.ledger import KINDS
+from fsdp2_extra.allocations.timeline import Timeline
 
 
 @dataclass

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fsdp2 import data
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config
 from fsdp2.data import random_tokens, sampler
 from fsdp2.data.loader import Batch
 from fsdp2.data.pieces import piece_of
 from fsdp2.models.spec import ModelSpec
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.allocations.ledger import Ledger
 
 
 def order(config: Config) -> Tensor:

@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from fsdp2 import data
-from fsdp2.allocations.phases import Phases
-from fsdp2.allocations.recorder import Recorder
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.config import Config
 from fsdp2.evaluate import scored
 from fsdp2.models.attention import kernels
@@ -26,13 +23,16 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import refuse
 from fsdp2.parallel.baselines import baseline
-from fsdp2.parallel.baselines.rules import Start
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import local
+from fsdp2.parallel.rules import Start
 from fsdp2.parallelize import parallelize
 from fsdp2.run.parts import add_parts
 from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step
+from fsdp2_extra.allocations.phases import Phases
+from fsdp2_extra.allocations.recorder import Recorder
+from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan import batches, fake
 from fsdp2_tools.plan.depth import shorten
 from fsdp2_tools.plan.fake_ledger import FakeLedger
@@ -91,7 +91,7 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
     ledger = FakeLedger(fake=True, gloo=gloo)
     batches.samples(config.dataset, config.seq_len)  # while tensors have values
     if config.optimizer_state == "8bit":
-        from fsdp2.parallel.low_bit import tables  # torchao is an extra
+        from fsdp2_extra.low_precision.low_bit import tables  # torchao is an extra
 
         tables()
 

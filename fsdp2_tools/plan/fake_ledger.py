@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp2.allocations.ledger import Allocation, Ledger
+from fsdp2_extra.allocations.ledger import Allocation, Ledger
 from fsdp2_tools.plan.fake import Values, device_asked
 from fsdp2_tools.plan.work import Watch
 

@@ -19,7 +19,7 @@ def seconds(name: str, size: int, ranks: tuple[int, int], speed: Speed) -> float
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md (bus bandwidth)
 
     Args:
-        name: see `fsdp2.allocations.ledger.exchange`.
+        name: see `fsdp2_extra.allocations.ledger.exchange`.
         size: bytes of what is gathered, scattered or reduced as a whole.
         ranks: how many there are, and how far they stand from each other.
     """

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp2.allocations.ledger import KINDS, Allocation
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.config import Config
 from fsdp2.run.process.settings import grows_segments
+from fsdp2_extra.allocations.ledger import KINDS, Allocation
+from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan.allocator import reserved
 from fsdp2_tools.plan.depth import depths
 from fsdp2_tools.plan.execute import STEPS, Execution, execute

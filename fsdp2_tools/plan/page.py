@@ -8,9 +8,9 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.config import Config
 from fsdp2.units import size
+from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.memory.html import COLOURS, themed
 from fsdp2_tools.memory.page import figure as memory_figure
 from fsdp2_tools.plan.device import Gpu

@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.utils._pytree import tree_leaves
 
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.checkpoint import full_dcp, full_dtensor, weights
 from fsdp2.checkpoint.full_model import full_state_api
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.staging import Staging
 from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
 from fsdp2.config import Config
-from fsdp2.models import lora
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.rundir import large
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan.fake import Values
 from fsdp2_tools.plan.fake_ledger import FakeLedger
 
@@ -138,14 +137,14 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
 
     # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
     shared = shared_names(config.spec.on_meta(config.model_size))
-    tied = [list(lora.base_weights(config.spec.lora, names)) for names in shared]
+    tied = [list(config.spec.base_weights(names)) for names in shared]
 
     def load(model: nn.Module) -> None:
         ledger = FakeLedger(fake=True, values=values)
         with ledger:
             ledger.watch(model, {"parameters": model.parameters(), "buffers": model.buffers()})
             ledger.phase(STARTING, step)
-            targets = lora.base_weights(config.spec.lora, plain_names(model))
+            targets = config.spec.base_weights(plain_names(model))
             like = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()
             }

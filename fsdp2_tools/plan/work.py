@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from fsdp2.allocations.ledger import exchange, group_of, name_of
+from fsdp2_extra.allocations.ledger import exchange, group_of, name_of
 from fsdp2_tools.plan.speed import Speed
 
 MATRIX, ATTENTION, MEMORY = "matrix", "attention", "memory"

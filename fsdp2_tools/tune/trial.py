@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config, parse
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
@@ -35,6 +34,7 @@ from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.train import make_engine, train_step
+from fsdp2_extra.allocations.ledger import Ledger
 
 # The first step makes what later ones find: gradients' memory, DTensor's rules, the allocator's blocks.
 WARM_UP = 4

@@ -51,7 +51,7 @@ def _of(fault: str, file: str, text: str, other: str, cell: str, report: str = "
 _SCALE = "loss * (share.of * share.pieces / batch.target_count * batch.valid)"
 _TRAIN, _FSDP2, _MESH = "fsdp2/train.py", "fsdp2/parallel/fully_sharded.py", "fsdp2/parallel/mesh.py"
 _TENSOR, _SEQUENCE, _PIECES = "fsdp2/parallel/tensor.py", "fsdp2/parallel/sequence.py", "fsdp2/data/pieces.py"
-_LLAMA, _LORA = "fsdp2/models/llama.py", "fsdp2/models/lora.py"
+_LLAMA, _LORA = "fsdp2/models/llama.py", "fsdp2_extra/models/lora.py"
 MUTANTS = (
     _of(
         "ranks' gradients averaged, where the loss is of all targets",

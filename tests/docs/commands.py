@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("fsdp2", "fsdp2_tools", "fsdp1_interface", "migration", "launchers")
+ROOMS = ("fsdp2", "fsdp2_extra", "fsdp2_tools", "fsdp1_interface", "migration", "launchers")
 # Programs that are started by others, or read as a page: they take no flags of a user.
 WITHOUT_FLAGS = {"fsdp2.minimal", "fsdp2_tools.tune.trial", "fsdp2_tools.doctor.planned_step"}
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from fsdp2 import config, infer
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.config import Config
-from fsdp2.options.deepspeed_settings import settings
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.values import switch
@@ -25,6 +24,7 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.run import preflight
 from fsdp2.run.directory import rundir
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.baselines.deepspeed_settings import settings
 from fsdp2_tools.checkpoint import __main__ as checkpoint
 from fsdp2_tools.compare import __main__ as comparison
 from launchers.ray_options import RayOptions, parse_groups, place

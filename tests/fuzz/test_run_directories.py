@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2.allocations.timeline import load
+from fsdp2_extra.allocations.timeline import load
 from fsdp2_tools.memory.__main__ import summary
 from tests.fuzz.common import trials
 from tests.fuzz.damage import changed, damaged

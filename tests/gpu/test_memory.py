@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.allocations.ledger import Ledger
-from fsdp2.allocations.timeline import file_name, load
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.parallel.inspect import local
 from fsdp2.train import main, train_step
+from fsdp2_extra.allocations.ledger import Ledger
+from fsdp2_extra.allocations.timeline import file_name, load
 from tests.gpu.harness import DEVICE, ON_GPU, Events, Ranks, engine, losses, of_kind, rank, small
 
 Train = Callable[..., Events]

@@ -17,17 +17,17 @@ import pytest
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.data.chat import open_chat
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.reading import rows_of
-from fsdp2.data.text import encoder_of
-from fsdp2.data.tokenizer_file import open_tokenizer
-from fsdp2.foreign import bounds
-from fsdp2.foreign.bounds import Foreign, in_bounds, run_in_bounds
-from fsdp2.models import hf
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from fsdp2_extra.foreign import bounds
+from fsdp2_extra.foreign.bounds import Foreign, in_bounds, run_in_bounds
+from fsdp2_extra.models import hf
+from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.text import encoder_of
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from fsdp2_tools.data.__main__ import cli
 from fsdp2_tools.plan.__main__ import main as plan
 from tests.hostile.common import one_line

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fsdp2.allocations.timeline import dump
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 from fsdp2.checkpoint.store import Store
@@ -19,6 +18,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.report import planned
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.allocations.timeline import dump
 from fsdp2_tools import results
 from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.memory.__main__ import main as memory

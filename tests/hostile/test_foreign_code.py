@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp2 import models
-from fsdp2.foreign.code import ForeignCode, installed_code_only
+from fsdp2_extra.foreign.code import ForeignCode, installed_code_only
 from tests.others.common import save
 
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\n"

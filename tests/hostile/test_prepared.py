@@ -15,11 +15,11 @@ from typing import Any
 import numpy
 import pytest
 
-from fsdp2.data import text
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.places import find
-from fsdp2.data.reading import rows_of
-from fsdp2.data.text import encoder_of
+from fsdp2_extra.text import text
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.text import encoder_of
 from fsdp2_tools.data.__main__ import cli
 from tests.harness import python_environment
 from tests.hostile.common import one_line

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fsdp2.allocations.timeline import file_name
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.process.group import RunStopped
+from fsdp2_extra.allocations.timeline import file_name
 from launchers import ray_train
 from tests.harness import full_files, losses, of_kind, same
 from tests.launchers.through_ray import kill_at, losses_in, through_ray

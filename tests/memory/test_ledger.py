@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.allocations.ledger import Ledger, MemoryLimitReached
-from fsdp2.allocations.recorder import Recorder
-from fsdp2.allocations.timeline import Timeline
 from fsdp2.parallel.engine import Engine
+from fsdp2_extra.allocations.ledger import Ledger, MemoryLimitReached
+from fsdp2_extra.allocations.recorder import Recorder
+from fsdp2_extra.allocations.timeline import Timeline
 from tests.harness import Ranks, batch, make_engine
 
 
@@ -79,7 +79,7 @@ def test_the_limit_ends_it_once() -> None:
 
 
 def test_what_is_forgotten_is_neither_alive_nor_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp2.allocations.ledger.MAX_ENTRIES", 10)
+    monkeypatch.setattr("fsdp2_extra.allocations.ledger.MAX_ENTRIES", 10)
     with Ledger() as ledger:
         kept = torch.zeros(10)
         torch.zeros(1000) + torch.zeros(1000)

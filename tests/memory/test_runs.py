@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp2.allocations.ledger import Allocation, Phase
-from fsdp2.allocations.profile import CPU, timeline_of
-from fsdp2.allocations.timeline import Timeline, file_name, load
 from fsdp2.options.errors import ConfigError
+from fsdp2_extra.allocations.ledger import Allocation, Phase
+from fsdp2_extra.allocations.profile import CPU, timeline_of
+from fsdp2_extra.allocations.timeline import Timeline, file_name, load
 from fsdp2_tools.memory import __main__ as memory
 from fsdp2_tools.memory.page import page
 from tests.harness import Ranks, losses, main_in_ranks, small

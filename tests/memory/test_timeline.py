@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.allocations import cuda_history
-from fsdp2.allocations.ledger import Allocation, Collective, Phase
-from fsdp2.allocations.profile import without_kernels
-from fsdp2.allocations.timeline import Timeline, dump, load
+from fsdp2_extra.allocations import cuda_history
+from fsdp2_extra.allocations.ledger import Allocation, Collective, Phase
+from fsdp2_extra.allocations.profile import without_kernels
+from fsdp2_extra.allocations.timeline import Timeline, dump, load
 from fsdp2_tools.memory.series import series
 
 LINE = Timeline(

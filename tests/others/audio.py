@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp2.models.blocks import find_blocks
-from fsdp2.models.hf import loss
 from fsdp2.models.spec import ModelSpec
+from fsdp2_extra.models.blocks import find_blocks
+from fsdp2_extra.models.hf import loss
 from tests.others.tiny import tiny
 
 SAMPLES, TIME = 3200, 64  # of a wave and of a spectrogram

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.models.blocks import find_blocks
 from fsdp2.models.initial import normal, ones, zeros
 from fsdp2.models.spec import ModelSpec
+from fsdp2_extra.models.blocks import find_blocks
 
 WIDTH = 32
 

@@ -11,10 +11,10 @@ import torch
 
 from fsdp2 import models
 from fsdp2.config import parse
-from fsdp2.models.causal import same
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import trial
 from fsdp2.train import main
+from fsdp2_extra.models.causal import same
 from tests.harness import losses
 from tests.others.common import MODELS, WORDS, flags
 

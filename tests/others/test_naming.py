@@ -15,12 +15,12 @@ from torch import nn
 
 from fsdp2 import infer, models
 from fsdp2.config import Config, parse
-from fsdp2.models.blocks import find_blocks, named_blocks
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2.train import main
+from fsdp2_extra.models.blocks import find_blocks, named_blocks
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.others import own
 from tests.others.common import WORDS, flags, save

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.models.blocks import find_blocks
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.models.positions import SHORT, too_long
 from fsdp2.models.spec import ModelSpec
+from fsdp2_extra.models.blocks import find_blocks
 from tests.others.table import AUTO, LARGEST
 from tests.others.tiny import tiny
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdp2.allocations.ledger import Ledger
-from fsdp2.allocations.timeline import load
 from fsdp2.config import parse
+from fsdp2_extra.allocations.ledger import Ledger
+from fsdp2_extra.allocations.timeline import load
 from fsdp2_tools.plan.memory import Memory, memory_of, run
 from tests.harness import main_in_ranks
 

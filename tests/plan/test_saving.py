@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from fsdp2 import train
-from fsdp2.allocations.ledger import Ledger
-from fsdp2.allocations.timeline import Timeline, load
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.saver import save_now
@@ -19,6 +17,8 @@ from fsdp2.checkpoint.store import Store
 from fsdp2.config import parse
 from fsdp2.run import initial_weights
 from fsdp2.run.process import runtime
+from fsdp2_extra.allocations.ledger import Ledger
+from fsdp2_extra.allocations.timeline import Timeline, load
 from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 from tests.harness import Ranks
 from tests.plan.taken import planned, run_settled, taken

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.allocations.ledger import Ledger
 from fsdp2.config import Config, parse
 from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step
+from fsdp2_extra.allocations.ledger import Ledger
 from fsdp2_tools.plan import batches, fake
 from fsdp2_tools.plan.execute import make_engine
 from tests.plan.taken import planned

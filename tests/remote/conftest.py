@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.checkpoint import remote
-from fsdp2.checkpoint.remote import RemoteFiles
+from fsdp2_extra.remote import files as remote
+from fsdp2_extra.remote.files import RemoteFiles
 from tests.harness import Ranks, small
 from tests.remote.runs import Events, Run, main_at
 from tests.remote.s3 import Bucket, Proxy, environment, s3_server, surroundings

@@ -23,9 +23,9 @@ ONE = World(0, 1, 0, 1)
 
 def main_at(environment: dict[str, str], folder: Path, flags: list[str]) -> tuple[Events, str | None]:
     """`fsdp2.train` in another environment and folder; this rank's events, and the error that ended it."""
-    from fsdp2.checkpoint import remote
     from fsdp2.config import parse
     from fsdp2.train import main
+    from fsdp2_extra.remote import files as remote
 
     remote.FIRST_PAUSE_SECONDS = 0.05
     events: Events = []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, Store, verify
+from fsdp2_extra.remote.files import RemoteFiles
 from tests.harness import full_files, losses, of_kind, same, small
 from tests.remote.runs import Events, Run, folder_of, good, other_lease, refusal, steps_in
 from tests.remote.s3 import EVER, Bucket, Proxy, environment

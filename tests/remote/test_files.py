@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fsdp2.checkpoint import remote
 from fsdp2.checkpoint.dcp_files import DcpFiles
 from fsdp2.checkpoint.files import NotTheWriter, Unreachable
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import Store, fingerprint, verify
+from fsdp2_extra.remote import files as remote
+from fsdp2_extra.remote.files import RemoteFiles
 from tests.remote.s3 import EVER, Bucket, Proxy
 
 # --- names -----------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fsdp2.checkpoint.files import Unreachable
-from fsdp2.checkpoint.lease import LEASE, Lease, LeaseLost, LeaseTaken
-from fsdp2.checkpoint.remote import RemoteFiles
+from fsdp2_extra.remote.files import RemoteFiles
+from fsdp2_extra.remote.lease import LEASE, Lease, LeaseLost, LeaseTaken
 from tests.remote.runs import other_lease
 from tests.remote.s3 import EVER, Bucket, Proxy
 
@@ -58,8 +58,8 @@ def test_who_is_alive_keeps_it(files: RemoteFiles, capsys: pytest.CaptureFixture
 
 HOLDER = """
 import sys, time
-from fsdp2.checkpoint.lease import Lease
-from fsdp2.checkpoint.remote import RemoteFiles
+from fsdp2_extra.remote.lease import Lease
+from fsdp2_extra.remote.files import RemoteFiles
 lease = Lease(RemoteFiles(sys.argv[1]), seconds=1)
 print("held", flush=True)
 time.sleep(600)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from fsdp2 import infer
-from fsdp2.checkpoint.remote import RemoteFiles
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, verify
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
@@ -25,6 +24,7 @@ from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2.units import install
+from fsdp2_extra.remote.files import RemoteFiles
 from fsdp2_tools.memory import __main__ as memory
 from tests.harness import Ranks, full_files, losses, of_kind, same, small
 from tests.remote.runs import Events, Run, folder_of, good, main_at, refusal, steps_in
@@ -255,7 +255,7 @@ def test_a_place_that_cannot_be_used_is_one_line(
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
-    program = "import sys; sys.modules['s3fs'] = None; from fsdp2.checkpoint.remote import RemoteFiles; "
+    program = "import sys; sys.modules['s3fs'] = None; from fsdp2_extra.remote.files import RemoteFiles; "
     result = subprocess.run(
         [sys.executable, "-c", program + "RemoteFiles('s3://bucket/run')"], capture_output=True, text=True
     )

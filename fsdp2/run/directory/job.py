@@ -19,8 +19,8 @@ from fsdp2.run.process.runtime import world
 from fsdp2.schedule import Length
 
 if TYPE_CHECKING:
-    from fsdp2.checkpoint.lease import Lease
-    from fsdp2.checkpoint.remote import RemoteFiles
+    from fsdp2_extra.remote.files import RemoteFiles
+    from fsdp2_extra.remote.lease import Lease
 
 
 class Origin(NamedTuple):
@@ -79,7 +79,7 @@ class Job:
         self._token = self._lock.token
         run.require_plain()
         if run.is_remote:
-            from fsdp2.checkpoint.lease import Lease, LeaseTaken
+            from fsdp2_extra.remote.lease import Lease, LeaseTaken
 
             try:
                 self._lease = Lease(cast("RemoteFiles", run.files))

@@ -257,12 +257,12 @@ def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
     """
     files, spec = dict(config.spec.files(str(config.model_size))), config.spec
     if spec.lora is not None:
-        from fsdp2.models import lora
+        from fsdp2_extra.models import lora
 
         files.pop(lora.FILE)
     if config.tokenizer in (None, "bytes"):
         return {kept.PART: files}
-    from fsdp2.data.tokenizer_file import tokenizer_files
+    from fsdp2_extra.text.tokenizer_file import tokenizer_files
 
     return {kept.PART: files, kept.TOKENIZER: tokenizer_files(str(config.tokenizer))}
 
@@ -296,7 +296,7 @@ def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
     """The meaning of adapters: their scale isn't in their tensors."""
     if spec.lora is None:
         return {}
-    from fsdp2.models import lora
+    from fsdp2_extra.models import lora
 
     return {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
@@ -328,7 +328,7 @@ def read_config(run: RunDir, **named: Any) -> Config:
 
 def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
     """The flag for a copy of a remote run's tokenizer, made here; none if it keeps none. Raises ConfigError."""
-    from fsdp2.foreign.kept import MOST_KEPT
+    from fsdp2_extra.foreign.kept import MOST_KEPT
 
     there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
     try:

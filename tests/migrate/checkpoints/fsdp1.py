@@ -26,8 +26,8 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.state import AppState, Progress, RandomState
 from fsdp2.models.initial import reset_parameters
-from fsdp2.parallel.baselines.fsdp1 import FSDP1Engine
 from fsdp2.parallel.engine import Engine
+from fsdp2_extra.baselines.fsdp1 import FSDP1Engine
 from tests.harness import make_engine, one_step
 
 STEPS = 3  # before it is saved

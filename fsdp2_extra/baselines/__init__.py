@@ -1,0 +1,1 @@
+"""The strategies that FSDP2 is compared with, one file each."""

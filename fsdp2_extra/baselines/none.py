@@ -1,0 +1,43 @@
+"""Strategy `none`: one process, which holds the whole model; nothing distributed. What the others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp2.parallel.autocast import AutocastEngine, autocast, reduces_in_fp32
+from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.precision import gradient_scaler
+from fsdp2.parallel.rules import Baseline, Options, Start
+from fsdp2_extra.baselines.start import whole_model
+
+
+class NoneEngine(AutocastEngine):
+    strategy = "none"
+
+
+def build(options: Options, start: Start) -> NoneEngine:
+    """The plain model in one process."""
+    model = whole_model(options, start)
+    if start.load_weights is not None:
+        start.load_weights(model)
+    optimizer = make_optimizer(options, model.parameters())
+    scaler = gradient_scaler(start.device.type, options.mixed_precision)
+    return NoneEngine(model, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
+
+
+def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
+    """A line if there is more than one process."""
+    if world_size > 1:
+        yield (
+            f"--strategy none with {world_size} ranks: each would train a model of its own; start one process "
+            "or use --strategy ddp or fsdp2"
+        )
+
+
+BASELINE = Baseline(
+    build=build,
+    honours=("betas", "weight_decay", "optimizer_state"),
+    refusals=reduces_in_fp32,
+    in_world=needs_one_process,
+    autocasts=True,
+)

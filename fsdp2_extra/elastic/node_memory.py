@@ -1,0 +1,258 @@
+"""Checkpoints in the memory of each node, which outlives the processes of its ranks: `--memory-checkpoint`.
+
+    /dev/shm/fsdp2-USER-RUN/  .lock  step-00000120/  __0_0.distcp …  .metadata  COMMIT.json
+
+torchrun ends all ranks when one has died, and what they held is gone with them. What they wrote to /dev/shm is not.
+Each node holds a whole copy of the model, a replica of HSDP, and keeps a whole checkpoint there, by the same protocol
+as on a disk. When ranks are started again, the newest counts, and a node that has none gets it from one that has it.
+
+A checkpoint in memory is of a start of the run, which `memory.json` in the run directory names. It counts if it is of
+the last start, or is what that went on from: any other belongs to steps that were since done in another way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.checkpoint.disk import file_system
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.saver import Outcome, Saver
+from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.settings_file import read_table
+from fsdp2.parallel.inspect import local
+from fsdp2.run.directory.job import Origin
+from fsdp2.run.directory.lock import Held, WriterLock
+from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
+from fsdp2.run.directory.rundir import LINEAGE, RunDir
+from fsdp2.run.preflight import changed_batch, check_checkpoint
+from fsdp2.run.process.group import broadcast, end_together, gather
+from fsdp2.run.process.limits import free_memory
+from fsdp2.run.process.runtime import World
+from fsdp2.schedule import before
+from fsdp2.units import size
+from fsdp2_extra.elastic.node_fetch import fetch
+
+FLAG = "--memory-checkpoint"
+ROOT = SHARED_MEMORY
+
+
+class NodeMemory:
+    """The checkpoints in memory of a run with `--memory-checkpoint`.
+
+    Attributes:
+        failure: why this node's last save failed.
+    """
+
+    def __init__(
+        self, config: Config, every: int, run: RunDir, world: World, device: torch.device, hold: Callable[[Held], None]
+    ) -> None:
+        """Take this node's folder. A collective call. Raises ConfigError on every rank.
+
+        Args:
+            hold: is given the folder's lock, to release it at the end of the run.
+        """
+        self.every, self.world = every, world
+        self.failure: str | None = None
+        self._saver: Saver | None = None
+        self._device, self._background = device, config.async_checkpoint is not None
+        self._rng = _GivenState()
+        self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
+        self._shards = world.world_size // config.replicas
+        self._check_world(config)
+        self.folder = ROOT / folder_of(run.place)
+        self._run, self.store = run, Store(LocalFiles(self.folder))
+        failure: Exception | None = None
+        try:
+            if world.local_rank == 0:
+                self._take(hold)
+        except Exception as error:
+            failure = error
+        end_together(failure)
+
+    def _check_world(self, config: Config) -> None:
+        places = gather((self.world.local_rank, self.world.local_world_size))
+        even = all(place == (rank % places[0][1], places[0][1]) for rank, place in enumerate(places))
+        if not even or places[0][1] % self._shards:
+            nodes = len({rank - place[0] for rank, place in enumerate(places)})
+            raise ConfigError(
+                f"{FLAG}: the model is sharded over {self._shards} ranks, and no node holds all of it, so that with a "
+                f"node a part would be lost; use as many ranks on each node, and --replicas {nodes} or a multiple, or "
+                f"drop {FLAG}"
+            )
+
+    def _take(self, hold: Callable[[Held], None]) -> None:
+        if file_system(ROOT) not in ("tmpfs", "ramfs"):
+            raise ConfigError(f"{FLAG}: {ROOT} isn't a file system in memory here; drop {FLAG}")
+        with suppress(FileExistsError):
+            os.mkdir(self.folder, 0o700)
+        found = os.lstat(self.folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
+        hold(WriterLock(self.folder, flag=f"{FLAG}:"))
+        self.store.remove_dead()
+
+    def find(self, config: Config, origin: Origin) -> tuple[Origin, str, str | None] | None:
+        """Find the newest checkpoint of all nodes' memories, and bring it to each. A collective call.
+
+        Returns what the run goes on from and two notes, or None if `origin` is as new. Raises ConfigError on every
+        rank.
+        """
+        lineage: dict[str, Any] = broadcast(_lineage(self._run) if self.world.rank == 0 else {})
+        mine = self._newest(lineage) if self.world.local_rank == 0 else 0
+        newest = gather(mine)[:: self.world.local_world_size]
+        step = max(newest)
+        on_disk = 0
+        if self.world.rank == 0 and origin.checkpoint is not None:
+            on_disk = read_marker(open_files(origin.checkpoint))["step"]
+        if step <= broadcast(on_disk):
+            return None
+        holders = [node for node, there in enumerate(newest) if there == step]
+        lacking = [node for node, there in enumerate(newest) if there < step]
+        pairs = [(holders[i % len(holders)], node) for i, node in enumerate(lacking)]
+        fetch(self.store, step, pairs, self.world)
+        checkpoint = self.store.checkpoint(step)
+        marker = read_marker(checkpoint)
+        check_checkpoint(config, config.spec.described(config.model_size), checkpoint)
+        self._start["from"] = [marker["start"], step]
+        got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
+        note = f"step {step} was in memory{got}: {self.folder}"
+        origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=before(marker))
+        return origin, note, changed_batch(config, self.world, origin.before)
+
+    def _newest(self, lineage: Mapping[str, Any]) -> int:
+        """The newest step in this node's memory that counts; 0 if there is none."""
+        for step in reversed(self.store.committed()):
+            checkpoint = self.store.checkpoint(step)
+            with suppress(DamagedCheckpoint):  # what is in memory isn't promised; on the disk there is another
+                marker = read_marker(checkpoint)
+                verify(checkpoint, hashes=False)
+                if marker.get("start") == lineage.get("start") or [marker.get("start"), step] == lineage.get("from"):
+                    return step
+        return 0
+
+    def begin(self, app: AppState) -> None:
+        """Before the first step: make ready to save, and invalidate the checkpoints in memory, except the one resumed
+        from. A collective call. Raises ConfigError on every rank if a node has too little memory."""
+        self._open(app)
+        if self.world.rank == 0:
+            publish(self._run.files, LINEAGE, json.dumps(self._start).encode())
+        if self.world.local_rank == 0:
+            self.store.clear(keep=(self._start["from"] or (None, None))[1])
+
+    def due(self, step: int) -> bool:
+        """Return whether the state after this step is kept."""
+        return step % self.every == 0
+
+    def _open(self, app: AppState) -> None:
+        tree = app.state_dict()
+        needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
+        del tree
+        app.release()
+        held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        facts = gather((needed, held + _free()))
+        for first in range(0, len(facts), self.world.local_world_size):
+            # While one is written, the one before is still there.
+            node_needs, free = 2 * sum(one for one, _ in facts[first : first + self._shards]), facts[first][1]
+            if node_needs > free:
+                raise ConfigError(
+                    f"{FLAG}: two checkpoints take {size(node_needs)} of a node's memory, and {size(free)} are free on "
+                    f"that of rank {first}; shard over more ranks, or drop {FLAG}"
+                )
+        first = self.world.rank - self.world.local_rank
+        if self.world.local_rank >= self._shards:
+            return  # another rank of this node has the same shard
+        ranks = list(range(first, first + self._shards))
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        app = app.with_parts({**app.parts, "rng": self._rng})
+        self._saver = Saver(self.store, app, self._device, keep=1, background=self._background, group=group)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the save before is still being written on this rank."""
+        return self._saver is not None and self._saver.busy
+
+    def save(self, step: int, info: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
+        """Keep the state after `step`. `generators` is each rank's state of its random generators.
+
+        Nothing is raised: a later call's `failure` says what went wrong.
+        """
+        if self._saver is None:
+            return
+        self._end(self._saver.wait())
+        # Those of all ranks that have this shard: with their node they would be lost.
+        self._rng.state = {}
+        for state in generators[self.world.local_rank % self._shards :: self._shards]:
+            self._rng.state.update(state)
+        self._end(self._saver.save(step, {**info, "start": self._start["start"]}))
+
+    def _end(self, ended: Outcome | None) -> None:
+        if ended is not None:
+            self.failure = None if ended.error is None else str(ended.error)
+        if self.failure and self.world.local_rank == 0:
+            self.store.remove_dead()
+
+    def close(self) -> None:
+        """After the run's last checkpoint is on the disk: give the memory back."""
+        if self._saver is not None:
+            self._saver.wait()
+            self._saver.close()
+            self._saver = None
+        dist.barrier()
+        if self.world.local_rank == 0:
+            self.store.clear()
+            (self.folder / ".lock").unlink()
+            with suppress(OSError):  # a stranger's file in it; the checkpoints are gone
+                self.folder.rmdir()
+
+
+class _GivenState:
+    """A part of a checkpoint whose state is what it was given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("a run restores each rank's own generators")
+
+
+def _lineage(run: RunDir) -> dict[str, Any]:
+    """Read `memory.json`. Empty if there is none, or none that can be read: then nothing in memory counts."""
+    with suppress(ValueError):
+        found = read_table(f"{run.place}/{LINEAGE}")
+        if isinstance(found.get("start"), str):
+            return found
+    return {"start": "", "from": None}
+
+
+def _free() -> int:
+    """Bytes that can still be written to this node's memory."""
+    state = os.statvfs(ROOT)
+    room = state.f_bavail * state.f_frsize
+    free = free_memory()
+    return room if free is None else min(room, free)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(value)

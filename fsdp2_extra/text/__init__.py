@@ -1,0 +1,1 @@
+"""Text and conversations of one's own: read, tokenised, cut into sequences, and kept prepared."""

@@ -1,0 +1,50 @@
+"""A tokenizer.json beside what transformers makes of its folder.
+
+Training reads tokenizer.json as it is. AutoTokenizer opens the class that the folder names, and several classes build
+parts of the tokenizer again, or follow settings of tokenizer_config.json. Whoever serves the model then gives it other
+tokens than those it was trained on.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsdp2_extra.foreign.code import installed_code_only
+
+# Texts that classes are known to read in their own ways: letters, case, accents, spaces, numbers, lines, other scripts.
+PROBES = ("Hello", "It's naïve, ÉCOLE", "a  b\t12345", "def f(x):\n    return x\n", "東京 данные 🙂")
+
+
+def opened(folder: Path) -> Any:
+    """A folder's tokenizer as transformers has it, without code that isn't installed. Raises what transformers does."""
+    from transformers import AutoTokenizer
+
+    with installed_code_only(folder):
+        # Said in any case: unset, transformers asks on the terminal.
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def unlike(folder: Path, tokenizer: Any, special: str) -> str:
+    """Tell in a clause how AutoTokenizer reads a probe text differently; "" where it doesn't, or can't be asked.
+
+    It can't where transformers isn't installed, or doesn't open the folder without code that isn't.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` of the folder's tokenizer.json.
+        special: the text of a token that ends a document, or "".
+    """
+    if find_spec("transformers") is None:
+        return ""
+    try:
+        with installed_code_only(folder):
+            auto = opened(folder)
+            for text in (*PROBES, *([f"Hello{special}"] if special else [])):
+                ours = tokenizer.encode(text, add_special_tokens=False).ids
+                theirs = auto(text, add_special_tokens=False)["input_ids"]
+                if ours != theirs:
+                    return f"{type(auto).__name__} makes {theirs[:8]} of {text!r}, and tokenizer.json {ours[:8]}"
+    except Exception:  # its errors are of no class of their own, and tokenizer.json can be read without it
+        return ""
+    return ""

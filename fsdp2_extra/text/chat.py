@@ -1,0 +1,289 @@
+"""Conversations as tokens, by the model's own chat template, and which of them the model has to write: its answers.
+
+Which text of a rendered conversation is an answer, the template says by `{% generation %}`. Where it doesn't, the
+conversation is rendered up to each answer, as a model is asked for it, and up to its end: what lies between is the
+answer. Both have to be the beginning of the whole conversation, in text and in tokens. A template of which that isn't
+true would train the model on other prompts than it gets, and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.splits import identity_of
+from fsdp2.units import install, printable
+from fsdp2_extra.foreign.code import installed_code_only
+from fsdp2_extra.text.auto_tokenizer import opened
+from fsdp2_extra.text.forms import one_form
+from fsdp2_extra.text.messages import PLAIN, Contents, conversation, encoded_twice, unseen, with_objects
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.tokenizer import foreign
+from fsdp2_extra.text.tokenizer_file import DECLARING, FromFile
+
+# What of a tokenizer's folder makes a conversation into tokens.
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*chat_template*", "*chat_templates/*")
+# Those of them that hold a tokenizer's template in transformers. The folder has further ones, which have names.
+OWN_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
+TOKENS = re.compile(r"\b(?:bos|cls|eos|mask|pad|sep|unk)_token\b")
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
+TODAY = datetime(2024, 7, 26)
+
+Span = tuple[int, int]
+
+
+class Chat:
+    """Makes tokens of conversations in one of the `FORMS`, and their `"tools"`, an `Encoder`.
+
+    Args:
+        folder: of a tokenizer with a chat template.
+
+    Raises UnusableText.
+    """
+
+    kind: str = "chat"
+    begin: tuple[int, ...] = ()  # the template says how a conversation begins
+    field: str | None = None
+    suffixes: tuple[str, ...] = (".jsonl", ".parquet")
+
+    def __init__(self, folder: str) -> None:
+        place = _place(folder)
+        if not (place / "tokenizer.json").is_file():
+            raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
+        self._folder, self._text = place, FromFile(place / "tokenizer.json")
+        if not _has_template(place):
+            raise UnusableText(
+                f"{place}: its tokenizer has no chat template; put one beside it as chat_template.jinja, or give the "
+                "folder of a chat model with --tokenizer"
+            )
+        for module in ("transformers", "jinja2"):
+            if find_spec(module) is None:
+                raise UnusableText(f"{module} isn't installed; {install('hf')}")
+        self.size, self.end = self._text.size, self._text.end
+        self.about = {**self._text.about, "template": str(_template_file(place))}
+        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
+        self._loaded: Any = None
+        self._contents = Contents()
+        self._form: str | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The text of each token, by its number."""
+        return self._text.names
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones included."""
+        return self._text.decode(tokens)
+
+    def unlike(self) -> str:
+        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+        return self._text.unlike()
+
+    def source(self) -> str | None:
+        """The form of the conversations that it has encoded."""
+        return self._form
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
+        """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
+        for row in rows:
+            self._form = one_form(row.content, self._form, row.where)
+            messages, tools = conversation(row, self._form)
+            text, spans = self._rendered(messages, tools, row.where)
+            self._require_shown(messages, tools, text, row.where)
+            yield self._tokens(text, spans, row.where)
+
+    def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The tokens of a text, and 1 for those of the spans."""
+        ends = sorted({position for span in spans for position in span})
+        parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)])]
+        whole, learn = parts[0], numpy.zeros(len(parts[0]), dtype=numpy.uint8)
+        for end, part in zip(ends, parts[1:], strict=True):
+            if whole[: len(part)] != part:
+                raise UnusableText(
+                    f"{where}: one token spans an answer and the text beside it, in "
+                    f"{text[max(0, end - 12) : end + 12]!r}; the chat template must separate them with a special token"
+                )
+        count = dict(zip(ends, map(len, parts[1:]), strict=True))
+        for begin, end in spans:
+            learn[count[begin] : count[end]] = 1
+        if not learn[1:].any():
+            raise UnusableText(f"{where}: has no answer of an assistant to learn; leave it out of the file")
+        return numpy.array(whole, dtype=numpy.uint32), learn
+
+    def _rendered(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """A conversation as text, and where its answers stand in it.
+
+        OpenAI's tool calls have their arguments as the JSON text of an object. Most templates write an object as JSON
+        themselves, and would write such a text as JSON of JSON, or refuse it. They get the object.
+        """
+        parsed, texts = with_objects(messages)
+        if not texts:
+            return self._shown(messages, tools, where)
+        try:
+            shown = self._shown(messages, tools, where)
+        except UnusableText:
+            return self._shown(parsed, tools, where)
+        return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
+
+    def _require_shown(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
+        """Raise UnusableText if the tools, or a part of messages, change nothing of the text: an empty answer would be
+        learned, or one to another prompt."""
+
+        def render(some: list[Any], tools: Any = tools) -> str:
+            try:
+                return self._rendered(some, tools, where)[0]
+            except UnusableText:  # so the template looks at them
+                return ""
+
+        def unprinted(part: str, places: Sequence[int]) -> bool:
+            some = [{**one, part: type(one[part])()} if at in places else one for at, one in enumerate(messages)]
+            return render(some) == text
+
+        have = {part: [at for at, one in enumerate(messages) if one.get(part)] for one in messages for part in one}
+        tried = [("tool_calls", [at]) for at in have.get("tool_calls", [])]
+        tried += [("content", [at]) for at in unseen(messages, text, render)]
+        tried += [(part, places) for part, places in sorted(have.items()) if places and part not in PLAIN]
+        found = [(part, places[0]) for part, places in tried if unprinted(part, places)]
+        what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for part, at in found]
+        if what := what or ["has tools"] * bool(tools and render(messages, None) == text):
+            raise UnusableText(
+                f"{where}: {printable(what[0][:80])}, and the chat template prints none of it; give a template that "
+                "does, or leave it out"
+            )
+
+    def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """`_rendered`, of the messages as they are."""
+        tokenizer = self._tokenizer()
+        try:
+            template = _with_one_date(tokenizer.get_chat_template(tools=tools))
+            if GENERATION.search(template):
+                messages = self._contents(
+                    messages, template, lambda some: _by_template(tokenizer, template, some, tools)[0]
+                )
+                return _by_template(tokenizer, template, messages, tools)
+            return self._by_prefixes(template, messages, tools, where)
+        except UnusableText:
+            raise
+        except Exception as error:  # of the template, which is a program of its own
+            reason = " ".join(str(error).split())[:160]
+            raise UnusableText(f"{where}: the chat template refuses it ({type(error).__name__}: {reason})") from None
+
+    def _by_prefixes(self, template: str, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+        def render(some: list[Any], *, prompt: bool) -> str:
+            settings = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
+            return str(self._tokenizer().apply_chat_template(some, tokenize=False, **settings))
+
+        messages = self._contents(messages, template, lambda some: render(some, prompt=False))
+        text, spans = render(messages, prompt=False), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if number == 0:
+                raise UnusableText(
+                    f"{where}: begins with an answer; only a template with {{% generation %}} takes that"
+                )
+            before = render(messages[:number], prompt=True)
+            after = render(messages[: number + 1], prompt=False)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UnusableText(
+                    f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
+                    "more follows, so an answer's prompt can't be found; mark answers in the template by "
+                    "{% generation %} … {% endgeneration %}"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _tokenizer(self) -> Any:
+        """Transformers' form of it, which has the template. It is loaded where it is first used: that takes seconds."""
+        if self._loaded is None:
+            from transformers import PreTrainedTokenizerFast
+
+            try:
+                # Of this class it is the tokenizer.json as it is, whatever class the folder names.
+                with installed_code_only(self._folder):
+                    self._loaded = PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+                named = self._loaded.special_tokens_map
+                if unnamed := set(TOKENS.findall(str(self._loaded.chat_template))) - named.keys():
+                    auto = opened(self._folder)
+                    for name in unnamed & auto.special_tokens_map.keys():  # which its class alone knows, as GPT-2's
+                        token = str(auto.special_tokens_map[name])
+                        if [len(tokens) for tokens in self._text.encode([token])] != [1]:
+                            raise ValueError(f"{type(auto).__name__} has {token} as {name}, and tokenizer.json hasn't")
+                        setattr(self._loaded, name, token)
+            except Exception as error:  # its errors are of no class of their own
+                reason = " ".join(str(error).split())[:160]
+                fix = "name what the chat template prints, such as bos_token, in tokenizer_config.json"
+                raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason}); {fix}") from None
+        return self._loaded
+
+
+def open_chat(folder: str) -> Chat:
+    """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
+    from fsdp2_extra.foreign.bounds import in_bounds
+
+    place = _place(folder)
+    files = [*_files(place), *(place / name for name in DECLARING)]
+    return in_bounds(lambda: Chat(folder), foreign(folder, files))
+
+
+def _place(folder: str) -> Path:
+    return Path(folder).parent if Path(folder).name == "tokenizer.json" else Path(folder)
+
+
+def _files(place: Path) -> list[Path]:
+    return sorted({file for pattern in FILES for file in place.glob(pattern) if not file.is_dir()})
+
+
+def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
+    """Learn the tokens that a template marks by `{% generation %}`.
+
+    `apply_chat_template` gives a mask of tokens, which is wrong where the tokenizer's offsets leave out a space, or a
+    character is of several tokens. This is the function by which it renders, and it gives the places in the text.
+    """
+    from transformers.utils import chat_template_utils
+
+    render: Any = chat_template_utils.render_jinja_template  # its annotation is that of one of its two results
+    (text,), (spans,) = render(
+        conversations=[messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return str(text), [(int(begin), int(end)) for begin, end in spans if end > begin]
+
+
+def _with_one_date(template: str) -> str:
+    if "strftime_now" not in template:
+        return template
+    codes = [flag + code for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMprRSTuUVwWxXyYzZ"]
+    shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in codes)
+    # The + keeps a line end that follows.
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro +%}}{template}"
+
+
+def _template_file(folder: Path) -> Path:
+    """Where a tokenizer's chat template is: in a file of its own, which counts first, or among the settings.
+
+    chat_template.json isn't it: in that one transformers looks for the template of a processor.
+    """
+    found = (folder / name for name in OWN_TEMPLATES if (folder / name).exists())
+    return next(found, folder / "tokenizer_config.json")
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in OWN_TEMPLATES):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False

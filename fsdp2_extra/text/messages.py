@@ -1,0 +1,198 @@
+"""Conversations as they are published, and the forms of them that a chat template takes.
+
+What says the same is published in several forms: a content as text or as a list of parts, a call's arguments, all its
+calls and the tools as objects or as JSON text. A template takes some of them, and prints others as Python or JSON
+shows them. What a template does with a form is tried, as what it loops over doesn't tell it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fsdp2.data.errors import UnusableText
+from fsdp2_extra.text.forms import LEARNED, from_json, messages_of, unread
+from fsdp2_extra.text.rows import Row
+
+USUAL: tuple[Any, ...] = (None, 1, "", [], {})
+ANSWERS = ("assistant", "model", "gpt", "bot", "ai")  # as other forms of data call who answers
+# Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
+PLAIN = {"role", "content", "tool_calls", "name", "tool_call_id", *LEARNED}
+PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp", "created_at", "language", "metadata"}
+# As Python and JSON show a part of a content.
+SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")
+
+
+def conversation(row: Row, form: str) -> tuple[list[Any], list[Any] | None]:
+    """The messages of a line of this form, and its tools if it has some. Raises UnusableText.
+
+    Contents are text or parts of text, and calls and tools are objects.
+    """
+    _require_usual(row.content, unread(form), row.where)
+    found = []
+    for number, message in enumerate(messages_of(row.content, form, row.where), 1):
+        where = f"{row.where}: its message {number}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UnusableText(f"{where} has no role")
+        role = message["role"]
+        if role != "assistant" and role.strip().lower() in ANSWERS:
+            raise UnusableText(f"{where} has the role {role}, and answers have the role assistant; rename it")
+        _require_usual(message, LEARNED, where)
+        # Tables have each column in each row. Transformers leaves these out too.
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(content := message.get("content", ""), list):
+            message["content"] = _parts(content, where)
+        elif not isinstance(content, str):
+            raise UnusableText(f"{where} has a content that is neither text nor a list of parts; write it as text")
+        if isinstance(calls := message.get("tool_calls"), str):
+            message["tool_calls"] = _objects(calls, f"{where} has tool_calls")
+            message = {key: value for key, value in message.items() if key != "tool_calls" or value}
+        found.append(message)
+    return found, _objects(row.content.get("tools"), f"{row.where}: has tools") or None
+
+
+def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:
+    """Raise UnusableText for a key by which others learn something else, unless its value means nothing."""
+    for key in sorted(keys):
+        if table.get(key, 1) not in USUAL:
+            raise UnusableText(
+                f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned "
+                "alike here, to messages and tools alone; drop it"
+            )
+
+
+def _parts(content: list[Any], where: str) -> list[Any]:
+    """The parts of a content, without what else they have: a template may look for the key of an image."""
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = str(part.get("type") if isinstance(part, dict) else part)[:40]
+            raise UnusableText(
+                f"{where} has a part that is no text ({kind!r}), and models learn text alone here; leave the "
+                "conversation out of the file"
+            )
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _objects(given: Any, what: str) -> list[Any]:
+    """A list of objects; it, and each of them, may be JSON text."""
+    found = from_json(given, what)
+    objects = [from_json(one, what) for one in found] if isinstance(found, list) else [found] * bool(found)
+    if (found and not isinstance(found, list)) or not all(isinstance(one, dict) for one in objects):
+        raise UnusableText(f"{what} that are no list of objects; give [{{…}}, …], or the JSON text of that")
+    return objects
+
+
+def _object(function: Any) -> Any:
+    """The object whose JSON text a function is called with; None if it isn't called with such a text."""
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str):
+        return None
+    with suppress(ValueError, RecursionError):  # then it is no JSON, and stays the text that it is
+        value = json.loads(text)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def with_objects(messages: list[Any]) -> tuple[list[Any], list[str]]:
+    """A copy of messages whose calls have objects in the place of their JSON text, and those texts."""
+    texts: list[str] = []
+
+    def called(call: Any) -> Any:
+        function: Any = call.get("function", call) if isinstance(call, dict) else None
+        if (value := _object(function)) is None:
+            return call
+        texts.append(function["arguments"])
+        function = {**function, "arguments": value}
+        return {**call, "function": function} if "function" in call else function
+
+    parsed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        parsed.append({**message, "tool_calls": list(map(called, calls))} if isinstance(calls, list) else message)
+    return parsed, texts
+
+
+def encoded_twice(texts: list[str], shown: str) -> bool:
+    """Return whether a template has written one of the texts as a string of JSON."""
+    return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
+
+
+def unseen(messages: list[Any], text: str, render: Callable[[list[Any]], str]) -> list[int]:
+    """The places of messages of whose contents a template seems to print nothing in its text of them.
+
+    `render` gives that of others. A content that stands there as often as messages have it is seen.
+    """
+    given = {at: str(_joined(one.get("content", ""), at)).strip() for at, one in enumerate(messages)}
+    texts = [content for content in given.values() if content]
+    if all(text.count(content) == texts.count(content) for content in texts):
+        return []
+
+    def marked(content: Any, at: int) -> Any:
+        return [*content, *_in_parts(f"part{at}of", at)] if isinstance(content, list) else f"{content} part{at}of"
+
+    shown = render(_changed(messages, marked)).lower()
+    return [at for at in given if given[at] and f"part{at}of" not in shown] if shown else []
+
+
+class Contents:
+    """Finds the form of contents that a template takes: as they are, as text, or in parts."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Form] = {}
+
+    def __call__(self, messages: list[Any], template: str, render: Callable[[list[Any]], str]) -> list[Any]:
+        """Messages in the first of the forms in which the template prints most of the contents.
+
+        Args:
+            render: gives the template's text of messages. It is called once for each set of roles and their forms.
+        """
+        key = template, frozenset((message["role"], isinstance(message.get("content"), list)) for message in messages)
+        if key not in self._known:
+            tried = _marked(messages)
+            printed = [_printed(form(tried), render) for form in FORMS]
+            most = max(printed)
+            if most < 0:  # perhaps another reason keeps the template from printing them, which it gives then
+                return messages
+            self._known[key] = FORMS[printed.index(most)]
+        return self._known[key](messages)
+
+
+def _marked(messages: list[Any]) -> list[Any]:
+    """Messages whose contents are marks, in the form that each has."""
+
+    def marked(content: Any, at: int) -> Any:
+        return [{"type": "text", "text": f"part{at}of"}] if isinstance(content, list) else f"part{at}of"
+
+    return _changed(messages, marked)
+
+
+def _changed(messages: list[Any], change: Callable[[Any, int], Any]) -> list[Any]:
+    """Messages with contents that are made of theirs and of their place."""
+    numbered = enumerate(messages)
+    return [{**one, "content": change(one["content"], at)} if "content" in one else one for at, one in numbered]
+
+
+def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
+    """How many of the marks a template prints; -1 if it refuses them, or prints parts as objects."""
+    with suppress(Exception):  # of the template, which is a program of its own
+        text = render(messages).lower()
+        if not SHOWN_PART.search(text):
+            return sum(f"part{at}of" in text for at in range(len(messages)))
+    return -1
+
+
+def _joined(content: Any, _: int) -> Any:
+    """As text: its parts are lines, as vLLM joins them where a template takes text."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _in_parts(content: Any, _: int) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Form = Callable[[list[Any]], list[Any]]
+FORMS: tuple[Form, ...] = (list, partial(_changed, change=_joined), partial(_changed, change=_in_parts))

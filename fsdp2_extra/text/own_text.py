@@ -1,0 +1,59 @@
+"""The refusals of one's own text, and of the tokenizer that reads it."""
+
+from __future__ import annotations
+
+from fsdp2.config import Config
+from fsdp2.data.errors import UnusableText
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.dataset import tokenizer_of
+from fsdp2_extra.text.prepared import Encoder
+from fsdp2_extra.text.text import check, opened
+from fsdp2_extra.text.tokenizer_file import tokenizer_files
+
+# Forms of a tokenizer beside tokenizer.json.
+OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")
+
+
+def check_own_text(config: Config, *, read: bool) -> None:
+    """Raise ConfigError for text, or a tokenizer, that can't be used.
+
+    Args:
+        read: look into the files too.
+    """
+    require_tokenizer(config)
+    _, _, named = config.dataset.partition(":")
+    try:
+        place, encoder = opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)
+        if encoder.kind == "chat" and config.spec.task != "causal":
+            raise UnusableText("holds conversations, which are learned token by token; use a causal model")
+        words = config.spec.vocab_size(config.model_size) or 0
+        require_mask(config, encoder)
+        if config.tokenizer not in (None, "bytes"):
+            tokenizer_files(str(config.tokenizer))  # a run keeps them
+        check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
+    except UnusableText as error:
+        raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{named}: ')}") from None
+
+
+def require_tokenizer(config: Config) -> None:
+    """Raise ConfigError if bytes would take the place of a model's own tokenizer, which is in another form."""
+    own = config.spec.weights
+    if config.tokenizer is None and own is not None and not (own / "tokenizer.json").is_file():
+        found = sorted(file.name for form in OTHER_TOKENIZERS for file in own.glob(form))
+        if found:
+            raise ConfigError(
+                f"--model {config.model}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one "
+                "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or say --tokenizer bytes"
+            )
+
+
+def require_mask(config: Config, encoder: Encoder) -> None:
+    """Raise ConfigError if the token that hides others, which the model names, is an ordinary one of the text's."""
+    token = config.spec.special_token
+    if config.spec.task != "masked" or token is None or token >= encoder.size or token in encoder.about["added"]:
+        return
+    raise ConfigError(
+        f"--tokenizer {tokenizer_of(config)}: --model {config.model} hides tokens behind token {token}, which is "
+        f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
+        "model's folder"
+    )

@@ -1,0 +1,157 @@
+"""The reader of what Hugging Face's `datasets` reads: its saved folders, tables, JSON, and elsewhere the hub and URLs.
+
+The library works in a child process, within bounds. Of this machine it gets names of files and never a folder, whose
+description could name a URL. What it reads stays Arrow's: a row would become a picture or a sound that is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.splits import identity_of
+from fsdp2.units import install
+from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
+from fsdp2_extra.text.forms import OTHERS, form_of
+from fsdp2_extra.text.places import HUB, PUBLISHED, File, below, suffix_of, with_split
+from fsdp2_extra.text.rows import Row, rows_in
+
+READERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+BESIDE = re.compile(r"(state|dataset_infos?|dataset_dict)\.json|cache-.*\.arrow")  # what `save_to_disk` and `map` add
+HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
+UNKNOWN = 1 << 62  # bytes
+
+
+@dataclass(frozen=True)
+class Published(File):
+    """A split as it was when it was found.
+
+    Attributes:
+        reader: the library's, for files; "" for a name on the hub.
+        files: their paths or URLs, or that name.
+        split: which one.
+        columns: what it has.
+    """
+
+    reader: str = ""
+    files: tuple[str, ...] = ()
+    split: str = ""
+    columns: tuple[str, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """One that no file has."""
+        return PUBLISHED
+
+    def require_unchanged(self) -> None:
+        """Raises UnusableText if it isn't what was found."""
+        now = _listed(self.name)
+        if (now.state or look.__wrapped__(now).state) != self.state:
+            raise UnusableText(f"{self.name}: has changed while it was read; start again when it stays as it is")
+
+
+def find(place: str) -> Published:
+    """A split of a place, as `published` writes it. Raises UnusableText."""
+    if find_spec("datasets") is None:
+        raise UnusableText(f"{place}: datasets isn't installed; {install('datasets')}")
+    return look(_listed(place))
+
+
+def _listed(place: str) -> Published:
+    path, named = with_split(place)
+    split = named or "train"
+    if path.startswith(HUB):
+        return Published(place, UNKNOWN, "", "", (path.removeprefix(HUB),), split)
+    if "://" in path:
+        return Published(place, UNKNOWN, "", _reader([urlsplit(path).path], path), (path,), split)
+    there = next(one for one in (Path(path), *Path(path).parents) if one.exists())  # as much of a pattern as is none
+    by_name = {os.path.relpath(file.name, there): file for file in below(Path(path), tuple(READERS))}
+    by_name = {name: file for name, file in by_name.items() if not BESIDE.fullmatch(os.path.basename(name))}
+    if (Path(path) / "dataset_dict.json").is_file():
+        of_split = [file for name, file in by_name.items() if name.startswith(f"{split}/")]
+    else:
+        of_split = [file for name, file in by_name.items() if _is_of(split, name)]
+    if not of_split and (named or any(_is_of(other, name) for name in by_name for other in HELD_OUT)):
+        has = ", ".join([*by_name][:5])
+        raise UnusableText(
+            f"{path}: no name of a file is of the split {split}; name another behind a colon; it has {has}"
+        )
+    files = of_split or list(by_name.values())
+    if not files:
+        raise UnusableText(f"{path}: there is nothing that datasets reads ({', '.join(READERS)})")
+    if odd := next((file.name for file in files if "::" in file.name or re.search(r"[*?\[]", file.name)), None):
+        raise UnusableText(f"{odd}: datasets takes its name for a pattern or a URL; rename it")
+    names = tuple(file.name for file in files)
+    state = identity_of(repr([(os.path.relpath(file.name, there), file.size, file.state) for file in files]).encode())
+    return Published(place, sum(file.size for file in files), state, _reader(names, path), names, split)
+
+
+def _is_of(split: str, name: str) -> bool:
+    """Return whether a file's name has that of a split as a word, as on the hub."""
+    return bool(re.search(rf"(^|[-._ 0-9/]){re.escape(split.lower())}([-._ 0-9/]|$)", name.lower()))
+
+
+def kind_of(source: Published, field: str) -> str:
+    """`chat` or `text`, by its columns, and `text` if its field was named. Raises UnusableText for neither."""
+    if field == "text" and form_of(source.columns):
+        return "chat"
+    if field in source.columns:
+        return "text"
+    raise UnusableText(
+        f"{source.name}: has the columns {', '.join(source.columns[:12])}, and reads {field} as documents, or as "
+        f"conversations messages, {OTHERS}; name its column of text with --text-field, or rename one"
+    )
+
+
+def rows(file: File, field: str | None) -> Iterator[Row]:
+    """Its documents or conversations, in the child. Raises UnusableText."""
+    assert isinstance(file, Published), "another file has a reader of its own"
+    return rows_in(_opened(file)[1].with_format("arrow").iter(batch_size=256), file.columns, field, file.name)
+
+
+@cache
+def look(source: Published) -> Published:
+    """A split with its columns, and its version where it is elsewhere. Raises UnusableText."""
+    found = run_in_bounds(lambda: _look(source), Foreign(source.name, UnusableText, "give other files, or download it"))
+    if not found.state:
+        raise UnusableText(f"{source.name}: its server tells no version, so other data could pass for it; download it")
+    return found
+
+
+def _look(source: Published) -> Published:
+    version, found = _opened(source)
+    first: Any = next(iter(found.with_format("arrow").iter(batch_size=1)), None)
+    if first is None:
+        raise UnusableText(f"{source.name}: its split {source.split} is empty; give another")
+    return replace(source, state=source.state or version, columns=tuple(first.schema.names))
+
+
+def _opened(source: Published) -> tuple[str, Any]:
+    """Its version, and the split as the library streams it. Nothing of it is read yet."""
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would tell a server of each use, of files of one's own too
+    files = {source.split: list(source.files)}
+    what: dict[str, Any] = {"path": source.reader, "data_files": files} if source.reader else {"path": source.files[0]}
+    builder = datasets.load_dataset_builder(**what)
+    versions = [files.origin_metadata for files in (builder.config.data_files or {}).values()]
+    known = versions and all(all(one) for one in versions)
+    found = builder.as_streaming_dataset()
+    if source.split not in found:
+        raise UnusableText(f"{source.name}: has no split {source.split}; it has {', '.join(map(str, found))}; name one")
+    return identity_of(repr(versions).encode()) if known else "", found[source.split]
+
+
+def _reader(names: Any, place: str) -> str:
+    found = {READERS.get(suffix_of(name), "") for name in names}
+    if len(found) > 1 or "" in found:
+        raise UnusableText(f"{place}: files of one kind are read together, of {', '.join(READERS)}; name them")
+    return str(found.pop())

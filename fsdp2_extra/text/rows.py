@@ -1,0 +1,99 @@
+"""Documents and conversations as they are read, and those of tables, which a child process reads within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fsdp2.data.errors import UnusableText
+from fsdp2_extra.text.forms import OTHERS, READ, form_of
+from fsdp2_extra.text.places import File
+
+AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, or a piece of one that is large.
+
+    Attributes:
+        content: its text; of conversations, all that a line holds.
+        where: the file and the line, for a message.
+        size: its bytes.
+        begins, ends: whether a document does.
+    """
+
+    content: Any
+    where: str
+    size: int
+    begins: bool = True
+    ends: bool = True
+
+
+def bounded(file: File, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of a table, of which a few kilobytes may hold gigabytes."""
+    from fsdp2_extra.foreign.bounds import Foreign, in_bounds
+
+    fix = "write it again with smaller texts, or as .jsonl"
+    bounds = Foreign(file.name, UnusableText, fix, min(file.size, BYTES_AT_A_TIME))
+    following = in_bounds(lambda: partial(next, blocks(make()), []), bounds)
+    while rows := following():
+        yield from rows
+
+
+def blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """As many rows as are read, or tokenised, together."""
+    block: list[Row] = []
+    size = 0
+    for row in rows:
+        block.append(row)
+        size += row.size
+        if len(block) == AT_A_TIME or size >= BYTES_AT_A_TIME:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def rows_in(batches: Iterable[Any], names: Sequence[str], field: str | None, name: str) -> Iterator[Row]:
+    """The rows of Arrow's tables with these columns: a text, or a conversation's fields. Raises UnusableText."""
+    columns, number = columns_of(names, field, name), 0
+    for batch in batches:
+        # By name: of a struct `a` with a field `b` and a column `a.b`, Arrow takes that name for both.
+        found = batch.select(columns)
+        size = found.nbytes // max(1, found.num_rows)
+        for content in found.to_pylist():
+            number += 1
+            where = f"{name}, row {number}"
+            if field is None:
+                yield Row({**dict.fromkeys(names), **content}, where, size)  # what isn't read is named
+            else:
+                yield Row(text := text_in(content, field, where), where, len(text))
+
+
+def columns_of(names: Sequence[str], field: str | None, name: str) -> list[str]:
+    """The columns to read: the one of text, or those of conversations. Raises UnusableText."""
+    found = [column for column in names if (column == field if field else column in READ)]
+    if not found or (field is None and form_of(found) is None):
+        wanted = f"no column {field}" if field else f"no columns of conversations (messages, {OTHERS})"
+        raise UnusableText(f"{name}: has {wanted}; it has {', '.join(names[:8])}" + "; see --text-field" * bool(field))
+    if twice := next((column for column in found if found.count(column) > 1), None):
+        raise UnusableText(f"{name}: has several columns {twice}; give one of them another name")
+    return found
+
+
+def text_in(row: Any, field: str, where: str) -> str:
+    """The text of a field. Raises UnusableText if there is none."""
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        has = f"; it has {', '.join(list(map(str, row))[:5])}" if isinstance(row, dict) else ""
+        if isinstance(row, dict) and field in row:
+            has = f", but {'null' if row[field] is None else f'a {type(row[field]).__name__}'}; leave that one out"
+        raise UnusableText(f"{where}: has no text in its field {field}{has}; see --text-field")
+    text: str = row[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableText(f"{where}: has half of a character in its field {field}, which no text has") from None
+    return text

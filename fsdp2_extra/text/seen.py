@@ -1,0 +1,146 @@
+"""A run's view of text and conversations: how much, the learned share, and where documents begin and end.
+
+All numbers were counted while the text was prepared, or follow from where documents end. No token is read for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from fsdp2.data.splits import Dataset
+from fsdp2.units import printable, short
+from fsdp2_extra.text.forms import FORMS
+from fsdp2_extra.text.places import PUBLISHED
+from fsdp2_extra.text.turns import NONE
+from fsdp2_extra.text.windows import Conversations, Documents
+
+AT_A_TIME = 1 << 20  # of documents whose ends are in memory
+MOST_CHARACTERS = 40  # of the text of a token
+
+
+def lines(dataset: Dataset) -> list[str]:
+    """Lines about the data at a run's start; none for a dataset that isn't text or conversations."""
+    about, train, test = dataset.about, _windows(dataset.train), _windows(dataset.test)
+    if not about:
+        return []
+    tokens = sum(about["tokens"].values())
+    learned, of = _learned(dataset)
+    share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(train):,} sequences for training, {len(test):,} for "
+    share += "evaluation"
+    shortest, longest, cut = _sizes(train, test)
+    sizes = f"{sum(about['documents'].values()):,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
+    if about["kind"] == "chat":
+        beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
+        counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
+        found = [*_read(about), counts, f"{share}; {_turn(dataset)}", _tokenizer(about)]
+        return [*found, *warnings(about, dataset.classes)]
+    left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
+    counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
+    dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
+    split = f"{cut:,} go on in the next sequence of {train.seq_len}" + ("" if train.apart else ", and see each other")
+    found = [*_read(about), f"{counts}; {split}; {dropped}", share, _tokenizer(about)]
+    return [*found, *warnings(about, dataset.classes)]
+
+
+def _read(about: dict[str, Any]) -> list[str]:
+    """Which field became what, where it isn't the one that a file of text or conversations has by default."""
+    field, of_chat = about["field"], about["kind"] == "chat"
+    if field is None or (field == ("messages" if of_chat else "text") and not about["place"].startswith(PUBLISHED)):
+        return []
+    return [f"read: {FORMS[field][2]}, as conversations" if of_chat else f"read: {printable(field)}, as documents"]
+
+
+def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Warn of tokens that another reader wouldn't make, and of a model that would never stop."""
+    return [*_other_reader(about), *_endless(about, names)]
+
+
+def _other_reader(about: dict[str, Any]) -> list[str]:
+    if not about["unlike"]:
+        return []
+    return [
+        f"warning: transformers reads {short(about['tokenizer'])} differently: {printable(about['unlike'])}; the run "
+        "follows tokenizer.json; to make both one, write it with transformers: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    ]
+
+
+def _endless(about: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """One line about conversations that would train a model that never stops, or none."""
+    wrong = {int(token): counts[1] for token, counts in about["turns"].items() if counts[1]}
+    if not wrong:
+        return []
+    # Where none stands behind the last answer, one behind another begins the next turn.
+    marks = [] if NONE in wrong else [_name(names[token]) for token in wrong]
+    why, fix = "prints no special token there", "let it print one after an answer"
+    if marks:
+        why, fix = f"leaves {' and '.join(marks[:3])} out of what is learned", "put that inside {% generation %}"
+    return [
+        f"warning: the end of {sum(wrong.values()):,} of {_answers(about):,} answers isn't learned, so the model won't "
+        f"stop there: the chat template in {short(about['template'])} {why}; {fix}"
+    ]
+
+
+def _sizes(*splits: Documents | Conversations) -> tuple[int, int, int]:
+    """Tokens of the shortest and the longest document, and how many documents the end of a sequence cuts."""
+    shortest, longest, cut = 2**63, 0, 0
+    for split in splits:
+        before = 0
+        for at in range(0, len(split.ends), AT_A_TIME):
+            ends = split.ends[at : at + AT_A_TIME]
+            begins = numpy.append([before], ends[:-1])
+            before = int(ends[-1])
+            begins, ends = begins[ends > begins], ends[ends > begins]
+            if len(ends):
+                shortest = min(shortest, int((ends - begins).min()))
+                longest = max(longest, int((ends - begins).max()))
+                cut += int((begins // split.seq_len != (ends - 1) // split.seq_len).sum())
+    return shortest, longest, cut
+
+
+def _name(token: str) -> str:
+    """The text of a token for a line of a header: a stranger's tokenizer may have any."""
+    return printable(token[:MOST_CHARACTERS])
+
+
+def _windows(split: Any) -> Any:
+    """Of what a model learns in another way than token by token, the windows that it is made of."""
+    return getattr(split, "windows", split)
+
+
+def _learned(dataset: Dataset) -> tuple[int, int]:
+    """How many targets the sequences for training have, and how many tokens."""
+    split: Any = dataset.train
+    if isinstance(split, Conversations):
+        return int(split.targets[-1]), int(split.ends[-1])
+    tokens = len(split) * _windows(split).seq_len
+    if isinstance(split, Documents) and split.apart:  # the first token of a document is no target
+        return tokens - int(split.ends.searchsorted(tokens, side="right")), tokens
+    return len(split) * split.targets_per_sample, tokens
+
+
+def _answers(about: dict[str, Any]) -> int:
+    return sum(map(sum, about["turns"].values()))
+
+
+def _turn(dataset: Dataset) -> str:
+    """With which token answers end, and in how many that is learned."""
+    about = dataset.about
+    turns = about["turns"]
+    token = max(turns, key=lambda one: (turns[one][0], int(one) == NONE, turns[one][1]), default=str(NONE))
+    if int(token) == NONE:
+        return "no token ends a turn"
+    name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
+    other = "" if name == end else f" (eos_token is {end or 'none'})"
+    return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers"
+
+
+def _tokenizer(about: dict[str, Any]) -> str:
+    """How documents begin and end, and which settings of a tokenizer.json aren't followed."""
+    frame = ", ".join(f"{what} with {_name(about[what]) or 'no token of its own'}" for what in ("begins", "ends"))
+    text = "a conversation is as the chat template prints it" if about["kind"] == "chat" else f"a document {frame}"
+    off = f"; off: its {' and '.join(about['off'])}" if about["off"] else ""
+    return f"tokenizer: {short(about['tokenizer'])}; {text}{off}"

@@ -1,0 +1,159 @@
+"""`--dataset text:PATH` and `chat:PATH`: documents as tokens, packed into windows that don't mix them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy
+
+from fsdp2.data.errors import NotHere, UnusableText
+from fsdp2.data.splits import Dataset
+from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.places import PUBLISHED, SUFFIXES, File, find
+from fsdp2_extra.text.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
+from fsdp2_extra.text.preparing import Say, prepare, silent
+from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.tokenizer import Tokenizer, document
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
+
+SOON = 4 << 20  # bytes of text that are tokenised in a second or two
+
+
+class Text:
+    """Makes tokens of plain text; an `Encoder`.
+
+    Args:
+        field: of a line of .jsonl or a row of .parquet, the one with the text.
+    """
+
+    kind: str = "text"
+    suffixes: tuple[str, ...] = SUFFIXES
+
+    def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
+        self.field: str | None = field
+        self._tokenizer = tokenizer
+        self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
+        self.begin, self.end = tokenizer.begin, tokenizer.end
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The text of each token, by its number."""
+        return self._tokenizer.names
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return self._tokenizer.decode(tokens)
+
+    def unlike(self) -> str:
+        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+        return self._tokenizer.unlike()
+
+    def source(self) -> str | None:
+        """The field of the text."""
+        return self.field
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
+        """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
+        found = self._tokenizer.encode([row.content for row in rows])
+        for row, tokens in zip(rows, found, strict=True):
+            yield document(tokens, self.begin, self.end, begins=row.begins, ends=row.ends), None
+
+
+def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
+    """Open the encoder of `text` or `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
+    if kind == "chat" and bos != "auto":
+        raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
+    return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
+
+
+def opened(name: str, tokenizer: str, field: str = "text", bos: str = "auto") -> tuple[str, Encoder]:
+    """The place that a `--dataset` names, as `found` takes it, and its encoder. Raises UnusableText."""
+    kind, _, place = name.partition(":")
+    if name.startswith(PUBLISHED):
+        from fsdp2_extra.text import published
+
+        kind, place = published.kind_of(published.find(place), field), name
+    return place, encoder_of(kind, tokenizer, field, bos)
+
+
+def found(place: str, encoder: Encoder) -> list[File]:
+    """The files of a place, which may be one of `datasets`. Raises UnusableText."""
+    if not place.startswith(PUBLISHED):
+        return find(place, encoder.suffixes)
+    from fsdp2_extra.text import published
+
+    return [published.find(place.removeprefix(PUBLISHED))]
+
+
+def load(
+    place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, fetch: bool = True, say: Say = silent
+) -> Dataset:
+    """Documents of files, or of a folder that `prepare` has made.
+
+    Args:
+        place: a file, a folder or a pattern; several with commas between them; or `datasets:` and what that reads.
+        say: is called from time to time while files are prepared, with how far that is.
+
+    Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
+    """
+    _require_fit(encoder, vocab_size)
+    folder = Path(place) if is_prepared(place) else cached(place, encoder, say, fetch=fetch)
+    meta = read_meta(folder)
+    require_made_with(encoder, folder, meta)
+    train, test = open_splits(folder, meta, seq_len, encoder.size, apart=apart)
+    for name, split in zip(SPLITS, (train, test), strict=True):
+        if not len(split):
+            raise UnusableText(
+                f"{place}: its {name} split has {len(split.tokens)} tokens, which fill no sequence of {seq_len}; lower "
+                "--seq-len or give more text"
+            )
+        if not split.target_count(range(len(split))):
+            raise UnusableText(
+                f"{place}: its {name} split has nothing to learn: each of its documents is one token, which is no "
+                "target; give longer ones"
+            )
+    return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about, "place": place})
+
+
+def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, read: bool = True) -> None:
+    """Raises UnusableText for what can be told soon, and before any rank waits for another.
+
+    Args:
+        read: look at the text too: all of it if it is little, else at the first document of each file on this machine.
+    """
+    _require_fit(encoder, vocab_size)
+    if is_prepared(place):
+        require_made_with(encoder, Path(place), read_meta(Path(place)))
+        files = []
+    else:
+        files = found(place, encoder)
+    if not read:
+        return
+    if sum(file.size for file in files) <= SOON:
+        load(place, seq_len, vocab_size, encoder, apart=apart)  # the run maps what this leaves
+        return
+    for file in files:
+        list(encoder.encode(list(islice(rows_of(file, encoder.field), 1))))
+
+
+def _require_fit(encoder: Encoder, vocab_size: int) -> None:
+    if encoder.size > vocab_size:
+        raise UnusableText(
+            f"its tokenizer has {encoder.size} tokens, and the model's vocabulary {vocab_size}; give the model's own"
+        )
+
+
+def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = True) -> Path:
+    """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText, NotHere."""
+    from fsdp2.data.mnist import cache_folder
+
+    files = found(place, encoder)
+    folder = cache_folder() / f"text-{source_of(files, encoder)}"
+    if not is_prepared(folder):
+        if not fetch:
+            raise NotHere(place)
+        prepare(files, folder, encoder, say=say)
+    return folder

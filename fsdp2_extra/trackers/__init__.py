@@ -1,0 +1,1 @@
+"""Metrics to trackers: which ones there are, and a listener for each."""
