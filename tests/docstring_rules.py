@@ -57,7 +57,7 @@ def target(node: ast.Call, function: Code, owner: type | None) -> tuple[str, Cod
 
 
 def is_ours(function: Code | None) -> bool:
-    return function is not None and function.__module__.partition(".")[0] == "fsdp2"
+    return function is not None and function.__module__.partition(".")[0] in ("fsdp2", "fsdp2_extra")
 
 
 @functools.cache

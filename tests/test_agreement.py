@@ -91,15 +91,18 @@ def test_what_belongs_to_a_node_may_differ() -> None:
     assert difference([mine, other]) is None
 
 
+@pytest.mark.parametrize("package", ["fsdp2", "fsdp2_extra"])
 def test_the_code_is_the_packages_own(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    package: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.py").write_text("a = 1\n")
+    file = tmp_path / package / "a.py"
+    file.parent.mkdir()
+    file.write_text("a = 1\n")
     agreement.code.cache_clear()
     request.addfinalizer(agreement.code.cache_clear)
-    monkeypatch.setattr("fsdp2.__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("fsdp2.__file__", str(tmp_path / "fsdp2" / "__init__.py"))
     before = agreement.code()
-    (tmp_path / "a.py").write_text("a = 2\n")
+    file.write_text("a = 2\n")
     agreement.code.cache_clear()
     assert agreement.code() != before
 

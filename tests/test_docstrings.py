@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import fsdp2
+import fsdp2_extra
 from fsdp2.checkpoint import full_dtensor, restore
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.state import Part
@@ -24,7 +25,18 @@ from fsdp2.parallel.mesh import make_mesh
 from tests.docs import commands
 from tests.docstring_rules import Code, collective, has_shape, raised, says, takes_or_gives_tensors, unwrapped
 
-ROOMS = ("parallel", "checkpoint", "models", "data", "parallelize", "train")
+ROOMS = (
+    "parallel",
+    "checkpoint",
+    "models",
+    "data",
+    "parallelize",
+    "train",
+    "text",
+    "baselines",
+    "low_precision",
+    "remote",
+)
 # Methods of torch's and Python's classes, which say themselves what they are for.
 OF_OTHERS = ("torch.", "io", "argparse")
 # What classes implement without inheriting it.
@@ -32,7 +44,10 @@ PROTOCOLS = (Files, Part, torch.amp.GradScaler, io.RawIOBase)
 
 
 def modules() -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(fsdp2.__path__, "fsdp2."):
+    for found in (
+        *pkgutil.walk_packages(fsdp2.__path__, "fsdp2."),
+        *pkgutil.walk_packages(fsdp2_extra.__path__, "fsdp2_extra."),
+    ):
         if found.name.split(".")[1] in ROOMS and not found.name.endswith("__main__"):
             yield importlib.import_module(found.name)
 
@@ -72,7 +87,10 @@ def _documented(module: ModuleType) -> Iterator[tuple[str, Code, type | None, st
             if function is None or function.__code__.co_filename != module.__file__:  # a dataclass's, a protocol's
                 continue
             if not method.startswith("_") or method == "__init__":
-                places = (*(base for base in one.__mro__ if base.__module__.startswith("fsdp2.")), *PROTOCOLS)
+                places = (
+                    *(base for base in one.__mro__ if base.__module__.startswith(("fsdp2.", "fsdp2_extra."))),
+                    *PROTOCOLS,
+                )
                 said = [
                     inspect.getdoc(getattr(place, method, None)) or "" for place in places if hasattr(place, method)
                 ]

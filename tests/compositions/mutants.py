@@ -283,7 +283,7 @@ def noticed(mutant: Mutant) -> str:
     """How its cell notices a fault; "" if it doesn't."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        for folder in ("fsdp2", "tests"):
+        for folder in ("fsdp2", "fsdp2_extra", "tests"):
             shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
         changed(mutant, root)
         line = [sys.executable, "-m", "tests.compositions.mutants", "--look", json.dumps(sorted(cell_of(mutant)))]

@@ -44,7 +44,8 @@ def test_each_field_of_a_record_is_explained(flags: str, train: Callable[..., An
 
 
 def _sources() -> dict[Path, str]:
-    return {path: path.read_text() for folder in ("fsdp2", "launchers") for path in (ROOT / folder).rglob("*.py")}
+    folders = [ROOT / name for name in ("fsdp2", "fsdp2_extra", "launchers")]
+    return {path: path.read_text() for folder in folders for path in folder.rglob("*.py")}
 
 
 def test_each_variable_of_ours_is_listed() -> None:

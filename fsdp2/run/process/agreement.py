@@ -59,11 +59,11 @@ def facts(flags: Mapping[str, Any], device: torch.device, world_size: int) -> di
 
 @cache
 def code() -> str:
-    """A short hash of all Python files of the package."""
+    """A short hash of all Python files of the book and its extra parts."""
     digest = hashlib.sha256()
-    folder = Path(fsdp2.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    beside = Path(fsdp2.__file__).parents[1]
+    for file in sorted(file for package in ("fsdp2", "fsdp2_extra") for file in (beside / package).rglob("*.py")):
+        digest.update(file.relative_to(beside).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
