@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 TRAIN = $(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.train
-UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS)
 # The newest run, for `make resume` and `make infer`.
 RUN ?= $(patsubst %/config.json,%,$(shell ls -t runs/*/config.json 2>/dev/null | head -n 1))
 
@@ -30,33 +30,54 @@ help:  ## show this list
 
 # --- set-up -------------------------------------------------------------------------------------------
 
-# uv and not pip: it resolves the same everywhere, and a second environment is hard links.
+# What the variants need beside the core. EXTRAS=plots is a small set-up, for the trainings without other libraries.
+EXTRAS ?= tensorboard,ray,plots,migrate,hf,timm,peft,torchao
+CONSTRAINTS := constraints.txt
+# TORCH=cpu takes torch without CUDA's libraries, from PyTorch's own index. Its wheels have other hashes than those of
+# constraints.txt, so that is used without its hashes.
+ifneq ($(TORCH),)
+export UV_TORCH_BACKEND := $(TORCH)
+CONSTRAINTS := $(VENV)/constraints.txt
+endif
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/uv
+	sed -e '/^ *--hash/d' -e 's/ *\\$$//' $< >$@
+
+# uv and not pip: it resolves the same everywhere, a second environment is hard links, and it compares the hashes of
+# constraints.txt where others, such as this package in its folder, have none.
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install --quiet $(shell grep -o '^uv==[0-9.]*' constraints.txt)
 
-$(VENV)/.installed: $(BIN)/uv pyproject.toml constraints.txt
-	$(UV) -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao]'
+$(VENV)/.installed: $(BIN)/uv pyproject.toml $(CONSTRAINTS)
+	$(UV) -e '.[$(EXTRAS)]'
 	@touch $@
+
+.PHONY: install constraints
+install: $(VENV)/.installed  ## the environment alone; TORCH=cpu without CUDA's libraries, EXTRAS=plots without other libraries
+
+# Versions stay as they are where they may: ARGS=--upgrade takes the newest.
+constraints: $(BIN)/uv  ## write constraints.txt again after a change of pyproject.toml
+	printf '%s\n' tox tox-uv tox-current-env setuptools wheel | $(BIN)/uv pip compile --quiet --all-extras --universal \
+	  --generate-hashes --no-annotate --no-header -o constraints.txt pyproject.toml - $(ARGS)
 
 # DeepSpeed builds itself with the torch that is there: after that, and without an environment of its own.
 $(VENV)/.deepspeed: $(VENV)/.installed
 	$(UV) setuptools wheel
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao,deepspeed]'
+	$(UV) --no-build-isolation -e '.[$(EXTRAS),deepspeed]'
 	@touch $@
 
 # What benchmarks/steps.py compares with.
 $(VENV)/.bench: $(VENV)/.deepspeed
-	$(UV) --no-build-isolation -e '.[tensorboard,ray,plots,migrate,hf,timm,peft,torchao,deepspeed,bench]'
+	$(UV) --no-build-isolation -e '.[$(EXTRAS),deepspeed,bench]'
 	@touch $@
 
-$(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
+$(VENV)/.docs: $(BIN)/uv pyproject.toml $(CONSTRAINTS)
 	$(UV) -e '.[docs]'
 	@touch $@
 
 # For tests and linters: one environment for all of it, which tox uses as it is.
 $(VENV)/.dev: $(VENV)/.installed
-	$(UV) -e '.[test,lint,tensorboard,wandb,mlflow,ray,tutorial,plots,migrate,hf,timm,peft,torchao]' tox tox-uv tox-current-env
+	$(UV) -e '.[$(EXTRAS),test,lint,wandb,mlflow,tutorial]' tox tox-uv tox-current-env
 	@touch $@
 # Tests start make themselves, which is no part of this one and has flags of its own.
 TOX = env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL -u ARGS $(BIN)/tox run --current-env -e
@@ -333,7 +354,7 @@ gpu-bundle: $(BIN)/uv  ## gather in build/wheels what a borrowed GPU machine may
 	rm -rf build/wheels build/site
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 		--python-version $(GPU_PYTHON) $(GPU_PLATFORMS) -d build/wheels torchvision==$(GPU_TORCHVISION) \
-		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest scikit-learn torchao tqdm
+		blake3 fsspec iniconfig numpy packaging pillow pluggy pygments pytest torchao tqdm
 	du -sh build/wheels
 
 .PHONY: models

@@ -23,7 +23,7 @@ from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate, perplexity_in_words
 from fsdp2.generate import generate
 from fsdp2.models import NAMES
-from fsdp2.options.errors import ConfigError, flag_of
+from fsdp2.options.errors import ConfigError, flag_of, require
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import Parse, checked, dataset_name, location, model_name, number, text, whole
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
@@ -86,9 +86,12 @@ def show(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
     print(f"{right} of {len(samples)} samples right")
     picture = run.path / "predictions.png"
     try:
+        require("matplotlib", "plots", "picture")
         picture.parent.mkdir(parents=True, exist_ok=True)  # a URL's
         draw(samples, inputs, dataset, picture)
         print(f"picture: {short(picture)}")
+    except ConfigError as error:
+        print(error)
     except OSError as error:  # somebody else's run
         print(f"picture: none, since {short(picture)} can't be written ({error.strerror})")
 

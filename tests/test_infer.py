@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2.report.predictions import samples_of
 from fsdp2.run import trained
+from fsdp2.units import install
 from tests.harness import Ranks, flip_a_bit, main_in_ranks, of_kind, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -61,6 +65,26 @@ def test_accuracy_is_that_of_the_last_evaluation(trained_once: Trained, ranks: R
     assert len(result["samples"]) == 10
     assert all(sample["correct"] == (sample["predicted"] == sample["actual"]) for sample in result["samples"])
     assert (run / "predictions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _without_matplotlib(run: Path) -> tuple[str, bool]:
+    """The last line about the picture that a user of the core sees, and whether there is one."""
+    real, printed = importlib.util.find_spec, io.StringIO()
+    importlib.util.find_spec = lambda name, *rest: None if name == "matplotlib" else real(name, *rest)
+    try:
+        with contextlib.redirect_stdout(printed):
+            infer.main(run)
+    finally:
+        importlib.util.find_spec = real
+    (line,) = (line for line in printed.getvalue().splitlines() if "picture" in line)
+    return line, (run / "predictions.png").exists()
+
+
+def test_the_core_predicts_without_a_picture_and_names_the_extra(train: Train, ranks: Ranks, tmp_path: Path) -> None:
+    train(steps=1)
+    [(line, drawn)] = ranks.run(_without_matplotlib, tmp_path / "run", ranks=1)
+    assert line == f"picture: matplotlib isn't installed; {install('plots')}"
+    assert not drawn
 
 
 def _sharded(run: Path) -> dict[str, Any]:

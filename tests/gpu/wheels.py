@@ -11,12 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 WHEELS, SITE = ROOT / "build" / "wheels", ROOT / "build" / "site"
 
-# Module -> its wheel. Of scikit-learn the digits alone are read, which takes none of what it imports.
+# Module -> its wheel.
 NEEDED = {
     "blake3": "blake3",
     "tqdm": "tqdm",
     "numpy": "numpy",
-    "sklearn": "scikit_learn",
     "torchvision": "torchvision",
     "torchao": "torchao",
     "PIL": "pillow",
