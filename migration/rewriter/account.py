@@ -110,6 +110,7 @@ def _settled(scene: Scene, symbol: str) -> bool:
 def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[Entry]:
     """Imports of FSDP1, each with the worst that becomes of what it brings."""
     made: list[Entry] = []
+    taken = {(entry.source.path, entry.start, entry.code) for entry in found}
     for module in modules:
         left = [entry for entry in found if entry.source.path == module.path and entry.outcome not in (MOVED, KEPT)]
         blocked = any(entry.outcome in (BLOCKS, WAITS) for entry in left)
@@ -138,7 +139,7 @@ def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[En
                 "torch.distributed.fsdp"
             ):
                 add(statement, "FC01", "")
-    return made
+    return [entry for entry in made if (entry.source.path, entry.start, entry.code) not in taken]
 
 
 def held_back(found: list[Entry]) -> list[Entry]:

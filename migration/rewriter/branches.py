@@ -1,4 +1,4 @@
-"""Branches of a program for sharded models and for others: `if isinstance(model, FSDP)` and what follows else."""
+"""Which reads a sharded model reaches: those behind where it is made, and not in a branch for other models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,37 @@ from migration.rewriter.symbols import CLASS
 
 class Branches:
     program: Program
+
+    def _reached(self, read: cst.CSTNode, module: Module, target: cst.CSTNode | None = None) -> bool:
+        """Return whether a name may be a sharded model; `target`: the assignment's by which it is one."""
+        if isinstance(read, cst.Name) and self._excluded(read, module):
+            return False
+        if target is None:
+            return True
+        others = self._conditions(read, module, "orelse")
+        if others and self._conditions(target, module) & others:
+            return False
+        return module.order(target) <= module.order(read) or not self._beside(target, read, module)
+
+    @staticmethod
+    def _conditions(node: cst.CSTNode, module: Module, branch: str = "body") -> set[str]:
+        """The conditions of this function under which a statement is reached; with "orelse" those without which."""
+        found, below = set(), node
+        for above in module.ancestors(node):
+            if isinstance(above, cst.FunctionDef):
+                break
+            if isinstance(above, cst.If) and below is getattr(above, branch):
+                found.add(module.code(above.test))
+            below = above
+        return found
+
+    @staticmethod
+    def _beside(target: cst.CSTNode, read: cst.CSTNode, module: Module) -> bool:
+        """Return whether reads above an assignment come before it: same function, and no loop around both."""
+        if module.function(target) is not module.function(read):
+            return False
+        loops = {id(loop) for loop in module.ancestors(target) if isinstance(loop, (cst.For, cst.While, cst.BaseComp))}
+        return not any(id(loop) in loops for loop in module.ancestors(read))
 
     def _excluded(self, node: cst.Name, module: Module) -> bool:
         """Return whether this is the branch for models that aren't sharded: else of `if isinstance(model, FSDP)`."""

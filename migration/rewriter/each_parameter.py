@@ -172,21 +172,14 @@ def _asked_by(scene: Scene, module: Module, name: cst.Name) -> bool:
     """Return whether a name is the argument of a function that is called with each of the parameters."""
     function = next((a for a in module.ancestors(name) if isinstance(a, (cst.FunctionDef, cst.Lambda))), None)
     own = [] if function is None else [p.name.value for p in function.params.params]
-    if name.value not in own:
+    if function is None or name.value not in own:
         return False
     place = own.index(name.value)
-    if isinstance(function, cst.FunctionDef):
-        calls = scene.values.calls(function, module)
-    else:
-        above = module.parent(function) if function is not None else None
-        target = above.targets[0].target if isinstance(above, cst.Assign) else None
-        reads = module.references(target) if isinstance(target, cst.Name) else []
-        calls = [(c, module) for r in reads if isinstance(c := module.parent(r), cst.Call) and c.func is r]
     return any(
         place < len(call.args)
         and isinstance(call.args[place].value, cst.Name)
         and over_parameters(scene, where, call.args[place].value)
-        for call, where in calls
+        for call, where in scene.flow.calls(function)
     )
 
 

@@ -10,7 +10,7 @@ import libcst as cst
 from migration.rewriter import methods
 from migration.rewriter.module import Module, last_name
 from migration.rewriter.names import uses
-from migration.rewriter.objects import A_MODEL
+from migration.rewriter.objects import MAYBE
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import CLASS
 
@@ -48,7 +48,7 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
             called = node.func
             if isinstance(called, cst.Attribute) and last_name(called) == "zero_grad":
                 model = called.value
-                ours = scene.is_model(model, module) or scene.flow.may_be(model, A_MODEL)
+                ours = scene.is_model(model, module) or scene.flow.may_be(model, MAYBE)
                 if ours and methods.between(module, node, model):
                     found.setdefault(CLEARED, node)
         for node, symbol in uses(module, scene.symbol):

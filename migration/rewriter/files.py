@@ -112,14 +112,14 @@ class Files:
         found: set[Path] = set()
         for package, listed, plain in self._import_lines(path):
             if package:
-                found |= {file for name in re.findall(r"\w+", listed) for file in self._behind(package, name, path)}
+                found |= {file for name in re.findall(r"\w+", listed) for file in self.behind(package, name, path)}
             for name in re.findall(r"[\w.]+", plain):
                 if (file := self._file_of(name, path)) is not None:
                     used = re.findall(rf"\b{re.escape(name)}\.(\w+)", self.sources[path].text)
-                    found |= {file, *(other for one in used for other in self._behind(name, one, path))}
+                    found |= {file, *(other for one in used for other in self.behind(name, one, path))}
         return found - {path}
 
-    def _behind(self, package: str, name: str, path: Path, depth: int = 0) -> set[Path]:
+    def behind(self, package: str, name: str, path: Path, depth: int = 0) -> set[Path]:
         """The files that `from package import name` may get it from: each hands on what it imports itself."""
         key = (package, name, path)
         if key not in self._handed:
@@ -130,6 +130,6 @@ class Files:
             if below is None and file is not None and depth < DEPTH:
                 for source, listed, _ in self._import_lines(file):
                     if source and ("*" in listed or re.search(rf"\b{name}\b", listed)):
-                        found |= self._behind(source, name, file, depth + 1)
+                        found |= self.behind(source, name, file, depth + 1)
             self._handed[key] = found
         return self._handed[key]

@@ -2,21 +2,22 @@
 
 Each expression, variable, attribute and container has the set of values that it may have, which grows until nothing
 changes. A value is FSDP1's class, a model, a method of one, or something of the program that can hold or make them: a
-function, a class, an object, a container, a file. The order of statements doesn't count: so all of it is "may be".
+function, a class, an object, a container, a file. The order of statements counts for a variable's models alone. A model
+is certain where a name of the class has made it; what may be the class makes what may be a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libcst as cst
 
 from migration.rewriter.module import Module, last_name
-from migration.rewriter.objects import A_MODEL, ALL, ANY, GET, PUT, THE_CLASS, Objects, Place, Value
+from migration.rewriter.objects import ALL, ANY, GET, MAYBE, MODEL, PUT, STATIC, THE_CLASS, Place, Value
 from migration.rewriter.program import Program
+from migration.rewriter.said import Said
 from migration.rewriter.symbols import CLASS, PACKAGE
-from migration.rewriter.tracked import WRAPPERS
 from migration.rewriter.values import key_of, string
 
 ALIKE = ("list", "tuple", "set", "sorted", "reversed", "iter", "ModuleList", "ModuleDict", "deque", "OrderedDict",
@@ -24,17 +25,41 @@ ALIKE = ("list", "tuple", "set", "sorted", "reversed", "iter", "ModuleList", "Mo
 OBJECTS = ("SimpleNamespace", "Namespace")
 
 
-class Flow(Objects):
-    def __init__(self, program: Program) -> None:
+class Flow(Said):
+    def __init__(self, program: Program, constructions: Sequence[tuple[cst.Call, Module]]) -> None:
         super().__init__(program)
-        self._begins = False  # without FSDP1 nothing has to flow
-        for module in program.parsed:
-            for node in module.all(*_RULES):
-                _RULES[type(node)](self, node, module)
-        while self._queue and self._begins:
-            place, value, origin = self._queue.pop()
-            for then in tuple(self._then.get(place, ())):
-                then(value, origin)
+        self._calls: dict[int, list[tuple[cst.Call, Module]]] = {}  # by function
+        for call, module in constructions:
+            self._certain.add(id(call))
+            self._add(id(call), MODEL, self._place(call, module))
+        visited = 0
+        while True:
+            parsed = program.parsed  # of which there may be more by now
+            for module in parsed[visited:]:
+                self._visit(module)
+            visited = len(parsed)
+            while self._queue and self._begins:
+                place, value, origin = self._queue.pop()
+                for then in tuple(self._then.get(place, ())):
+                    then(value, origin)
+            if visited == len(program.parsed) and not (self._begins and self._by_name()):
+                break
+
+    def functions(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """The functions of the program that a called expression may be."""
+        return [self._node[value[1]][0] for value in self.values.get(id(node), ()) if value[0] in ("function", "bound")]
+
+    def calls(self, function: cst.CSTNode) -> list[tuple[cst.Call, Module]]:
+        return self._calls.get(id(function), [])
+
+    def _visit(self, module: Module) -> None:
+        for name, bindings in module.scope(module.tree).names.items():
+            self._link(id(bindings), (module.file, name))
+        for path, name in list(self._exported):
+            if path == module.file:
+                self._starred(module, name)
+        for node in module.all(*_RULES):
+            _RULES[type(node)](self, node, module)
 
     # --- calls ---
 
@@ -42,21 +67,28 @@ class Flow(Objects):
         name, first = last_name(node.func), node.args[0].value if node.args else None
         asked = string(node.args[1].value) if len(node.args) > 1 else None
         names = {known for known, _ in module.qualified(node.func)}
-        self._when(id(node.func), lambda value, origin: self._called(value, origin, node))
+        self._when(id(node.func), lambda value, origin: self._called(value, origin, node, module))
+        if name in STATIC and self.program.symbol(node.func, module) == f"{CLASS}.{name}":
+            self._static(node, name, module)
+        if any(imported for _, imported in module.qualified(node.func)):
+            for arg in node.args:
+                self._when(id(arg.value), lambda value, _: self._parse(value, node.func, module))
         if first is None:
             if name == "super" and (owner := module.enclosing(node, cst.ClassDef)) is not None:
                 self._add(id(node), ("super", id(owner)))
-                self._inherits(id(owner), id(node), A_MODEL)
+                self._inherits(id(owner), id(node), MAYBE)
             if name == "dict" or name in OBJECTS:
                 self._add(id(node), ("box", id(node)) if name == "dict" else ("made", id(node)))
             return
-        if "functools.partial" in names or name in ("cast", *ALIKE) or names & {*WRAPPERS}:
+        if "functools.partial" in names or name in ("cast", *ALIKE) or "torch.compile" in names:
             wanted = node.args[-1].value if name == "cast" else first
             self._link(id(wanted), id(node))
         elif name == "getattr" and asked:
             self._read_of(id(first), asked, id(node))
         elif name == "setattr" and asked and len(node.args) == 3:
             self._set_of(id(first), asked, id(node.args[2].value))
+        elif name in ("isinstance", "hasattr") and self._certain:
+            self._asked(node, first, module)
         elif name == "next":
             self._each(id(first), id(node))
         elif name in ("enumerate", "zip", "dict", *OBJECTS):
@@ -66,7 +98,7 @@ class Flow(Objects):
         elif name == "field":
             for arg in node.args:
                 if arg.keyword is not None and arg.keyword.value == "default_factory":
-                    self._when(id(arg.value), lambda value, origin: self._called(value, origin, node, bare=True))
+                    self._when(id(arg.value), lambda value, origin: self._called(value, origin, node, module, True))
                 elif arg.keyword is not None and arg.keyword.value == "default":
                     self._link(id(arg.value), id(node))
 
@@ -92,25 +124,38 @@ class Flow(Objects):
         self._add(id(node), box)
         self._put(box, None, ("return", function[-1]) if function[0] in ("function", "bound") else ("nowhere",))
         if function == THE_CLASS:
-            self._add((box, ALL), A_MODEL, self.may_be(node.args[0].value, THE_CLASS))
+            self._add((box, ALL), MAYBE, self.may_be(node.args[0].value, THE_CLASS))
         for place, arg in enumerate(node.args[1:]):
             self._each(id(arg.value), part := ("part", id(arg)))
             self._argument(function, place, part)
 
-    def _called(self, value: Value, origin: str, node: cst.Call, *, bare: bool = False) -> None:
+    def _parse(self, value: Value, called: cst.BaseExpression, module: Module) -> None:
+        """Parse the file of a function that gets a model."""
+        for name, imported in module.qualified(called) if value in (THE_CLASS, MODEL, MAYBE) else ():
+            if imported:
+                last = name.rpartition(".")[2]
+                head = name[: -len(last)]
+                for path in self.program.behind(head.rstrip(".") or head, last, module.file):
+                    self.program.module(path)
+
+    def _called(self, value: Value, origin: str, node: cst.Call, module: Module, bare: bool = False) -> None:
         kind = value[0]
-        if kind in ("class", "same"):
-            self._add(id(node), A_MODEL, origin)
+        if kind == "same" or (kind == "class" and id(node) not in self._certain):
+            self._add(id(node), value[1] if kind == "same" else MAYBE, origin)
         elif kind == "of box":
             self._of_box(value[1], value[2], node)
         elif kind in ("function", "bound"):
+            self._calls.setdefault(value[1], []).append((node, module))
             if not bare:
                 self._arguments(value, node)
             self._link(("return", value[1]), id(node))
         elif kind == "of":
             made = ("object", value[1])
             self._add(id(node), made)
-            self._inherits(value[1], id(node), A_MODEL)
+            self._inherits(value[1], id(node), MAYBE)
+            if self._is_around(*self._node[value[1]]):
+                for arg in node.args if not bare else ():
+                    self._when(id(arg.value), lambda v, o: self._add(id(node), v, o) if v == MODEL else None)
             self._find(
                 made, "__init__", lambda v, _: self._arguments(("bound", *v[1:]), node) if v[0] == "function" else None
             )
@@ -163,18 +208,14 @@ class Flow(Objects):
     def _read(self, node: cst.Name | cst.Attribute, module: Module) -> None:
         symbol, names = self.program.symbol(node, module), [n for n, imported in module.qualified(node) if imported]
         if symbol == CLASS or (symbol or "").startswith("module:") or PACKAGE in names:
-            origin = f"{module.path.name}:{module.line(node)}"
-            self._add(id(node), THE_CLASS if symbol == CLASS else ("torch",), origin)
+            self._add(id(node), THE_CLASS if symbol == CLASS else ("torch",), self._place(node, module))
             self._begins = True
         above = module.parent(node)
         if isinstance(node, cst.Attribute):
             if not isinstance(above, cst.AssignTarget):
                 self._read_of(id(node.value), node.attr.value, id(node))
         elif not (isinstance(above, cst.Attribute) and above.attr is node):
-            found = module.assignments(node)
-            self._link(id(found) if found else (str(module.path), node.value), id(node))
-            if not found and (place := self.program.definition(node, module)) is not None:
-                self._link(self._of_file(*place), id(node))
+            self._name(node, module)
         if isinstance(node, cst.Attribute) and names:
             self._imported(names, id(node), module)
 
@@ -185,17 +226,17 @@ class Flow(Objects):
                 known = module.scope(node).find(bound.value)
                 for binding in known:
                     if binding.node is node and binding.imported:
-                        self._imported([binding.imported], id(known), module)
+                        self._imported([binding.imported], place := ("variable", id(known)), module)
+                        self._link(place, id(known))
 
     def _imported(self, names: list[str], end: Place, module: Module) -> None:
         for name in names:
             place = self.program.split(name, module)
-            other = self.program.known(place[0]) if place is not None else None
-            if place is not None and other is not None and other is not module:
+            if place is not None and place[0] != module.file:
                 if not place[1]:
-                    self._add(end, ("file", other))
+                    self._add(end, ("file", place[0]))
                 elif len(place[1]) == 1:
-                    self._link(self._of_file(other, place[1][0]), end)
+                    self._link(self._of_file(place[0], place[1][0]), end)
 
     def _assign(self, node: cst.Assign | cst.AnnAssign | cst.NamedExpr, module: Module) -> None:
         if node.value is not None:
@@ -203,6 +244,9 @@ class Flow(Objects):
                 self._bind(target, id(node.value), module)
             if isinstance(node, cst.NamedExpr):
                 self._link(id(node.value), id(node))
+        if isinstance(node, cst.AnnAssign):
+            self._said(node.annotation, said := ("said", id(node)), module)
+            self._bind(node.target, said, module)
 
     def _loop(self, node: cst.For | cst.CompFor, module: Module) -> None:
         self._each(id(node.iter), part := ("each", id(node)))
@@ -222,7 +266,7 @@ class Flow(Objects):
             if param.default is not None:
                 self._link(id(param.default), self._variable(param.name, module))
             if param.annotation is not None:
-                self._said(id(param.annotation.annotation), self._variable(param.name, module))
+                self._said(param.annotation, self._variable(param.name, module), module)
         if isinstance(node, cst.Lambda):
             self._add(id(node), value)
             self._link(id(node.body), ("return", id(node)))
@@ -242,15 +286,6 @@ class Flow(Objects):
                     self._add(place, ("of", id(owner)))
                     self._inherits(id(owner), place, THE_CLASS)
 
-    def _said(self, annotation: Place, end: Place) -> None:
-        """A parameter is what its annotation says."""
-
-        def then(value: Value, origin: str) -> None:
-            if value == THE_CLASS or value[0] == "of":
-                self._add(end, A_MODEL if value == THE_CLASS else ("object", value[1]), origin)
-
-        self._when(annotation, then)
-
     def _class(self, node: cst.ClassDef, module: Module) -> None:
         self._node[id(node)] = node, module
         value: Value = ("of", id(node))
@@ -264,7 +299,7 @@ class Flow(Objects):
     def _derived(self, node: cst.ClassDef, base: Value, origin: str) -> None:
         place = ("base", id(node))
         if base == THE_CLASS:
-            self._add(("selves", id(node)), A_MODEL, origin)
+            self._add(("selves", id(node)), MAYBE, origin)
         if base == THE_CLASS or base[0] == "of":
             self._add(place, base, origin)
         if base[0] == "of" and base[1] != id(node):
@@ -305,8 +340,16 @@ class Flow(Objects):
         box = ("box", id(node))
         self._add(id(node), box)
         if isinstance(node, (cst.BaseSimpleComp, cst.DictComp)):
-            self._put(box, None, id(node.value if isinstance(node, cst.DictComp) else node.elt))
+            made = node.value if isinstance(node, cst.DictComp) else node.elt
+            self._put(box, None, id(made))
+            if id(made) in self._certain:
+                self._full(box, self._place(made, module))
             return
+        values = [id(element.value) for element in node.elements]
+        for each in values:
+            self._when(
+                each, lambda _, o: self._full(box, o) if all(MODEL in self.values.get(v, ()) for v in values) else None
+            )
         for place, element in enumerate(node.elements):
             if isinstance(element, (cst.StarredElement, cst.StarredDictElement)):
                 for kept in (ALL, ANY):

@@ -81,7 +81,7 @@ def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> Non
     called = module.parent(node)
     code = ROWS[f"{CLASS}.{name}()"].code
     if not scene.is_model(node.value, module):
-        own = scene.rewriting.program.named(cst.FunctionDef, name)
+        own = any(where.named(cst.FunctionDef, name) for where in scene.modules)
         if not own and not any(imported for _, imported in module.qualified(node)):
             raise Undecided(code, f"which model {module.code(node.value)} is turns out at run time", node, module)
         return
@@ -102,7 +102,7 @@ def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> Non
 
 
 def _helper(scene: Scene, module: Module, node: cst.Call, name: str) -> None:
-    if name in module.top_level:
+    if name in module.scope(module.tree).names:
         raise Undecided("FM12", f"{name} is a function of this file already", node, module)
     edits = scene.edits(module)
     edits.modules["contextlib"] = "contextlib"

@@ -99,6 +99,10 @@ class Module:
     def path(self) -> Path:
         return self.source.path
 
+    @functools.cached_property
+    def file(self) -> Path:
+        return self.path.resolve()
+
     # --- where things are ---
 
     def span(self, node: cst.CSTNode) -> Span:
@@ -208,27 +212,9 @@ class Module:
             found.setdefault((type(node), last_name(node)), []).append(node)
         return found
 
-    @functools.cached_property
-    def assigned(self) -> dict[str, list[cst.BaseExpression]]:
-        """The module's assignments to its names, outside of functions and classes."""
-        found: dict[str, list[cst.BaseExpression]] = {}
-        for node in self.all(cst.Assign, cst.AnnAssign):
-            if node.value is None or self.enclosing(node, cst.FunctionDef, cst.ClassDef) is not None:
-                continue
-            targets = [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]
-            for name in dict.fromkeys(target.value for target in targets if isinstance(target, cst.Name)):
-                found.setdefault(name, []).append(node.value)
-        return found
-
     def named(self, kind: type[cst.CSTNode], name: str) -> list[Any]:
         """Functions, classes, attributes, names and calls by their last name; "" for calls of what has none."""
         return self._named.get((kind, name), [])
-
-    @functools.cached_property
-    def top_level(self) -> dict[str, cst.FunctionDef | cst.ClassDef]:
-        """Functions and classes of the module itself."""
-        known = self.all(cst.FunctionDef, cst.ClassDef)
-        return {n.name.value: n for n in reversed(known) if self.enclosing(n, cst.FunctionDef, cst.ClassDef) is None}
 
     def within(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> list[Any]:
         if id(node) in self._spans:

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
+from migration.rewriter.branches import Branches
 from migration.rewriter.module import Module, last_name
 from migration.rewriter.program import Program
+from migration.rewriter.scopes import module_name
 from migration.rewriter.symbols import CLASS, PREFIX
-from migration.rewriter.tracked import SAME, STATIC
 from migration.rewriter.values import key_of
 
 Value = tuple[Any, ...]
 Place = Any  # a node's id, or a tuple that begins with what it is a part of
 THE_CLASS: Value = ("class",)
-A_MODEL: Value = ("model",)
+MODEL: Value = ("model",)  # which a name of FSDP1's class has made
+MAYBE: Value = ("maybe",)  # a model that is made by what may be the class
 A_METHOD: Value = ("method",)
+# Methods that give the model back.
+SAME = ("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "requires_grad_")
+# Static methods of the class, and the place of the model among their arguments.
+STATIC = {
+    "state_dict_type": 0,
+    "set_state_dict_type": 0,
+    "get_state_dict_type": 0,
+    "summon_full_params": 0,
+    "fsdp_modules": 0,
+    "optim_state_dict": 0,
+    "optim_state_dict_to_load": 0,
+    "full_optim_state_dict": 0,
+    "sharded_optim_state_dict": 0,
+    "shard_full_optim_state_dict": 1,
+    "flatten_sharded_optim_state_dict": 1,
+    "scatter_full_optim_state_dict": 1,
+    "rekey_optim_state_dict": 2,
+}
 OWN = {*STATIC, "no_sync", "clip_grad_norm_", "register_comm_hook", "check_is_root"}
 ALL, ANY = "*", "?"  # of a container: whatever is in it, and what was put there under no known key
+HELD = "models"  # of a container of which nothing else is known
 GET = ("get", "pop", "setdefault", "__getitem__", "popitem")
 PUT = ("append", "add", "insert", "extend", "update", "setdefault", "appendleft")
 
 
-class Objects:
+class Objects(Branches):
     """The places of values, what flows from one to the other, and what objects have."""
 
     def __init__(self, program: Program) -> None:
@@ -34,6 +57,12 @@ class Objects:
         self._queue: list[tuple[Place, Value, str]] = []
         self._linked: set[tuple[Place, Place]] = set()
         self._node: dict[int, tuple[Any, Module]] = {}
+        self._sets: list[tuple[Place, str, Place]] = []  # of attributes: of what, which, to what
+        self._reads: list[tuple[Place, str, Place]] = []
+        self._exported: set[tuple[Path, str]] = set()
+
+    def is_model(self, node: cst.CSTNode) -> bool:
+        return MODEL in self.values.get(id(node), ())
 
     def may_be(self, node: cst.CSTNode, kind: Value) -> str:
         """Where an expression has it from that it may be the class, a model or a method; "" if it may not."""
@@ -78,22 +107,77 @@ class Objects:
         self._when(("base", owner), lambda base, origin: self._add(end, value, origin) if base == THE_CLASS else None)
 
     def _read_of(self, start: Place, name: str, end: Place) -> None:
+        self._reads.append((start, name, end))
         self._when(start, lambda value, origin: self._attribute(value, origin, name, end))
 
     def _set_of(self, owner: Place, name: str, start: Place) -> None:
+        self._sets.append((owner, name, start))
         self._when(owner, lambda value, _: self._set(value, name, start))
 
-    def _variable(self, name: cst.Name, module: Module) -> Place:
-        found = module.assignments(name)
-        return id(found) if found else (str(module.path), name.value)
+    def _by_name(self) -> bool:
+        """Models in attributes of what is unknown, which may be any object that has such an attribute."""
+        names = set()
+        for owner, name, start in self._sets:
+            for value, origin in self.values.get(start, {}).items() if MODEL in self.values.get(start, {}) else ():
+                if value == MODEL or value[-1] == HELD:
+                    names.add(name)
+                    self._add(("of unknown", name), value, origin)
+                    if not self.values.get(owner):
+                        self._add(("of any", name), value, origin)
+        for owner, name, end in self._reads:
+            if name in names:
+                self._link(("of any" if self.values.get(owner) else "of unknown", name), end)
+        return bool(self._queue)
 
-    def _of_file(self, module: Module, name: str) -> Place:
-        found = module.scope(module.tree).names.get(name)
-        return id(found) if found is not None else (str(module.path), name)
+    def _variable(self, name: cst.Name, module: Module) -> Place:
+        """A variable, without what assignments give it, which `_name` reads one by one."""
+        found = module.assignments(name)
+        if not found:
+            return self._of_file(module.file, name.value)
+        self._link(place := ("variable", id(found)), id(found))
+        return place
+
+    def _name(self, read: cst.Name, module: Module) -> None:
+        self._when(self._variable(read, module), lambda v, origin: self._reach(read, module, v, origin))
+        for binding in module.assignments(read):
+            if isinstance(target := binding.node, cst.Name):
+                then = functools.partial(self._reach, read, module, target=target)
+                self._when(("target", id(target)), then)
+
+    def _reach(self, read: cst.CSTNode, module: Module, value: Value, origin: str, target: Any = None) -> None:
+        if value not in (MODEL, MAYBE) or self._reached(read, module, target):
+            self._add(id(read), value, origin)
+
+    def _of_file(self, path: Path, name: str) -> Place:
+        """A name that other files read of a file, which may have it from `import *`."""
+        if (place := (path, name)) not in self._exported:
+            self._exported.add(place)
+            if (module := self.program.known(path)) is not None:
+                self._starred(module, name)
+        return place
+
+    def _starred(self, module: Module, name: str) -> None:
+        for statement in module.all(cst.ImportFrom) if name not in module.scope(module.tree).names else ():
+            if isinstance(statement.names, cst.ImportStar):
+                other = self.program.file_of(module_name(statement), module)
+                if other is not None:
+                    self._link(self._of_file(other, name), (module.file, name))
+
+    def _perhaps(self, start: Place, end: Place) -> None:
+        """Link a value to where there may be others beside it."""
+        self._when(start, lambda value, origin: self._add(end, MAYBE if value == MODEL else value, origin))
 
     def _put(self, box: Value, key: object, start: Place) -> None:
-        for kept in (ALL, ANY if key is None else key):
-            self._link(start, (box, kept))
+        self._perhaps(start, (box, ALL))
+        if key is None:
+            self._perhaps(start, (box, ANY))
+        else:
+            self._link(start, (box, key))
+
+    def _full(self, box: Value, origin: str) -> None:
+        """A container of models alone."""
+        for kept in (ALL, ANY):
+            self._add((box, kept), MODEL, origin)
 
     def _take(self, box: Value, key: object, end: Place) -> None:
         for kept in (ALL,) if key is None else (key, ANY):
@@ -101,12 +185,14 @@ class Objects:
 
     def _bind(self, target: cst.BaseExpression, start: Place, module: Module) -> None:
         if isinstance(target, cst.Name):
-            self._link(start, self._variable(target, module))
+            self._link(start, place := ("target", id(target)))
+            self._link(place, id(module.assignments(target)))
         elif isinstance(target, cst.Attribute):
             self._set_of(id(target.value), target.attr.value, start)
         elif isinstance(target, cst.Subscript):
             key = key_of(target)
             self._when(id(target.value), lambda v, _: self._put(v, key, start) if v[0] == "box" else None)
+            self._when(start, lambda v, origin: self._holds(target, start, module, origin) if v == MODEL else None)
         elif isinstance(target, (cst.Tuple, cst.List)):
             for number, element in enumerate(target.elements):
                 part = ("part", id(element))
@@ -116,12 +202,26 @@ class Objects:
                     self._each(start, part, number)
                 self._bind(element.value, part, module)
 
+    def _holds(self, target: cst.Subscript, start: Place, module: Module, origin: str) -> None:
+        """Where models are put into something, its parameters are theirs, whatever it is."""
+        held, box, key = ("held", id(target)), ("box", id(target), HELD), key_of(target)
+        self._put(box, key, start)
+        if key is None:
+            self._full(box, origin)
+        for value in (MODEL, box):
+            self._add(held, value, origin)
+        if isinstance(target.value, cst.Attribute):
+            self._bind(target.value, held, module)
+        elif isinstance(target.value, cst.Name):
+            for read in module.references(target.value):
+                then = functools.partial(self._reach, read, module, target=target)
+                self._when(held, then)
+
     # --- objects ---
 
     def _set(self, owner: Value, name: str, start: Place) -> None:
         if owner[0] in ("object", "made", "file", "of"):
-            place = self._of_file(owner[1], name) if owner[0] == "file" else (owner, name)
-            self._link(start, place)
+            self._link(start, self._of_file(owner[1], name) if owner[0] == "file" else (owner, name))
             if owner[0] == "object":
                 self._find(owner, name, lambda v, _: self._argument(v, 1, start) if v[0] == "setter" else None)
 
@@ -138,12 +238,12 @@ class Objects:
 
     def _attribute(self, owner: Value, origin: str, name: str, end: Place) -> None:
         kind = owner[0]
-        if kind in ("class", "model") and name in OWN:
+        if kind in ("class", "model", "maybe") and name in OWN:
             self._add(end, A_METHOD, origin)
-        elif kind == "model" and name in ("module", PREFIX):
-            self._add(end, A_MODEL, origin)
-        elif kind == "model" and name in SAME:
-            self._add(end, ("same",), origin)
+        elif kind in ("model", "maybe") and name in ("module", PREFIX):
+            self._add(end, owner, origin)
+        elif kind in ("model", "maybe") and name in SAME:
+            self._add(end, ("same", owner), origin)
         elif kind == "torch" and name == CLASS:
             self._add(end, THE_CLASS, origin)
         elif kind == "file":
@@ -189,8 +289,7 @@ class Objects:
         box = ("box", id(rest))
         self._add(self._variable(rest.name, module), box)
         key = place if isinstance(place, str) else place - len(listed)
-        self._link(spot := ("rest", id(rest), key), (box, ALL))
-        self._link(spot, (box, key))
+        self._put(box, key, spot := ("rest", id(rest), key))
         return spot
 
     def _argument(self, function: Value, place: int | str, start: Place) -> None:

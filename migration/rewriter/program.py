@@ -6,10 +6,8 @@ Only files that mention FSDP1 are parsed, and those that something is imported f
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import libcst as cst
 
@@ -30,25 +28,12 @@ SURE = re.compile(
     r"|_fsdp_wrapped_module"
 )
 
-NOTHING = sys.maxsize
-
 
 class Program(Files):
-    """`memo`: what has been found out, by question and node, until another file is parsed.
-
-    Files of `known` whose text is the same aren't parsed again.
-    """
-
-    def __init__(self, sources: Iterable[Source], known: Program | None = None) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         super().__init__(sources)
-        same = known._modules.items() if known is not None else ()
-        self._modules: dict[Path, Module | None] = {
-            path: module for path, module in same if module is not None and module.source is self.sources.get(path)
-        }
-        self.memo: dict[tuple[Any, ...], Any] = {}
-        self._asking: dict[tuple[str, int], int] = {}  # questions that are being answered, the outermost first
-        self._open = NOTHING  # the outermost of those that were asked again meanwhile
-        self._parsed: list[Module] = [module for module in self._modules.values() if module is not None]
+        self._modules: dict[Path, Module | None] = {}
+        self._parsed: list[Module] = []
         self._relevant: list[Module] | None = None
         self.unparsable: dict[Path, str] = {}
         self._exports: dict[tuple[Path, str], str | None] = {}
@@ -61,7 +46,6 @@ class Program(Files):
             try:
                 self._modules[path] = made = Module(self.sources[path])
                 self._parsed.append(made)
-                self.memo.clear()
             except Exception as error:
                 self.unparsable[path] = why_not(error)
                 self._modules[path] = None
@@ -71,9 +55,8 @@ class Program(Files):
         """Go on without a file, as if it couldn't be parsed: what has been found out with it is forgotten."""
         self.unparsable[path], self._modules[path], self._relevant = why, None, None
         self._parsed = [module for module in self._parsed if module.path.resolve() != path]
-        for known in (self.memo, self._asking, self._exports, self._foreign, self._symbols):
+        for known in (self._exports, self._foreign, self._symbols):
             known.clear()
-        self._open = NOTHING
 
     def known(self, path: Path) -> Module | None:
         """The file, if it has been parsed already."""
@@ -105,56 +88,6 @@ class Program(Files):
     @property
     def parsed(self) -> list[Module]:
         return list(self._parsed)  # which may grow while it is gone through
-
-    def answer(self, question: str, node: cst.CSTNode, find: Callable[[], Any], meanwhile: Any = None) -> Any:
-        """Answer a question about a node, once; `meanwhile` to who asks the same in between.
-
-        What was found out with such an answer isn't kept: asked by itself it may be more.
-        """
-        key = (question, id(node))
-        if key in self.memo:
-            return self.memo[key][1]
-        if key in self._asking:
-            self._open = min(self._open, self._asking[key])
-            return meanwhile
-        depth, outer = len(self._asking), self._open
-        self._asking[key], self._open = depth, NOTHING
-        try:
-            found = find()  # which may parse a file
-        finally:
-            del self._asking[key]
-            inner = self._open
-            self._open = min(outer, inner if inner < depth else NOTHING)
-        if inner >= depth:
-            self.memo[key] = node, found  # the node too: another one could have its id later
-        return found
-
-    def named(self, kind: type[cst.CSTNode], name: str) -> list[tuple[Any, Module]]:
-        """Module.named, of all files."""
-        key = ("named", kind, name)
-        if key not in self.memo:
-            self.memo[key] = [(node, module) for module in self.parsed for node in module.named(kind, name)]
-        return self.memo[key]
-
-    def called(self, name: str) -> list[tuple[Any, Module]]:
-        """Calls of a function by its name, or by one under which a file imports it."""
-        return [found for one in self.also_called(name) for found in self.named(cst.Call, one)]
-
-    def also_called(self, name: str) -> list[str]:
-        """A name, and those under which files import something of that name."""
-        if ("aliases",) not in self.memo:
-            aliases: dict[str, set[str]] = {}
-            for module in self.parsed:
-                for alias in module.all(cst.ImportAlias):
-                    if alias.asname is not None:
-                        aliases.setdefault(last_name(alias.name), set()).add(alias.evaluated_alias or "")
-            self.memo[("aliases",)] = aliases
-        names, more = {name: None}, [name]
-        while more:
-            others = sorted(self.memo[("aliases",)].get(more.pop(), ()))
-            more += [other for other in others if other not in names]
-            names.update(dict.fromkeys(others))
-        return list(names)
 
     # --- what a name is ---
 
@@ -285,47 +218,6 @@ class Program(Files):
                     return known
         return None
 
-    def definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
-        """The file and the name there of something that this file imports from the program."""
-        return self.answer("definition", node, lambda: self._definition(node, module))
-
-    def _definition(self, node: cst.CSTNode, module: Module) -> tuple[Module, str] | None:
-        for name, imported in module.qualified(node):
-            if imported:
-                place = self.split(name, module)
-                if place is not None and len(place[1]) == 1:
-                    found = self._followed(place[0], place[1][0])
-                    if found is not None:
-                        return found
-        if isinstance(node, cst.Name) and not module.qualified(node):
-            for statement in module.all(cst.ImportFrom):
-                if isinstance(statement.names, cst.ImportStar):
-                    path = self.file_of(module_name(statement), module)
-                    if path is not None and (found := self._followed(path, node.value)) is not None:
-                        return found
-        return None
-
-    def _followed(self, path: Path, name: str, depth: int = 0) -> tuple[Module, str] | None:
-        """Where a name is bound by something else than an import, starting from a file that has it."""
-        module = self.module(path)
-        if module is None or depth > DEPTH:
-            return None
-        if name in module.top_level or top_assignments(module, name):
-            return module, name
-        for statement in module.all(cst.ImportFrom):
-            target = module_name(statement)
-            if isinstance(statement.names, cst.ImportStar):
-                wanted = name
-            else:
-                wanted = next(
-                    (a.evaluated_name for a in statement.names if (a.evaluated_alias or a.evaluated_name) == name), ""
-                )
-            if wanted and (below := self.file_of(target, module)) is not None and below != path:
-                found = self._followed(below, wanted, depth + 1)
-                if found is not None:
-                    return found
-        return None
-
 
 def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | None:
     """The value that a target gets, also one of `a, b = x, y`."""
@@ -342,8 +234,3 @@ def bound_value(target: cst.CSTNode, module: Module) -> cst.BaseExpression | Non
         return assign.value
     held = assign.value.elements if isinstance(assign.value, (cst.Tuple, cst.List)) else ()
     return held[index].value if index < len(held) else None
-
-
-def top_assignments(module: Module, name: str) -> list[cst.BaseExpression]:
-    """The module's assignments to one of its names, outside of functions and classes."""
-    return module.assigned.get(name, [])

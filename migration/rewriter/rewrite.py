@@ -34,9 +34,7 @@ from migration.rewriter.scene import Scene
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import KEPT
-from migration.rewriter.tracked import Tracked
 from migration.rewriter.translate import Rewriting
-from migration.rewriter.values import Values
 
 LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
@@ -63,8 +61,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
     """Move what can be moved. Files that import each other go one way together: to plain FSDP2 if all that they do with
     FSDP1 can be said in it, else they keep FSDP1's interface, on FSDP2. Without `texts` there is the account alone."""
     calls = constructions(program)
-    tracked = Tracked(program, Values(program), calls)
-    scene = Scene(Rewriting(program), tracked, calls, Flow(program))
+    scene = Scene(Rewriting(program), calls, Flow(program, calls))
     plain = _plain(scene)
     group = _together(program)  # which may have more files by now: rules ask for the file that a name comes from
     ways: list[Way] = []

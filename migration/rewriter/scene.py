@@ -12,9 +12,9 @@ import libcst as cst
 from migration.rewriter.edits import Edits
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
+from migration.rewriter.objects import STATIC
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import MOVED
-from migration.rewriter.tracked import STATIC, Tracked
 from migration.rewriter.translate import Rewriting, constant
 from migration.rewriter.values import Values
 
@@ -25,7 +25,6 @@ ON_MODELS = {*STATIC, "check_is_root"}
 @dataclass
 class Scene:
     rewriting: Rewriting
-    tracked: Tracked
     calls: list[tuple[cst.Call, Module]]
     flow: Flow
     interface: bool = False  # the program keeps FSDP1's interface, and its models have FSDP1's methods
@@ -53,7 +52,7 @@ class Scene:
         return known
 
     def is_model(self, node: cst.CSTNode, module: Module) -> bool:
-        return self.tracked.is_model(node, module)
+        return self.flow.is_model(node)
 
     def may_be_model(self, node: cst.CSTNode, module: Module) -> bool:
         return self.is_model(node, module) or (self.travels and isinstance(node, (cst.Name, cst.Attribute)))

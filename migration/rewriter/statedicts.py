@@ -84,7 +84,7 @@ class StateDicts:
         ):
             raise Undecided("FM07", "the kind is set for state dicts that are made elsewhere", node, module)
         for made in module.within(block.body, cst.Call):
-            if self.scene.values.function(made.func, module) is not None:
+            if self.scene.flow.functions(made.func):
                 why = f"{module.code(made.func)} may make or load a state dict of the kind that is set here"
                 raise Undecided("FM07", why, node, module)
         if not can_unwrap(module, block):

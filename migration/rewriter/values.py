@@ -1,47 +1,16 @@
-"""The value of an expression, as far as the lines around it say; and which function or class of the program is called.
+"""The value of an expression, as far as the lines around it say.
 
 Nothing is run: what isn't written out beside is unknown, and whoever asks must then leave the code alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
-import re
-import threading
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import libcst as cst
 
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
-
-# Classes whose methods aren't looked for among the program's; those of torch by file, since importing it takes seconds.
-ELSEWHERE = (dict, list, set, str, Path, argparse.ArgumentParser, logging.Logger, threading.Thread)
-OF_TORCH = {
-    "_C/__init__.pyi": "TensorBase",
-    "_tensor.py": "Tensor",
-    "nn/modules/module.py": "Module",
-    "optim/optimizer.py": "Optimizer",
-    "utils/data/dataloader.py": "DataLoader",
-}
-
-
-@cache
-def methods_elsewhere() -> frozenset[str]:
-    """Names of what `ELSEWHERE` and `OF_TORCH` have, the latter by the text of the installed torch."""
-    found = {name for one in ELSEWHERE for name in dir(one)}
-    spec = find_spec("torch")
-    assert spec is not None  # a dependency
-    for file, name in OF_TORCH.items():
-        text = (Path(str(spec.origin)).parent / file).read_text(encoding="utf-8")
-        body = re.split(rf"^class {name}\b", text, maxsplit=1, flags=re.MULTILINE)[1]
-        body = re.split(r"^(?:class|def|@)", body, maxsplit=1, flags=re.MULTILINE)[0]
-        found.update(re.findall(r"^    (?:def )?(\w+)(?=[(:]| = )", body, re.MULTILINE))
-    return frozenset(found)
 
 
 @dataclass
@@ -148,61 +117,3 @@ class Values:
         args, spread = arguments(node)
         symbol = self.program.symbol(node.func, module)
         return Leaf("call" if symbol is not None else "value", node, module, symbol or "", args, spread)
-
-    # --- functions and classes of the program ---
-
-    def calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
-        """Calls of a function or method, in all files that are parsed. Methods are told apart by name alone."""
-        return self.program.answer("calls", function, lambda: self._calls(function, module), [])
-
-    def _calls(self, function: cst.FunctionDef, module: Module) -> list[tuple[cst.Call, Module]]:
-        owner, named = module.enclosing(function, cst.ClassDef, cst.FunctionDef), self.program.called(last(function))
-        if isinstance(owner, cst.ClassDef):
-            made = self.program.called(last(owner)) if last(function) == "__init__" else []
-            made = [(c, where) for c, where in made if isinstance(c.func, cst.Name)]
-            return made + [(c, where) for c, where in named if isinstance(c.func, cst.Attribute)]
-        return [(call, where) for call, where in named if self.function(call.func, where) is function]
-
-    def function(self, node: cst.CSTNode, module: Module) -> cst.FunctionDef | None:
-        """The function of the program that a called expression is."""
-        found = self.function_in(node, module)
-        return found[0] if found else None
-
-    def function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
-        return self.program.answer("function", node, lambda: self._function_in(node, module))
-
-    def _function_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.FunctionDef, Module] | None:
-        if isinstance(known := self._defined(node, module), tuple) and isinstance(known[0], cst.FunctionDef):
-            return known[0], known[1]
-        if not isinstance(node, cst.Attribute):
-            return None
-        name = node.attr.value
-        if isinstance(node.value, cst.Name) and node.value.value == "self":
-            owner = module.enclosing(node, cst.ClassDef)
-            for statement in owner.body.body if owner is not None else ():
-                if isinstance(statement, cst.FunctionDef) and last(statement) == name:
-                    return statement, module
-        # Of an object of the program, if one class alone has a method of that name.
-        if any(imported for _, imported in module.qualified(node)) or name in methods_elsewhere():
-            return None
-        named = self.program.named(cst.FunctionDef, name)
-        around = named[0][1].enclosing(named[0][0], cst.ClassDef, cst.FunctionDef) if len(named) == 1 else None
-        return named[0] if isinstance(around, cst.ClassDef) else None
-
-    def class_in(self, node: cst.CSTNode, module: Module) -> tuple[cst.ClassDef, Module] | None:
-        """The class of the program that a called expression is."""
-        known = self._defined(node, module)
-        return (known[0], known[1]) if known is not None and isinstance(known[0], cst.ClassDef) else None
-
-    def _defined(self, node: cst.CSTNode, module: Module) -> tuple[cst.CSTNode, Module] | None:
-        if isinstance(node, cst.Name):
-            for binding in module.assignments(node):
-                if isinstance(binding.node, (cst.FunctionDef, cst.ClassDef)):
-                    return binding.node, module
-        place = self.program.definition(node, module) if isinstance(node, (cst.Name, cst.Attribute)) else None
-        known = place[0].top_level.get(place[1]) if place is not None else None
-        return (known, place[0]) if known is not None and place is not None else None
-
-
-def last(node: cst.FunctionDef | cst.ClassDef) -> str:
-    return node.name.value

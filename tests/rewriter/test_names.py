@@ -6,14 +6,11 @@ import inspect
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader
 
 from migration.rewriter.check import account, load
 from migration.rewriter.constructor_calls import ORDER
 from migration.rewriter.rewrite import rewrite
-from migration.rewriter.values import methods_elsewhere
 
 CLASS = "from torch.distributed.fsdp import FullyShardedDataParallel"
 FSDP = f"{CLASS} as FSDP\n"
@@ -157,10 +154,20 @@ def test_a_model_of_another_file(tmp_path: Path) -> None:
     assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in files["end"]
 
 
-def test_the_names_that_are_read_without_torch_are_torchs() -> None:
+def test_the_arguments_that_are_written_out_are_torchs() -> None:
     assert tuple(inspect.signature(FullyShardedDataParallel).parameters) == ORDER
-    for one in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, DataLoader):
-        public = {name for name in dir(one) if not name.startswith("_") and inspect.isroutine(getattr(one, name))}
-        # Libraries add methods of theirs to torch's classes.
-        public = {name for name in public if getattr(getattr(one, name), "__module__", "torch").startswith("torch")}
-        assert public - methods_elsewhere() <= {"cdouble", "cfloat", "const_data_ptr"}, one
+
+
+def test_what_may_be_something_else_is_not_moved(tmp_path: Path) -> None:
+    """Places of a container of which nothing else is known, and reads above the line that shards."""
+    files, marks = moved(
+        tmp_path,
+        program=f"{FSDP}def one(part):\n    return FSDP(part) if isinstance(part, Net) else part\n"
+        "def prepare(*parts):\n    return [one(part) for part in parts]\n"
+        "def main(net, sgd):\n    print(net.state_dict())\n    net, other = FSDP(net), 3\n    print(net.state_dict())\n"
+        "    model, optimizer = prepare(Net(), sgd)\n    print(optimizer.state_dict())\n",
+    )
+    assert marks == []
+    assert "    print(net.state_dict())\n    net, other =" in files["program"]
+    assert "print(optimizer.state_dict())" in files["program"]
+    assert "print(get_model_state_dict(net" in files["program"], "the rest is moved"
