@@ -15,20 +15,13 @@ from collections.abc import Sequence
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
 from migration.checkpoints import flags as checkpoints
-from migration.options import TABLE
+from migration.options import TABLE, listing
 from migration.prove import flags as prove
 from migration.rewriter import cli as code
 
 
 def run_options(given: argparse.Namespace) -> None:
     """Raises ConfigError if nothing has such a name."""
-    from migration.page import listing, page
-
-    if given.markdown:
-        if given.name is not None:
-            raise ConfigError(f"options {given.name} --markdown: the page holds all rows; drop one of them")
-        print(page(), end="")
-        return
     wanted = (given.name or "").lower()
     rows = [row for row in TABLE if wanted in row.name.lower() or wanted == row.code.lower()]
     if not rows:
@@ -43,7 +36,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     meaning = "what each option of FSDP1 means in FSDP2"
     options = commands.add_parser("options", help=meaning, description=meaning)
     options.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, such as NO_SHARD or no_sync")
-    options.add_argument("--markdown", action="store_true", help="the whole table, as the page in docs/")
     options.set_defaults(run=run_options)
     code.add(commands)
     checkpoints.add_command(commands)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import libcst as cst
 
+from migration.options import CLASS
 from migration.rewriter import each_parameter
 from migration.rewriter.edits import Undecided
 from migration.rewriter.module import Module
@@ -16,7 +17,6 @@ from migration.rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX
 from migration.rewriter.taken import KEPT
 from migration.rewriter.translate import constant
 from migration.rewriter.values import string
-from migration.row import CLASS
 
 # Asked for by name, to be shared among models.
 STREAMS = ("_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream")

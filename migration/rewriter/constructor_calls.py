@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from migration.options import CLASS
 from migration.rewriter import precision
 from migration.rewriter.conditions import condition
 from migration.rewriter.edits import Undecided
@@ -17,7 +18,6 @@ from migration.rewriter.program import Program
 from migration.rewriter.symbols import ROWS
 from migration.rewriter.translate import FSDP, Rewriting, constant
 from migration.rewriter.values import arguments, assignment
-from migration.row import CLASS
 
 # FullyShardedDataParallel's arguments; written out, since importing torch takes seconds.
 ORDER = (

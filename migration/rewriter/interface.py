@@ -12,6 +12,7 @@ from pathlib import Path
 
 import libcst as cst
 
+from migration.options import CLASS
 from migration.rewriter import beyond, imports, instances, methods
 from migration.rewriter.edits import Undecided
 from migration.rewriter.module import Module
@@ -23,7 +24,6 @@ from migration.rewriter.source import INTERFACE, Source
 from migration.rewriter.symbols import AROUND, BY_CODE, PACKAGE, PREFIX, canonical
 from migration.rewriter.taken import KEPT
 from migration.rewriter.values import string
-from migration.row import CLASS
 
 GIVEN = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device")
 SHIM = Path(__file__).parents[2] / "fsdp1_interface"

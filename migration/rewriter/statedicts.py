@@ -11,6 +11,7 @@ from functools import partial
 
 import libcst as cst
 
+from migration.options import CLASS
 from migration.rewriter.blocks import can_unwrap, unwrap
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
@@ -18,7 +19,6 @@ from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import ROWS
 from migration.rewriter.translate import constant
 from migration.rewriter.values import arguments
-from migration.row import CLASS
 
 PACKAGE = "torch.distributed.checkpoint.state_dict"
 TYPES = {"StateDictType.FULL_STATE_DICT": True, "StateDictType.SHARDED_STATE_DICT": False}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from migration.options import TABLE
-from migration.row import CLASS, Row
+from migration.options import CLASS, TABLE, Row
 
 ROWS: dict[str, Row] = {row.name: row for row in TABLE}
 BY_CODE: dict[str, Row] = {row.code: row for row in TABLE}

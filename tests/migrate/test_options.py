@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed.fsdp as fsdp
@@ -16,11 +15,8 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from fsdp2.options.errors import ConfigError
 from migration.__main__ import main
-from migration.options import SECTIONS, TABLE
-from migration.page import page
-from migration.row import DECIDE, EXACT, REFUSED, STATUSES
+from migration.options import DECIDE, EXACT, REFUSED, SECTIONS, STATUSES, TABLE, Row, sections
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "migration-options.md"
 # What the module of FSDP1 also exports, and what isn't FSDP1's.
 FSDP2 = {
     "CPUOffloadPolicy",
@@ -118,8 +114,14 @@ def test_what_the_rows_recommend_exists() -> None:
     assert hasattr(DeviceMesh, "from_group")
 
 
-def test_the_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "python -m fsdp2.migrate options --markdown > docs/migration-options.md"
+def test_each_line_of_a_table_is_a_row() -> None:
+    assert sections('## A\n| <a id="fa01"></a>FA01 | `FSDP.module` | `x=…` | exact | a \\| b |\n') == {
+        "A": [Row("FA01", "FullyShardedDataParallel.module", "x=…", EXACT, "a | b")]
+    }
+    for line in ('| <a id="fa02"></a>FA01 | `a` | b | exact | c |', '| <a id="fa01"></a>FA01 | `a` | b | other | c |',
+                 '| <a id="fa01"></a>FA01 | `a` | b | exact | c | d |'):  # fmt: skip
+        with pytest.raises(ValueError, match=r"row|unpack"):
+            sections(f"## A\n{line}\n")
 
 
 def test_the_command_prints_rows_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +139,6 @@ def test_the_command_prints_rows_by_name(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "part"),
     [
         (["options", "no_such"], "options no_such: FSDP1 has no option of that name"),
-        (["options", "no_sync", "--markdown"], "drop one of them"),
         (["convert"], "invalid choice: 'convert'"),
         ([], "required: command"),
     ],
