@@ -63,8 +63,15 @@ def as_saved(folder: Path, rows: list[Any]) -> None:
     (folder / "cache-0123456789abcdef.arrow").write_bytes(b"of a map")
 
 
+def as_saved_twice(folder: Path, rows: list[Any]) -> None:
+    library.Dataset.from_list([{"text": "of the first time"}] * 6).save_to_disk(str(folder), num_shards=3)
+    write(folder, rows)  # in one file, beside those three
+
+
 PLACES: dict[str, tuple[Callable[[Path, list[Any]], Any], str]] = {
     "saved": (as_saved, ""),
+    "twice": (as_saved_twice, ""),
+    "arrow": (lambda folder, rows: (as_saved(folder, rows), (folder / "state.json").unlink()), ""),
     "dict": (as_dict, ":train"),
     "shards": (as_shards, ""),
     "a.csv": (write, ""),
@@ -174,6 +181,16 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "files of one kind are read together",
     ),
     "empty": (lambda to: write(to / "a.csv", TEXTS[:0] or [{"text": None}][:0]), "a.csv", "empty|gives up"),
+    "a file less": (
+        lambda to: (as_saved(to / "a", TEXTS), (to / "a" / "data-00001-of-00003.arrow").unlink()),
+        "a",
+        r"state\.json: names '.*data-00001-of-00003\.arrow', which isn't there; save the dataset again",
+    ),
+    "another's state": (
+        lambda to: (as_saved(to / "a", TEXTS), (to / "a" / "state.json").write_text('{"_data_files": [1]}')),
+        "a",
+        r"state\.json: names no files of data",
+    ),
     "nothing": (lambda to: (to / "a").mkdir(), "a", "there is nothing that datasets reads"),
     "a pattern": (lambda to: write(to / "a[1].csv", TEXTS), "a[1].csv", "takes its name for a pattern or a URL"),
     "junk": (lambda to: (to / "a.parquet").write_bytes(b"PAR1junkPAR1"), "a.parquet", "gives up"),

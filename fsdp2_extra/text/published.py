@@ -6,6 +6,7 @@ description could name a URL. What it reads stays Arrow's: a row would become a 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ READERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": 
 BESIDE = re.compile(r"(state|dataset_infos?|dataset_dict)\.json|cache-.*\.arrow")  # what `save_to_disk` and `map` add
 HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 UNKNOWN = 1 << 62  # bytes
+MOST_SAID = 16 << 20  # bytes of a folder's state.json, which names its files
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ def _listed(place: str) -> Published:
     there = next(one for one in (Path(path), *Path(path).parents) if one.exists())  # as much of a pattern as is none
     by_name = {os.path.relpath(file.name, there): file for file in below(Path(path), tuple(READERS))}
     by_name = {name: file for name, file in by_name.items() if not BESIDE.fullmatch(os.path.basename(name))}
+    tables = (file.name for file in by_name.values() if file.suffix == ".arrow" and Path(path).is_dir())
+    for told in {one for name in tables if os.path.lexists(one := Path(name).with_name("state.json"))}:
+        last = _saved(told)
+        by_name = {n: one for n, one in by_name.items() if Path(one.name).parent != told.parent or one.name in last}
     if (Path(path) / "dataset_dict.json").is_file():
         of_split = [file for name, file in by_name.items() if name.startswith(f"{split}/")]
     else:
@@ -92,6 +98,21 @@ def _listed(place: str) -> Published:
     names = tuple(file.name for file in files)
     state = identity_of(repr([(os.path.relpath(file.name, there), file.size, file.state) for file in files]).encode())
     return Published(place, sum(file.size for file in files), state, _reader(names, path), names, split)
+
+
+def _saved(state: Path) -> set[str]:
+    """The files that `save_to_disk` wrote last: of an earlier time, in more files, it leaves some.
+
+    Raises UnusableText if they aren't all there, or none are named.
+    """
+    try:
+        told = state.read_bytes() if state.is_file() and state.stat().st_size <= MOST_SAID else b""
+        found = {str(state.with_name(file["filename"])) for file in json.loads(told)["_data_files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise UnusableText(f"{state}: names no files of data; save the dataset again, or name its files") from None
+    if missing := [name for name in found if not os.path.isfile(name)]:
+        raise UnusableText(f"{state}: names {ascii(min(missing))[:200]}, which isn't there; save the dataset again")
+    return found
 
 
 def _is_of(split: str, name: str) -> bool:
