@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.config import Config
-from fsdp2.data.loader import Batch, evaluation_batches
+from fsdp2.data.loader import Batch
 from fsdp2.data.splits import IGNORED, Split
 from fsdp2.models.spec import ModelSpec
-from fsdp2.run.dataset import pieces_of
+from fsdp2.run.dataset import held_out_batches
 from fsdp2.run.process.runtime import World
 
 
@@ -28,11 +28,8 @@ def evaluate(
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
     """
-    share = world.share(config.tp, config.sp)
-    split = pieces_of(split, share)
-    batches = evaluation_batches(split, config.test_batch_size, share.index, share.of, device)
-    sums = scored(forward, spec, batches, device)
-    if not share.counts:
+    sums = scored(forward, spec, held_out_batches(split, config, world, device), device)
+    if not world.share(config.tp, config.sp).counts:
         sums.zero_()
     if world.world_size > 1:
         dist.all_reduce(sums)

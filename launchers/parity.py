@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 
 from fsdp2.options.errors import ConfigError
@@ -83,12 +82,11 @@ def compare(torchrun: dict[int, float], ray: dict[int, float], where: str) -> in
     """Print both columns and what they say."""
     print(f"{'step':>6}  {'torchrun':<{COLUMN}}  {'ray':<{COLUMN}}")
     different = []
-    for one, other in zip_longest(sorted(torchrun.items()), sorted(ray.items())):
-        step = (one or other)[0]
-        ours, theirs = (repr(pair[1]) if pair else "-" for pair in (one, other))
-        if one != other:
+    for step in sorted(torchrun.keys() | ray.keys()):
+        ours, theirs = (str(losses.get(step, "-")) for losses in (torchrun, ray))  # so two that are NaN are alike
+        if ours != theirs:
             different.append(step)
-        print(f"{step:>6}  {ours:<{COLUMN}}  {theirs:<{COLUMN}}  {'' if one == other else 'differs'}".rstrip())
+        print(f"{step:>6}  {ours:<{COLUMN}}  {theirs:<{COLUMN}}  {'' if ours == theirs else 'differs'}".rstrip())
     if different:
         print(f"they differ first at step {different[0]}, and in {len(different)} of {len(torchrun)} steps; {where}")
         return 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -298,9 +299,9 @@ def table(results: Any, tune: TuneOptions, options: RayOptions, config: Config, 
     sign = -1 if HIGHER_IS_BETTER[tune.metric] else 1
     done = sorted(
         (result for result in results if tune.metric in (result.metrics or {})),
-        key=lambda result: sign * result.metrics[tune.metric],
+        key=lambda result: (math.isnan(value := result.metrics[tune.metric]), sign * value),
     )
-    if not done:
+    if not done or math.isnan(done[0].metrics[tune.metric]):
         raise ray_train.TrainingFailed(f"no trial has a result; the first error:\n{next(iter(results.errors), None)}")
     lines = [f"{'trial':<14}  {tune.metric:>9}  epochs  flags"]
     for result in done:

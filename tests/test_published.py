@@ -47,6 +47,21 @@ def write(file: Path, rows: list[Any]) -> Path:
     return file
 
 
+def as_saved_less(folder: Path) -> None:
+    as_saved(folder, TEXTS)
+    (folder / "data-00001-of-00003.arrow").unlink()
+
+
+def as_saved_by_another(folder: Path, rows: Any = TEXTS) -> None:
+    as_saved(folder, rows)
+    (folder / "state.json").write_text('{"_data_files": [1]}')
+
+
+def as_tables(folder: Path, rows: list[Any]) -> None:
+    as_saved(folder, rows)
+    (folder / "state.json").unlink()
+
+
 def as_dict(folder: Path, rows: list[Any]) -> None:
     sets = {"train": library.Dataset.from_list(rows), "validation": library.Dataset.from_list(rows[:1])}
     library.DatasetDict(sets).save_to_disk(str(folder))
@@ -71,7 +86,7 @@ def as_saved_twice(folder: Path, rows: list[Any]) -> None:
 PLACES: dict[str, tuple[Callable[[Path, list[Any]], Any], str]] = {
     "saved": (as_saved, ""),
     "twice": (as_saved_twice, ""),
-    "arrow": (lambda folder, rows: (as_saved(folder, rows), (folder / "state.json").unlink()), ""),
+    "arrow": (as_tables, ""),
     "dict": (as_dict, ":train"),
     "shards": (as_shards, ""),
     "a.csv": (write, ""),
@@ -182,12 +197,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "empty": (lambda to: write(to / "a.csv", TEXTS[:0] or [{"text": None}][:0]), "a.csv", "empty|gives up"),
     "a file less": (
-        lambda to: (as_saved(to / "a", TEXTS), (to / "a" / "data-00001-of-00003.arrow").unlink()),
+        lambda to: as_saved_less(to / "a"),
         "a",
         r"state\.json: names '.*data-00001-of-00003\.arrow', which isn't there; save the dataset again",
     ),
     "another's state": (
-        lambda to: (as_saved(to / "a", TEXTS), (to / "a" / "state.json").write_text('{"_data_files": [1]}')),
+        lambda to: as_saved_by_another(to / "a"),
         "a",
         r"state\.json: names no files of data",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -32,14 +33,18 @@ _JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records. Raises ValueError that names the first line which is none, OSError if there is no such file."""
+    """All records, with NaN for each number of a step that JSON had none for.
+
+    Raises ValueError that names the first line which is none, OSError if there is no such file.
+    """
     found = []
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             record = parse(line)
             if record is None:
                 raise ValueError(f"{path}: line {number} is not a complete record; resuming the run repairs the file")
-            found.append(record)
+            numbers = record["kind"] in ("train", "eval")
+            found.append({key: math.nan if numbers and value is None else value for key, value in record.items()})
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
 
 import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.loader import Batches
+from fsdp2.data.loader import Batch, Batches, evaluation_batches
 from fsdp2.data.splits import Dataset, Split
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
@@ -81,6 +82,12 @@ def training_batches(config: Config, dataset: Dataset, world: World, device: tor
         device=device,
         workers=config.loader_workers,
     )
+
+
+def held_out_batches(split: Split, config: Config, world: World, device: torch.device) -> Iterator[Batch]:
+    """This rank's part of a split that is evaluated."""
+    share = world.share(config.tp, config.sp)
+    return evaluation_batches(pieces_of(split, share), config.test_batch_size, share.index, share.of, device)
 
 
 def pieces_of(split: Split, share: Share) -> Split:

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from fsdp2.options.errors import require
 from fsdp2.run.directory.rundir import environment
 from fsdp2.run.process import ending
+from fsdp2.run.process.group import RunStopped
 from fsdp2.units import short
 from fsdp2_tools import results
 from fsdp2_tools.compare import report
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     print(report.terminal(report.HEADINGS, report.cells(found)))
     print("\n".join(lines))
     print(f"more in {short(out.absolute())}: compare.html, .png, .md, .csv, .json, memory.png")
+    if all(row.failed is not None for row in found):
+        raise RunStopped("no row could be measured")
     return found
 
 

@@ -130,11 +130,12 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
 
 
 def reason(output: str) -> str:
-    """The line that says why, of what a failed run has printed."""
+    """The line that says why, of what a failed run has printed: a rank, or else what torchrun says of the first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     refused = [found[1] for line in lines if (found := re.search(r"fsdp2: (?:error|stopped): (.*)", line))]
-    raised = [line for line in lines if _raised(line)]
-    return (refused or raised or lines or ["it ended without a word"])[0]
+    raised = [line for line in lines if _raised(line) and "ChildFailedError" not in line]
+    ended = re.findall(r"Root Cause.*?traceback : ([^\n]+)", output, re.DOTALL)
+    return (refused or raised or ended or lines or ["it ended without a word"])[0]
 
 
 def _raised(line: str) -> bool:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -61,10 +62,10 @@ def equality(row: Measured, reference: Measured) -> str:
     if row is reference:
         return "reference"
     pairs = list(zip(row.losses, reference.losses, strict=True))
-    different = [step for step, (a, b) in enumerate(pairs, 1) if a != b]
+    different = [step for step, (a, b) in enumerate(pairs, 1) if repr(a) != repr(b)]  # two that are NaN are alike
     if not different:
         return "equal"
-    largest = max(abs(a - b) for a, b in pairs)
+    largest = max((abs(a - b) for a, b in pairs if math.isfinite(a - b)), default=math.nan)
     return f"from step {different[0]}, {largest:.1e}"
 
 
@@ -137,6 +138,8 @@ def as_csv(found: Sequence[Measured]) -> str:
 def as_json(found: Sequence[Measured], facts: dict[str, Any], lines: Sequence[str]) -> str:
     """Everything that was measured."""
     rows = [dataclasses.asdict(row) for row in found]
+    for row in rows:
+        row["losses"] = [loss if math.isfinite(loss) else None for loss in row["losses"]]
     best = [row.name for row in efficient(found)]
     return json.dumps({"facts": facts, "rows": rows, "efficient": best, "advice": list(lines)}, indent=1) + "\n"
 

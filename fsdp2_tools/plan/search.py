@@ -65,7 +65,10 @@ def lighter(config: Config, ways: Mapping[str, Sequence[Changes]]) -> dict[str, 
     """Of what may be varied, that which takes no more time on any machine: for a Config that fits as it is."""
 
     def is_light(changes: Changes) -> bool:
-        there = _burden(dataclasses.replace(config, **changes))
+        try:
+            there = _burden(dataclasses.replace(config, **changes))
+        except ConfigError:  # it goes with none of the flags that are given
+            return False
         return all(new <= own for new, own in zip(there, _burden(config), strict=True))
 
     kept = {name: [one for one in options if is_light(one)] for name, options in ways.items()}

@@ -30,6 +30,7 @@ from fsdp2.options.parser import read_values
 from fsdp2.run.directory.rundir import environment
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process import ending, runtime
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
 from fsdp2.units import short
 from fsdp2_tools import results
@@ -113,6 +114,8 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     }
     report.write(tried, best, facts, out)
     print("\n".join([report.table(tried), "", *report.verdict(tried, best)]))
+    if all(one.failed is not None for one in tried):
+        raise RunStopped(f"no setting ran, as {short(out / 'tuned.md')} says of each")
     words = ["--config", short(out / report.SETTINGS), *code_flags(config)]
     print(f"train with it: python -m fsdp2.train {shlex.join(words)}")
     return tried

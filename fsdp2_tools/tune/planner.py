@@ -60,6 +60,8 @@ class Planner:
         single = 1 + sum(len(ways) - 1 for ways in self._ways.values())
         found = self._search(self._most if self.speed is None else min(self._most, single))
         fitting = [one for one in found if one.changes and one.plan.fits]
+        if not fitting and found[0].plan.fits:
+            raise ConfigError("--plans: of those that were planned none is left but the default; raise it")
         if not fitting:
             raise ConfigError("--budget: no setting is planned to fit; python -m fsdp2.plan says what each takes")
         return [next(one for one in found if not one.changes), *varied(fitting, count - 1)]

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.config import Config, parse
-from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
+from fsdp2.evaluate import scored
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.dataset import load_data, training_batches
+from fsdp2.run.dataset import held_out_batches, load_data, training_batches
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
@@ -58,7 +58,9 @@ class Trial:
             before = torch.cuda.memory_allocated(device)  # by trials that share the memory
             torch.cuda.reset_peak_memory_stats(device)
         self.engine = make_engine(config, config.spec, world, device, restoring=False)
-        runtime.seed_everything(config.seed, world.rank)  # dropout of the first steps is the same for all settings
+        runtime.seed_everything(
+            config.seed, world.rank // config.tp
+        )  # dropout of the first steps is the same for all settings
         self.losses += [self._step() for _ in range(WARM_UP - RECORDED)]
         with ExitStack() as watched:
             if peak and device.type == "cpu":
@@ -74,11 +76,9 @@ class Trial:
 
     def _evaluate(self, dataset: Dataset) -> None:
         """One batch, as an evaluation takes it."""
-        config, world, spec = self.config, self.world, self.config.spec
-        batches = evaluation_batches(dataset.test, config.test_batch_size, world.rank, world.world_size, self.device)
+        batches = held_out_batches(dataset.test, self.config, self.world, self.device)
         with self.engine.evaluating():
-            batch = next(iter(batches))
-            spec.scored(self.engine.forward(batch), batch.targets)
+            scored(self.engine.forward, self.config.spec, islice(batches, 1), self.device)
 
     def timed_step(self) -> None:
         """A further step, and how long it took."""

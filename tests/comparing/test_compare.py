@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from fsdp2.options.errors import ConfigError
+from fsdp2.report import records
 from fsdp2_tools.compare import __main__ as compare
 from fsdp2_tools.compare import measure, report
 from fsdp2_tools.compare.advice import advice, efficient
@@ -63,6 +65,9 @@ def test_losses_are_compared_step_by_step() -> None:
     assert report.equality(SLOW_SMALL, SLOW_SMALL) == "reference"
     assert report.equality(FAST_LARGE, SLOW_SMALL) == "equal"
     assert report.equality(other, SLOW_SMALL) == "from step 2, 2.2e-16"
+    diverged, worse = (measured("x", 1, 1, (2.0, last, math.nan)) for last in (1.0, 1.5))
+    assert report.equality(diverged, measured("y", 1, 1, (2.0, 1.0, math.nan))) == "equal"
+    assert report.equality(worse, diverged) == "from step 2, 5.0e-01"
 
 
 def test_all_forms_of_the_result(tmp_path: Path) -> None:
@@ -81,6 +86,18 @@ def test_all_forms_of_the_result(tmp_path: Path) -> None:
     assert content["rows"][0]["step_ms"] == [99, 100, 101]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert report.terminal(report.HEADINGS, report.cells(FOUND)).splitlines()[0].startswith("variant")
+
+
+def test_losses_that_are_no_numbers_cost_no_result(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        "".join(json.dumps({"kind": "train", "step": n, "loss": loss}) + "\n" for n, loss in ((1, 2.0), (2, None)))
+    )
+    diverged = measured("a", 1, 1, tuple(record["loss"] for record in records.read(file)))
+    compare.write([diverged, SLOW_SMALL], {}, [], tmp_path)
+    assert "| a * | 2 | nan | reference |" in (tmp_path / "compare.md").read_text()
+    text = (tmp_path / "compare.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["rows"][0]["losses"] == [2.0, None]
 
 
 def test_a_page_of_failures_alone_can_be_made(tmp_path: Path) -> None:

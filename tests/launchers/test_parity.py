@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,6 +17,11 @@ LOSSES = {1: 2.3, 2: 2.25, 3: 2.125}
 def test_equal_losses_are_said_to_be_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(LOSSES, dict(LOSSES), "there") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("equal: 3 of 3 losses, bit for bit")
+
+
+def test_losses_that_are_no_numbers_on_both_sides_are_alike() -> None:
+    assert compare({1: 2.0, 2: math.nan}, {1: 2.0, 2: math.nan}, "there") == 0
+    assert compare({1: 2.0, 2: 2.0}, {1: 2.0, 2: math.nan}, "there") == 1
 
 
 @pytest.mark.parametrize("other", [{**LOSSES, 2: 2.2500000000000004}, {1: 2.3}])

@@ -131,6 +131,8 @@ def test_choices_leave_what_is_trained_alone() -> None:
         "explicit_prefetching",
         "batch_size",
     }
+    split = parse([*LLAMA, "--tp=2"])  # whose logits are split already
+    assert "chunked_loss" not in lighter(split, choices(split, 4, gpu=True))
     assert choices(config, 4, gpu=True)["replicas"] == [{"replicas": 1}, {"replicas": 2}, {"replicas": 4}]
     assert "cpu_offload" not in choices(config, 4, gpu=False)
     assert "chunked_loss" not in choices(parse([]), 4, gpu=True)

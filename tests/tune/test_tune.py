@@ -16,12 +16,14 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.dataset import load_data
 from fsdp2.run.process import runtime
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.settings import process_settings
 from fsdp2_tools.tune import __main__ as tune
 from fsdp2_tools.tune import launch, trial
 from fsdp2_tools.tune.rounds import Candidate
 from fsdp2_tools.tune.trial import WARM_UP, Trial
 from tests.harness import SMALL, Launches, Ranks
+from tests.test_text import documents
 
 SETTINGS = ("", "--shard-granularity=root", "--reshard-after-forward=false", "--replicas=2", "--fused-optimizer")
 
@@ -55,6 +57,27 @@ def test_settings_that_are_tried_in_turn_train_the_same(ranks: Any) -> None:
     assert default["peak_bytes"] <= no_reshard["peak_bytes"]
 
 
+@pytest.mark.parametrize("mesh", ["--tp=2", "--sp=2"])
+def test_ranks_that_share_samples_are_given_the_same_to_evaluate(
+    ranks: Ranks, tmp_path: Path, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    corpus = tmp_path / "some.jsonl"
+    corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents(60)))
+    flags = [
+        "--model=llama",
+        "--model-size=debug",
+        "--seq-len=8",
+        "--batch-size=2",
+        "--test-batch-size=64",
+        f"--dataset=text:{corpus}",
+        mesh,
+    ]
+    found, other = ranks.run(_tried, " ".join(flags))
+    assert found == other
+    assert len(found[0]["losses"]) == WARM_UP
+
+
 def launches(script: Sequence[Callable[[Path], str | None]]) -> launch.Launch:
     """In place of torchrun: each call writes what a launch would have left, and returns what it printed."""
     calls = iter(script)
@@ -71,6 +94,12 @@ def launches(script: Sequence[Callable[[Path], str | None]]) -> launch.Launch:
         (0, "", None),
         (1, "exitcode  : -9 (pid: 7)", launch.KILLED),
         (1, "x\nfsdp2: error: --x: no\n", "--x: no"),
+        (
+            1,
+            "W1 noise\na.b.ChildFailedError:\nFailures:\n  traceback : Signal 15\nRoot Cause (first):\n"
+            "  exitcode  : -6 (pid: 7)\n  traceback : Signal 6 (SIGABRT) received by PID 7\n====",
+            "Signal 6 (SIGABRT) received by PID 7",
+        ),
     ],
 )
 def test_torchrun_says_why_a_launch_has_failed(
@@ -126,6 +155,7 @@ def test_a_trial_that_ends_its_launch_is_out_and_the_others_go_on(
         ("--gpu h1000", "--gpu h1000: must be one of"),
         ("--strategy ddp", "--strategy ddp: the settings that are tried are FSDP2's"),
         ("--replicas 3", "--replicas 3: doesn't divide the world size 2"),
+        ("--model=llama --model-size=debug --sp=2", "--plans: of those that were planned none is left but the default"),
         ("--no-such", "--no-such: no such flag"),
     ],
 )
@@ -140,6 +170,19 @@ def test_bad_input_is_refused_before_anything_is_started(
         tune.main([*SMALL, "--plans=2", f"--out={tmp_path / 'out'}", *flags.split()])
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_search_in_which_nothing_ran_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        launch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ValueError: no\n")
+    )
+    with pytest.raises(RunStopped, match=r"no setting ran, as .*tuned\.md says of each"):
+        tune.main([*SMALL, "--plans=2", "--trials=2", f"--out={tmp_path}"])
+    said = capsys.readouterr().out
+    assert "Nothing ran: the default is out (ValueError: no)" in said
+    assert "train with it" not in said
 
 
 def test_a_search_on_two_ranks(
