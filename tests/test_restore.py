@@ -20,6 +20,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main
+from fsdp2_tools.checkpoint.import_ import import_
 from tests.harness import SMALL, Ranks, full_files, losses, make_engine, of_kind, one_step, same, save, small
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -281,3 +282,33 @@ def test_loading_right_after_saving(ranks: Ranks, tmp_path: Path, flags: str) ->
     # https://github.com/huggingface/accelerate/pull/4290: the gradient scaler comes back with another scale.
     for result in ranks.run(_load_right_after_saving, flags, tmp_path):
         assert result == dict.fromkeys(result, True)
+
+
+class _Elsewhere:
+    """As ZeRO keeps a state: the model that checkpoints see is another one, with values only while it is asked for."""
+
+    def __init__(self, trained: nn.Module, seen: nn.Module) -> None:
+        self.trained, self.seen = trained, seen
+
+    def gather_state(self) -> None:
+        self.seen.load_state_dict(self.trained.state_dict())
+
+    def scatter_state(self) -> None:
+        self.trained.load_state_dict(self.seen.state_dict())
+
+    def release_state(self) -> None: ...
+
+
+def _imported_into_another_form(place: str) -> Any:
+    trained, seen = Partly(), Partly()
+    app = AppState(seen, torch.optim.SGD(seen.parameters()), {}, _Elsewhere(trained, seen))
+    restore(LocalFiles(Path(place)), app)
+    return trained.state_dict()
+
+
+def test_weights_alone_come_to_a_strategy_that_keeps_them_in_another_form(ranks: Ranks, tmp_path: Path) -> None:
+    weights = Partly().state_dict()
+    torch.save(weights, tmp_path / "weights.pt")
+    import_(str(tmp_path / "weights.pt"), str(tmp_path / "imported"))
+    for found in ranks.run(_imported_into_another_form, str(tmp_path / "imported"), ranks=1):
+        assert all(torch.equal(found[name], weights[name]) for name in weights)

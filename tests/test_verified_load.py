@@ -77,7 +77,7 @@ def _load(how: str, checkpoint: Path) -> str:
     app, files = _app(), LocalFiles(checkpoint)
     load: dict[str, Callable[[], Any]] = {
         "all": lambda: restore(files, app),
-        "weights": lambda: read_weights(WeightsOnly(app.model), files),
+        "weights": lambda: read_weights(WeightsOnly(app.model, None), files),
         "sizes": lambda: restore(files, app, hashes=False),
     }
     try:

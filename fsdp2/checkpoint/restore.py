@@ -93,7 +93,8 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
         has_optimizer = any(name.startswith("app.optim.") for name in saved)
         known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
         # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
-        _load(app.with_parts(known) if has_optimizer else WeightsOnly(app.model), reader, keep=_SETTINGS)
+        wanted = app.with_parts(known) if has_optimizer else WeightsOnly(app.model, app.source)
+        _load(wanted, reader, keep=_SETTINGS)
         if has_optimizer and isinstance(progress := known.get("progress"), Progress):
             require_step(checkpoint, progress.step, marker)
         return False

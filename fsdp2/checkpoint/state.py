@@ -149,15 +149,21 @@ def _counted_as_trained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class WeightsOnly(Stateful):
-    """The model alone, for inference from a sharded checkpoint; `elsewhere` and `parts` as in `AppState`."""
+    """The model alone; `source`, `elsewhere` and `parts` as in `AppState`."""
 
     def __init__(
-        self, model: nn.Module, elsewhere: Callable[[str], bool] = lambda name: False, parts: Mapping[str, Part] = {}
+        self,
+        model: nn.Module,
+        source: StateHolder | None,
+        elsewhere: Callable[[str], bool] = lambda name: False,
+        parts: Mapping[str, Part] = {},
     ) -> None:
-        self.model, self.elsewhere, self.parts = model, elsewhere, parts
+        self.model, self.source, self.elsewhere, self.parts = model, source, elsewhere, parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded DTensors of the model, and the parts."""
+        """Sharded DTensors of the model, and the parts. A collective call."""
+        if self.source is not None:
+            self.source.gather_state()
         weights = get_model_state_dict(self.model)
         model = {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}
         return {"model": model, **{name: part.state_dict() for name, part in self.parts.items()}}
@@ -166,6 +172,8 @@ class WeightsOnly(Stateful):
         """Take what was loaded into `state_dict()`. Raises RuntimeError for names that differ."""
         here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
         set_model_state_dict(self.model, {**here, **state["model"]}, options=StateDictOptions(strict=True))
+        if self.source is not None:
+            self.source.scatter_state()
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 

@@ -94,7 +94,7 @@ def from_checkpoint(config: Config, checkpoint: Files) -> Load:
         if start.wanted:
             start(model)
         try:
-            read_weights(WeightsOnly(model, elsewhere(config), base_of(config, model)), checkpoint)
+            read_weights(WeightsOnly(model, None, elsewhere(config), base_of(config, model)), checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
             how = "is damaged" if isinstance(error, DamagedCheckpoint) else "can't be loaded"
             other = "drop --sharded to use full-model.pt, if there is one" if config.lora is None else "put those back"
