@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_an_end_of_turn_that_is_not_learned_is_named_with_its_template(
         place.write_text(template)
     flags = ["--model=llama", "--seq-len=80", f"--dataset=chat:{file}", f"--tokenizer={file.parent}"]
     assert command.cli(["show", *flags, "--samples=0"]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out.partition("tokens in a ")[0].splitlines()
     assert shown[1].partition("; ")[2] == turn
     if warning is None:
         assert len(shown) == 3
@@ -180,10 +181,26 @@ def test_what_is_learned_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture
         file = talks(tmp_path / name, template)
         flags = ["--model=llama", "--seq-len=80", f"--dataset=chat:{file}", f"--tokenizer={file.parent}"]
         assert command.cli(["show", *flags, "--samples=1"]) == 0
-        found = capsys.readouterr().out.partition("sequence 1 of ")[2].splitlines()[1:]
+        found = capsys.readouterr().out.partition("sequence 1 of ")[2].partition("tokens in a ")[0].splitlines()[1:]
         # A line for each conversation, and none for the empty rest of the sequence.
         assert len(found) == 3
         assert all(line.startswith(rf"  <s><|user|>\nhi<|end|>\n<|assistant|>\n{answer}<|user|>") for line in found)
+
+
+def test_documents_are_counted_by_their_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, text = [1, *[2, 3] * 30, *[64] * 20, 127, 128], "the quick brown fox jumps over it " * 20
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text[at : at + size]}) + "\n" for at, size in enumerate(sizes))
+    )
+    flags = ["--model=llama", "--seq-len=8", f"--dataset=text:{tmp_path}/a.jsonl", "--tokenizer=bytes"]
+    assert command.cli(["show", *flags, "--samples=0"]) == 0
+    rows = capsys.readouterr().out.partition("tokens in a document:\n")[2].splitlines()
+    found = [re.fullmatch(r" +(\d+ to \d+)  (█*) +(\d+) \((.+)%\)", row) for row in rows]
+    assert [(row[1], int(row[3])) for row in found if row] == [
+        *(("1 to 1", 1), ("2 to 3", 60), ("4 to 7", 0), ("8 to 15", 0)),
+        *(("16 to 31", 0), ("32 to 63", 0), ("64 to 127", 21), ("128 to 255", 1)),
+    ]
+    assert [len(row[2]) for row in found if row] == [1, 40, 0, 0, 0, 0, 14, 1]
 
 
 def test_a_beginning_shows_at_a_glance(words: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,11 +109,11 @@ def load(
 
         windows = source_text.load(seq_len)
     elif name.startswith(OWN):
-        from fsdp2_extra.text import text
+        from fsdp2_extra.text import mixture
 
-        place, encoder = text.opened(name, tokenizer, text_field, bos)
-        causal = task == "causal"
-        windows = text.load(place, seq_len, vocab_size, encoder, apart=apart and causal, fetch=fetch, say=say)
+        how = {"tokenizer": tokenizer, "field": text_field, "bos": bos}
+        apart = apart and task == "causal"
+        windows = mixture.load(name, seq_len, vocab_size, **how, apart=apart, fetch=fetch, say=say)
     else:
         assert name == "random-tokens", f"{name} has a name, and nothing here that loads it"
         from fsdp2.data import random_tokens

@@ -56,7 +56,11 @@ def _check_data(config: Options) -> None:
             f"--dataset source-text: its tokens are bytes, and that of --model {config.model} has {words}; "
             "use --dataset random-tokens"
         )
-    own, chat = config.dataset.startswith(data.OWN), config.dataset.startswith("chat:")
+    own, chat = config.dataset.startswith(data.OWN), False
+    if own:
+        from fsdp2_extra.text.places import sources
+
+        chat = all(source.startswith("chat:") for source, _ in sources(config.dataset))
     if config.tokenizer is not None and not own:
         raise ConfigError(
             f"--tokenizer with --dataset {config.dataset}: only text:, chat: and datasets: take one; drop it"

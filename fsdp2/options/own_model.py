@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,11 @@ def _beyond(values: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
     for flag, value in values.items():
         is_text, named = isinstance(value, str), shown(value, LONGEST_PATH)
         needs_data = flag == "dataset" and value in data.ON_DISK and values.get("data-root") is None
-        if flag == "dataset" and is_text and value.startswith("datasets:"):
-            from fsdp2_extra.text.places import published
+        if flag == "dataset" and is_text and value.startswith(data.OWN):
+            from fsdp2_extra.text.places import absolute
 
-            value = published(value.removeprefix("datasets:"))  # a name on the hub becomes a URL
+            with suppress(ValueError):  # what isn't written as a dataset is refused for that
+                value = absolute(value)  # a name on the hub becomes a URL
         if is_text and "://" in value:
             why = "is at a URL"
         elif is_text and flag == "model" and models.is_function(value):

@@ -163,16 +163,9 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or not value.startswith(prefixes):
             return str(one_of(*names)(value))
-        kind, _, rest = text(value).partition(":")
-        from fsdp2_extra.text.places import PUBLISHED, listed, published
+        from fsdp2_extra.text.places import absolute
 
-        if f"{kind}:" == PUBLISHED and rest:
-            return PUBLISHED + published(rest)
-        places = listed(rest)
-        if not all(places):
-            raise ValueError(f"names no file; give {kind}:PATH")
-        absolute = (one if "://" in one else os.path.abspath(os.path.expanduser(one)) for one in places)
-        return f"{kind}:{','.join(absolute)}"
+        return absolute(text(value))
 
     return parse
 

@@ -6,8 +6,9 @@ from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.dataset import tokenizer_of
+from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.prepared import Encoder
-from fsdp2_extra.text.text import check, opened
+from fsdp2_extra.text.text import check
 from fsdp2_extra.text.tokenizer_file import tokenizer_files
 
 # Forms of a tokenizer beside tokenizer.json.
@@ -23,14 +24,14 @@ def check_own_text(config: Config, *, read: bool) -> None:
     require_tokenizer(config)
     _, _, named = config.dataset.partition(":")
     try:
-        place, encoder = opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)
-        if encoder.kind == "chat" and config.spec.task != "causal":
-            raise UnusableText("holds conversations, which are learned token by token; use a causal model")
         words = config.spec.vocab_size(config.model_size) or 0
-        require_mask(config, encoder)
-        if config.tokenizer not in (None, "bytes"):
-            tokenizer_files(str(config.tokenizer))  # a run keeps them
-        check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
+        for place, encoder in opened(config.dataset, tokenizer_of(config), config.text_field, config.bos):
+            if encoder.kind == "chat" and config.spec.task != "causal":
+                raise UnusableText("holds conversations, which are learned token by token; use a causal model")
+            require_mask(config, encoder)
+            if config.tokenizer not in (None, "bytes"):
+                tokenizer_files(str(config.tokenizer))  # a run keeps them
+            check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{named}: ')}") from None
 

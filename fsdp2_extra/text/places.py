@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from fsdp2_extra.foreign.kept import stays
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PUBLISHED, HUB = "datasets:", "hf://datasets/"  # before a place that `datasets` reads, and before a name on the hub
+
+
+# Between the sources of a mixture.
+_BETWEEN = re.compile(r",(?=(?:text|chat|datasets):)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,50 @@ class File:
         """Raises UnusableText if the file isn't the one that was listed."""
         if _on_disk(Path(self.name)) != self:
             raise UnusableText(f"{self.name}: has changed while it was read; start again when it stays as it is")
+
+
+def sources(name: str) -> list[tuple[str, float]]:
+    """The sources of a `--dataset` of one's own, and the share of each in a mixture, above 0; of one alone it is 1.
+
+    Raises ValueError for a source among several that has none.
+    """
+    parts = _BETWEEN.split(name)
+    if len(parts) == 1 or os.path.exists(os.path.expanduser(name.partition(":")[2])):
+        return [(name, 1.0)]
+    found = []
+    for part in parts:
+        source, at, share = part.rpartition("@")
+        try:
+            number = float(share) if at else 0.0
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise ValueError(f"is a mixture, in which {part} has no share; write it as text:PATH@0.7,chat:PATH@0.3")
+        found.append((source, number))
+    return found
+
+
+def absolute(name: str) -> str:
+    """A `--dataset` of one's own with absolute paths, which mean the same wherever a run is resumed from.
+
+    Raises ValueError for one that names no file.
+    """
+
+    def one(source: str) -> str:
+        kind, _, rest = source.partition(":")
+        if f"{kind}:" == PUBLISHED and rest:
+            return PUBLISHED + published(rest)
+        places = listed(rest)
+        if not all(places):
+            raise ValueError(f"names no file; give {kind}:PATH")
+        return f"{kind}:" + ",".join(
+            one if "://" in one else os.path.abspath(os.path.expanduser(one)) for one in places
+        )
+
+    found = sources(name)
+    if len(found) == 1:
+        return one(name)
+    return ",".join(f"{one(source)}@{share!r}" for source, share in found)
 
 
 def listed(place: str) -> list[str]:

@@ -26,6 +26,12 @@ def lines(dataset: Dataset) -> list[str]:
     about, train, test = dataset.about, _windows(dataset.train), _windows(dataset.test)
     if not about:
         return []
+    if mixed := about.get("mixed"):
+        whole, found = sum(count for _, _, count in mixed), [f"mixture: {len(train):,} sequences in an epoch"]
+        for source, one, count in mixed:
+            found.append(f"  {count / whole:.1%} of {source}, each {count / len(one.train):.3g} times")
+            found += [f"    {line}" for line in lines(one)]
+        return found
     tokens = sum(about["tokens"].values())
     learned, of = _learned(dataset)
     share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(train):,} sequences for training, {len(test):,} for "

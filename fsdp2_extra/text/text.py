@@ -64,13 +64,11 @@ class Text:
 
 def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
     """Open the encoder of `text` or `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
-    if kind == "chat" and bos != "auto":
-        raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
     return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
 
 
 def opened(name: str, tokenizer: str, field: str = "text", bos: str = "auto") -> tuple[str, Encoder]:
-    """The place that a `--dataset` names, as `found` takes it, and its encoder. Raises UnusableText."""
+    """The place that a `--dataset` of one source names, as `found` takes it, and its encoder. Raises UnusableText."""
     kind, _, place = name.partition(":")
     if name.startswith(PUBLISHED):
         from fsdp2_extra.text import published

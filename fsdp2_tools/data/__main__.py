@@ -28,9 +28,10 @@ from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, tokenizer_of
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import seen
+from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.preparing import prepare
-from fsdp2_extra.text.text import found, opened
-from fsdp2_tools.data.shown import samples
+from fsdp2_extra.text.text import found
+from fsdp2_tools.data.shown import lengths, samples
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     name = arguments.places[0] if arguments.published else f"{'chat' if arguments.chat else 'text'}:"
     out = Path(arguments.out).absolute()
     try:
-        _, encoder = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos)
+        ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos)
         files = [file for place in arguments.places for file in found(place, encoder)]
         meta = prepare(files, out, encoder, say=_say)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
@@ -65,9 +66,13 @@ def show(config: Config, count: int) -> dict[str, Any]:
     check_data(config)
     dataset = open_data(config, config.spec)
     try:
-        _, encoder = opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)
-        for line in (*seen.lines(dataset), *samples(dataset, encoder.decode, count)):
+        encoders = [one for _, one in opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)]
+        for line in seen.lines(dataset):
             print(line)
+        parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]
+        for part, encoder in zip(parts, encoders, strict=True):
+            for line in (*samples(part, encoder.decode, count), *lengths(part)):
+                print(line)
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     return dataset.about

@@ -1,10 +1,11 @@
-"""The first sequences of text or conversations as a model learns them: decoded, with what is learned marked."""
+"""Documents by their lengths, and the first sequences as a model learns them: decoded, with what is learned marked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,7 +15,26 @@ from fsdp2_extra.text.windows import Conversations, Documents
 
 MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
 
+WIDEST = 40  # characters of a bar
+
 Decode = Callable[[Sequence[int]], str]
+
+
+def lengths(dataset: Dataset) -> Iterator[str]:
+    """A bar for each power of two: how many documents, or conversations, of both splits have so many tokens.
+
+    A document that lies in both splits counts as two.
+    """
+    counts = numpy.zeros(64, dtype=numpy.int64)
+    for split in (dataset.train, dataset.test):
+        ends: numpy.ndarray = getattr(split, "windows", split).ends
+        tokens = numpy.diff(ends, prepend=0)
+        counts += numpy.bincount(numpy.frexp(tokens[tokens > 0])[1], minlength=64)
+    yield "tokens in a document:"
+    for power in range(int(counts.nonzero()[0][0]), int(counts.nonzero()[0][-1]) + 1):
+        size, share = f"{2 ** (power - 1):,} to {2**power - 1:,}", counts[power] / counts.sum()
+        bar = "█" * round(WIDEST * counts[power] / counts.max())
+        yield f"  {size:>24}  {bar:{WIDEST}} {counts[power]:,} ({share:.1%})"
 
 
 def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
