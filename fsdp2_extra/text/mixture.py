@@ -98,7 +98,7 @@ def load(
     fetch: bool = True,
     say: Say = silent,
 ) -> Dataset:
-    """What a `--dataset` of one's own names: one source as `text.load` gives it, or several as a mixture.
+    """The data of a `--dataset` of one's own: one source as `text.load` gives it, or several as a mixture.
 
     The test split of a mixture has each sequence of each source's once. Raises UnusableText, and NotHere as that does.
     """

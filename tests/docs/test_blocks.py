@@ -217,11 +217,12 @@ def _places(page: Path, folder: Path) -> dict[str, str]:
     places: dict[str, str] = {}
     if "/models/qwen" in text:
         places["/models/qwen"] = save("llama", folder / "reader" / "model").removeprefix("hf:")
-    if "/data/notes" in text:
-        notes = folder / "reader" / "notes"
-        notes.mkdir(parents=True)
-        (notes / "a.txt").write_text("To be, or not to be: that is the question. " * 400)
-        places["/data/notes"] = str(notes)
+    for place, words in (("notes", "To be, or not to be: that is the question. "), ("books", "Call me Ishmael. ")):
+        if f"/data/{place}" in text:
+            there = folder / "reader" / place
+            there.mkdir(parents=True)
+            (there / "a.txt").write_text(words * 400)
+            places[f"/data/{place}"] = str(there)
     return places
 
 
