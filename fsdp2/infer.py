@@ -44,6 +44,7 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
         *("NAME", None, dataset_name(data.NAMES, data.OWN)),
         "the run's data if it is at a URL, or to be downloaded: neither is opened unnamed",
     ),
+    "init_from": ("PLACE", None, location, "where the run's --init-from is, if at a URL: it isn't opened unnamed"),
     "prompt": ("TEXT", None, text, "let a language model continue this text, instead of predicting"),
     "new_tokens": ("N", "200", whole(1, 10**6), "with --prompt, how many tokens to add (default: 200)"),
     "temperature": ("T", "0.8", number(0, 100), "with --prompt, of sampling; 0 = the likeliest token (default: 0.8)"),
@@ -54,7 +55,7 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
 def main(place: Path | str, *, sharded: bool = False, **named: Any) -> dict[str, Any]:
     """Predict ten test samples and measure loss and accuracy on the whole test set.
 
-    `named` is `model`, `trust_remote_code`, `dataset` and `data_root`: see `read_config`.
+    `named` is `model`, `trust_remote_code`, `dataset`, `data_root` and `init_from`: see `read_config`.
 
     Returns {"loss": mean, "accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct},
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
@@ -173,7 +174,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cli() -> None:
     with ending.exit_status():
         arguments = parse()
-        named = {name: getattr(arguments, name) for name in ("model", "trust_remote_code", "dataset", "data_root")}
+        names = ("model", "trust_remote_code", "dataset", "data_root", "init_from")
+        named = {name: getattr(arguments, name) for name in names}
         if arguments.prompt is None:
             result = main(arguments.run, sharded=arguments.sharded, **named)
         else:

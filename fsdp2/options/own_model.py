@@ -58,7 +58,8 @@ def base_dtype(config: Config) -> torch.dtype:
 
 def code_flags(config: Config) -> list[str]:
     """The words that a command needs beside a run's files, which run no code and ask no network: mostly none."""
-    values = {flag: getattr(config, flag.replace("-", "_")) for flag in ("model", "trust-remote-code", "dataset")}
+    flags = ("model", "trust-remote-code", "dataset", "init-from")
+    values = {flag: getattr(config, flag.replace("-", "_")) for flag in flags}
     return [word for _, _, words in _beyond(values | {"data-root": config.data_root}) for word in words]
 
 

@@ -263,3 +263,20 @@ def test_a_url_that_the_command_names_is_taken(run: Path) -> None:
     assert infer.parse([str(run), f"--dataset={url}"]).dataset == url
     with pytest.raises(ConfigError, match="--dataset text:"):
         infer.parse([str(run), "--dataset=text:"])
+
+
+def test_weights_at_a_url_are_named_in_each_command_that_is_advised_or_started(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "https://example.invalid/weights.pt"
+    _says(run, init_from=url)
+    with pytest.raises(ConfigError, match=f"its init-from is at a URL, {url}, .* add --init-from {url}$"):
+        infer.main(run)
+    config = Config(init_from=url)
+    assert code_flags(config) == ["--init-from", url]
+    assert parse([f"--config={run}/config.json", *code_flags(config)]).init_from == url  # as comparisons start theirs
+    found: list[Any] = []
+    monkeypatch.setattr(infer, "main", lambda *_, **named: found.append(named))
+    monkeypatch.setattr(sys, "argv", ["infer", str(run), *code_flags(config)])
+    infer.cli()
+    assert found[0]["init_from"] == url
