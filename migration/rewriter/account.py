@@ -14,8 +14,8 @@ from migration.rewriter import imports, names
 from migration.rewriter.edits import Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.precision import FIELDS
-from migration.rewriter.program import module_name
 from migration.rewriter.scene import Scene
+from migration.rewriter.scopes import module_name
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import AROUND, CONFIGS, OPTIONS, ROWS, canonical
 from migration.rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS, Taken

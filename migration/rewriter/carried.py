@@ -9,7 +9,7 @@ import libcst as cst
 from migration.rewriter.edits import Undecided
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module, last_name
-from migration.rewriter.objects import A_METHOD, ALL, THE_CLASS
+from migration.rewriter.objects import A_METHOD, ALL, MAYBE, THE_CLASS
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import KEPT, Taken
@@ -19,6 +19,41 @@ from migration.rewriter.values import string
 PRIVATE = ("_fsdp_flattened", "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_flat_param")
 CODES = ("FC36", "FC37")
 WORDS = (CLASS, "fully_sharded_data_parallel", "FlatParameter")
+
+
+def classes(scene: Scene, modules: list[Module]) -> list[Undecided]:
+    """Comparisons of the class of each module of a model: a group's is its own, whatever it was."""
+    return [
+        Undecided("FC37", "a module that is a group has a class of its own: ask isinstance()", node, module, False)
+        for module in modules
+        for node in module.all(cst.Comparison)
+        if not scene.edits(module).covers(node)
+        for asked in _classes_in(node, module)
+        for of in _looped_over(asked, node, module)
+        if isinstance(of, cst.Call) and isinstance(called := of.func, cst.Attribute)
+        if called.attr.value in ("modules", "named_modules", "children", "named_children")
+        if scene.is_model(called.value, module) or scene.flow.may_be(called.value, MAYBE)
+    ]
+
+
+def _looped_over(name: cst.Name, node: cst.CSTNode, module: Module) -> Iterator[cst.BaseExpression]:
+    """What the loops around an expression go through by a name."""
+    for above in module.ancestors(node):
+        loop = above.for_in if isinstance(above, cst.BaseComp) else above
+        if isinstance(loop, cst.For | cst.CompFor):
+            bound = {one.value for one in module.within(loop.target, cst.Name)}
+            yield from [loop.iter] if name.value in bound else []
+
+
+def _classes_in(node: cst.Comparison, module: Module) -> Iterator[cst.Name]:
+    """The names in `type(name)`, `name.__class__`, and in what is made of these."""
+    for one in module.within(node, cst.Call, cst.Attribute):
+        if isinstance(one, cst.Attribute):
+            held = one.value if one.attr.value == "__class__" else None
+        else:
+            held = one.args[0].value if module.code(one.func) == "type" and len(one.args) == 1 else None
+        if isinstance(held, cst.Name):
+            yield held
 
 
 def undecided(scene: Scene, known: list[Undecided]) -> list[Undecided]:

@@ -82,17 +82,18 @@ def _moved(program: Program, *, texts: bool) -> Result:
         try:
             return rewrite(program, texts=texts)
         except Exception as error:
-            if (module := _at_hand(error)) is None:
-                raise
-            program.leave_out(module.path.resolve(), why_not(error))
+            module = _at_hand(error)
+            if module is None or module.file in program.unparsable:
+                raise  # each turn leaves out a file, so that this ends
+            program.leave_out(module.file, why_not(error))
 
 
 def _at_hand(error: Exception) -> Module | None:
-    """The file that was looked at when a rule failed: that of the innermost call which has one."""
+    """The file that was looked at when a rule failed: that of the innermost of our functions that has one."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         held = [frame.f_locals.get("module"), *frame.f_locals.values()]
         for value in [*held, *(getattr(one, "module", None) for one in held)]:
-            if isinstance(value, Module):
+            if isinstance(value, Module) and frame.f_globals["__name__"].startswith(f"{__package__}."):
                 return value
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from migration.options import CLASS
+from migration.options import CLASS, SECTIONS
 from migration.rewriter import precision
 from migration.rewriter.conditions import condition
 from migration.rewriter.edits import Undecided
@@ -19,25 +19,8 @@ from migration.rewriter.symbols import ROWS
 from migration.rewriter.translate import FSDP, Rewriting, constant
 from migration.rewriter.values import arguments, assignment
 
-# FullyShardedDataParallel's arguments; written out, since importing torch takes seconds.
-ORDER = (
-    "module",
-    "process_group",
-    "sharding_strategy",
-    "cpu_offload",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "mixed_precision",
-    "ignored_modules",
-    "param_init_fn",
-    "device_id",
-    "sync_module_states",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "ignored_states",
-    "device_mesh",
-)
+# FullyShardedDataParallel's arguments, in its order.
+ORDER = tuple(row.name.partition(".")[2] for row in SECTIONS["The constructor's arguments"])
 OLD = {"fsdp_auto_wrap_policy": "auto_wrap_policy", "ignored_parameters": "ignored_states"}
 # Arguments that change when something is done and never what is computed.
 DROPPED = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")

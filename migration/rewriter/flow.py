@@ -29,21 +29,34 @@ class Flow(Said):
     def __init__(self, program: Program, constructions: Sequence[tuple[cst.Call, Module]]) -> None:
         super().__init__(program)
         self._calls: dict[int, list[tuple[cst.Call, Module]]] = {}  # by function
-        for call, module in constructions:
+        self._constructions, self._visited = constructions, 0
+        while self._visit() or (self._begins and (self._moves() or self._by_name())):
+            pass
+
+    def _visit(self) -> bool:
+        """Visit files that are new; a rule may parse another one."""
+        start, parsed = self._visited, self.program.parsed
+        for call, module in self._constructions if not start else ():
             self._certain.add(id(call))
             self._add(id(call), MODEL, self._place(call, module))
-        visited = 0
-        while True:
-            parsed = program.parsed  # of which there may be more by now
-            for module in parsed[visited:]:
-                self._visit(module)
-            visited = len(parsed)
-            while self._queue and self._begins:
-                place, value, origin = self._queue.pop()
-                for then in tuple(self._then.get(place, ())):
-                    then(value, origin)
-            if visited == len(program.parsed) and not (self._begins and self._by_name()):
-                break
+        for module in parsed[start:]:
+            for name, bindings in module.scope(module.tree).names.items():
+                self._link(id(bindings), (module.file, name))
+            for path, name in list(self._exported):
+                if path == module.file:
+                    self._starred(module, name)
+            for node in module.all(*_RULES):
+                _RULES[type(node)](self, node, module)
+        self._visited = len(parsed)
+        return self._visited > start
+
+    def _moves(self) -> bool:
+        moves = bool(self._queue)
+        while self._queue:
+            place, value, origin = self._queue.pop()
+            for then in tuple(self._then.get(place, ())):
+                then(value, origin)
+        return moves
 
     def functions(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The functions of the program that a called expression may be."""
@@ -51,15 +64,6 @@ class Flow(Said):
 
     def calls(self, function: cst.CSTNode) -> list[tuple[cst.Call, Module]]:
         return self._calls.get(id(function), [])
-
-    def _visit(self, module: Module) -> None:
-        for name, bindings in module.scope(module.tree).names.items():
-            self._link(id(bindings), (module.file, name))
-        for path, name in list(self._exported):
-            if path == module.file:
-                self._starred(module, name)
-        for node in module.all(*_RULES):
-            _RULES[type(node)](self, node, module)
 
     # --- calls ---
 
@@ -92,7 +96,7 @@ class Flow(Said):
         elif name == "next":
             self._each(id(first), id(node))
         elif name in ("enumerate", "zip", "dict", *OBJECTS):
-            self._made(node, name)
+            self._made(node, name, module)
         elif name == "map":
             self._when(id(first), lambda value, _: self._mapped(value, node))
         elif name == "field":
@@ -102,9 +106,10 @@ class Flow(Said):
                 elif arg.keyword is not None and arg.keyword.value == "default":
                     self._link(id(arg.value), id(node))
 
-    def _made(self, node: cst.Call, name: str) -> None:
+    def _made(self, node: cst.Call, name: str, module: Module) -> None:
         made = ("made" if name in OBJECTS else "box", id(node))
         self._add(id(node), made)
+        self._node[id(node)] = node, module
         if name in ("enumerate", "zip"):
             pair = ("box", id(node), "pair")
             self._add((made, ALL), pair)
@@ -339,6 +344,7 @@ class Flow(Said):
     def _box(self, node: Any, module: Module) -> None:
         box = ("box", id(node))
         self._add(id(node), box)
+        self._node[id(node)] = node, module
         if isinstance(node, (cst.BaseSimpleComp, cst.DictComp)):
             made = node.value if isinstance(node, cst.DictComp) else node.elt
             self._put(box, None, id(made))

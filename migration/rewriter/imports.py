@@ -9,7 +9,7 @@ import libcst as cst
 
 from migration.rewriter.edits import Edits, call
 from migration.rewriter.module import Module
-from migration.rewriter.program import module_name
+from migration.rewriter.scopes import module_name
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import AROUND, canonical
 

@@ -55,7 +55,7 @@ class Home:
     def __init__(self, program: Program, modules: Sequence[Module]) -> None:
         self._program = program
         names = {id(module): self._dotted(module) for module in modules}
-        roots = {id(module): _above(module.path.resolve(), len(names[id(module)])) for module in modules}
+        roots = {id(module): _above(module.file, len(names[id(module)])) for module in modules}
         places = [roots[key] / name[0] for key, name in names.items() if len(name) > 1]
         places = [folder for folder in dict.fromkeys(places) if (folder / "__init__.py").exists()]
         for folder in (*places, *dict.fromkeys(roots.values())):
@@ -96,7 +96,7 @@ class Home:
     def _dotted(self, module: Module) -> list[str]:
         """A file's name as others import it, the longest if there are several; else as the packages around it say,
         unless it is run as a script."""
-        path = module.path.resolve()
+        path = module.file
         names = [
             dotted.split(".")
             for other in self._program.parsed
@@ -164,6 +164,7 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
             problems.append(Undecided("FC08", why, call, module, blocking=False))
         if methods.by_name(module, call):
             scene.take("FC03", call, module, KEPT)
+        problems += _inner(scene, module, call)
     for made in [
         one for node, where in scene.calls if where is module for one in methods.optimizers_before(where, node)
     ]:
@@ -179,12 +180,19 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
             scene.take(METHODS.get(name, "FC08"), node, module, KEPT)
         elif name == "register_comm_hook" and scene.is_model(node.value, module):
             problems.append(_left("FM22", node, module))
-        elif code := methods.attribute_of_model(scene, module, node):
-            if name in GIVEN:
-                scene.take(code, node, module, KEPT)
-            else:
-                problems.append(_left(code, node, module))
+        else:
+            problems += _inner(scene, module, node)
     return problems
+
+
+def _inner(scene: Scene, module: Module, node: cst.Attribute | cst.Call) -> list[Undecided]:
+    """What FSDP1's models have inside, of which the interface has some."""
+    if not (code := methods.attribute_of_model(scene, module, node)):
+        return []
+    if (node.attr.value if isinstance(node, cst.Attribute) else methods.asked(module, node)) not in GIVEN:
+        return [_left(code, node, module)]
+    scene.take(code, node, module, KEPT)
+    return []
 
 
 def kept(program: Program, modules: Sequence[Module]) -> bool:

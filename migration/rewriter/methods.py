@@ -49,14 +49,18 @@ def move(scene: Scene) -> list[Undecided]:
     return problems
 
 
-def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute) -> str:
-    """The row about an attribute that FSDP1's models have and FSDP2's haven't; "" if it is none."""
-    name = node.attr.value
+def attribute_of_model(scene: Scene, module: Module, node: cst.Attribute | cst.Call) -> str:
+    """The row about an attribute that FSDP1's models have and FSDP2's haven't, also asked for by getattr or hasattr; ""
+    if it is none."""
+    if isinstance(node, cst.Attribute):
+        name, owner = node.attr.value, node.value
+    else:
+        name, owner = asked(module, node), node.args[0].value if node.args else node
     if name not in ATTRIBUTES + INNER or not scene.shards or isinstance(module.parent(node), cst.AssignTarget):
         return ""
     if name in INNER:  # a class may have its own
-        return "" if module.code(node.value) == "self" else "FC31"
-    if not scene.is_model(node.value, module):
+        return "" if module.code(owner) == "self" else "FC31"
+    if not scene.is_model(owner, module):
         return ""
     if name == "params" and any(re.search(r"self\.params\s*[:=]", where.text) for where in scene.modules):
         return ""  # a model's own
@@ -118,6 +122,8 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
     elif scene.calls and (name := by_name(module, node)):
         code = "FC03" if module.code(node.func) == "hasattr" else ROWS[f"{CLASS}.{name}()"].code
         raise Undecided(code, f"whether there is a {name} is asked at run time", node, module)
+    elif code := attribute_of_model(scene, module, node):
+        raise Undecided(code, "FSDP2's models don't have it", node, module)
     elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "zero_grad":
         if scene.is_model(node.func.value, module):
             scene.take("FC35", node, module)
@@ -129,9 +135,13 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
 
 def by_name(module: Module, node: cst.Call) -> str:
     """Move `getattr(model, "no_sync", …)` and `hasattr(model, "clip_grad_norm_")`, where the name is FSDP1's."""
-    asked = module.code(node.func) in ("getattr", "hasattr") and len(node.args) > 1
-    name = string(node.args[1].value) if asked else None
-    return name if name is not None and name in METHODS else ""
+    return name if (name := asked(module, node)) in METHODS else ""
+
+
+def asked(module: Module, node: cst.Call) -> str:
+    """The name that getattr or hasattr asks for; "" for other calls."""
+    by_string = module.code(node.func) in ("getattr", "hasattr") and len(node.args) > 1
+    return (string(node.args[1].value) if by_string else None) or ""
 
 
 def _after_forward(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:

@@ -14,7 +14,7 @@ from migration.rewriter.module import Module, last_name
 from migration.rewriter.program import Program
 from migration.rewriter.scopes import module_name
 from migration.rewriter.symbols import CLASS, PREFIX
-from migration.rewriter.values import key_of
+from migration.rewriter.values import key_of, string
 
 Value = tuple[Any, ...]
 Place = Any  # a node's id, or a tuple that begins with what it is a part of
@@ -25,22 +25,15 @@ A_METHOD: Value = ("method",)
 # Methods that give the model back.
 SAME = ("to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "requires_grad_")
 # Static methods of the class, and the place of the model among their arguments.
-STATIC = {
-    "state_dict_type": 0,
-    "set_state_dict_type": 0,
-    "get_state_dict_type": 0,
-    "summon_full_params": 0,
-    "fsdp_modules": 0,
-    "optim_state_dict": 0,
-    "optim_state_dict_to_load": 0,
-    "full_optim_state_dict": 0,
-    "sharded_optim_state_dict": 0,
-    "shard_full_optim_state_dict": 1,
-    "flatten_sharded_optim_state_dict": 1,
-    "scatter_full_optim_state_dict": 1,
-    "rekey_optim_state_dict": 2,
-}
+STATIC = dict.fromkeys(
+    ("state_dict_type", "set_state_dict_type", "get_state_dict_type", "summon_full_params", "fsdp_modules",
+     "optim_state_dict", "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict"), 0,
+)  # fmt: skip
+STATIC |= dict.fromkeys([f"{name}_optim_state_dict" for name in ("shard_full", "flatten_sharded", "scatter_full")], 1)
+STATIC["rekey_optim_state_dict"] = 2
 OWN = {*STATIC, "no_sync", "clip_grad_norm_", "register_comm_hook", "check_is_root"}
+STATES = ("state_dict", "load_state_dict")  # of a class that is derived from FSDP1's
+SUPER = (*OWN, *STATES, "__init__", "forward", "apply", "named_parameters", "named_buffers")
 ALL, ANY = "*", "?"  # of a container: whatever is in it, and what was put there under no known key
 HELD = "models"  # of a container of which nothing else is known
 GET = ("get", "pop", "setdefault", "__getitem__", "popitem")
@@ -60,6 +53,7 @@ class Objects(Branches):
         self._sets: list[tuple[Place, str, Place]] = []  # of attributes: of what, which, to what
         self._reads: list[tuple[Place, str, Place]] = []
         self._exported: set[tuple[Path, str]] = set()
+        self._stores: dict[Value, list[tuple[str, cst.CSTNode, Module]]] = {}
 
     def is_model(self, node: cst.CSTNode) -> bool:
         return MODEL in self.values.get(id(node), ())
@@ -174,6 +168,23 @@ class Objects(Branches):
         else:
             self._link(start, (box, key))
 
+    def _store(self, box: Value, target: cst.Subscript, start: Place, module: Module) -> None:
+        self._put(box, key := key_of(target), start)
+        self._stores.setdefault(box, []).append((str(key), target, module))
+
+    def entries(self, node: cst.CSTNode) -> list[tuple[str, cst.CSTNode, Module]]:
+        """Keys of the dictionaries that an expression may be, each with where it is written."""
+        found: list[tuple[str, cst.CSTNode, Module]] = []
+        for box in self.values.get(id(node), ()):
+            made, module = self._node.get(box[1], (None, None)) if box[0] == "box" else (None, None)
+            if module is not None and isinstance(made, cst.Dict):
+                pairs = [one for one in made.elements if isinstance(one, cst.DictElement)]
+                found += [(string(one.key) or "", one, module) for one in pairs]
+            elif module is not None and isinstance(made, cst.Call):
+                found += [(one.keyword.value, one, module) for one in made.args if one.keyword is not None]
+            found += self._stores.get(box, [])
+        return found
+
     def _full(self, box: Value, origin: str) -> None:
         """A container of models alone."""
         for kept in (ALL, ANY):
@@ -190,8 +201,7 @@ class Objects(Branches):
         elif isinstance(target, cst.Attribute):
             self._set_of(id(target.value), target.attr.value, start)
         elif isinstance(target, cst.Subscript):
-            key = key_of(target)
-            self._when(id(target.value), lambda v, _: self._put(v, key, start) if v[0] == "box" else None)
+            self._when(id(target.value), lambda v, _: self._store(v, target, start, module) if v[0] == "box" else None)
             self._when(start, lambda v, origin: self._holds(target, start, module, origin) if v == MODEL else None)
         elif isinstance(target, (cst.Tuple, cst.List)):
             for number, element in enumerate(target.elements):
@@ -249,6 +259,8 @@ class Objects(Branches):
         elif kind == "file":
             self._link(self._of_file(owner[1], name), end)
         elif kind in ("object", "made", "of", "super"):
+            if name in (SUPER if kind == "super" else STATES if kind == "object" else ()):
+                self._inherits(owner[1], end, A_METHOD)
             if kind in ("object", "made"):
                 self._link((owner, name), end)
             if kind == "object":

@@ -7,20 +7,13 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from migration.options import SECTIONS
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
 from migration.rewriter.symbols import BY_CODE
 from migration.rewriter.translate import FSDP, Rewriting, constant
 
-FIELDS = (
-    "param_dtype",
-    "reduce_dtype",
-    "buffer_dtype",
-    "keep_low_precision_grads",
-    "cast_forward_inputs",
-    "cast_root_forward_inputs",
-    "_module_classes_to_ignore",
-)
+FIELDS = tuple(row.name.partition(".")[2] for row in SECTIONS["Mixed precision"])
 # Words of models that have batch norm somewhere below, which FSDP1 leaves in full precision.
 NORMED = re.compile(
     r"BatchNorm|batch_norm|torchvision\.models|timm|segmentation_models|resnet|hub\.load", re.IGNORECASE

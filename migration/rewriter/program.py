@@ -54,7 +54,7 @@ class Program(Files):
     def leave_out(self, path: Path, why: str) -> None:
         """Go on without a file, as if it couldn't be parsed: what has been found out with it is forgotten."""
         self.unparsable[path], self._modules[path], self._relevant = why, None, None
-        self._parsed = [module for module in self._parsed if module.path.resolve() != path]
+        self._parsed = [module for module in self._parsed if module.file != path]
         for known in (self._exports, self._foreign, self._symbols):
             known.clear()
 
@@ -165,7 +165,7 @@ class Program(Files):
             self._foreign.add((qualified, module.path))
             return None
         path, names = place
-        if path == module.path.resolve():
+        if path == module.file:
             return None
         base = self._exported(path, names[0], depth + 1)
         if base is None:
@@ -182,27 +182,15 @@ class Program(Files):
         return self._exports[key]
 
     def _export_in(self, module: Module, name: str, depth: int) -> str | None:
-        for statement in module.all(cst.ImportFrom):
-            if module.function(statement) is not None:
-                continue
-            target = module_name(statement)
-            if isinstance(statement.names, cst.ImportStar):
-                known = canonical(f"{target}.{name}")
-                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
-                    known = self._exported(path, name, depth + 1)
-                if known is not None and not known.startswith(("private:", "module:")):
-                    return known
-                continue
-            for alias in statement.names:
-                bound = alias.evaluated_alias or alias.evaluated_name
-                if bound == name:
-                    sep = "" if target.endswith(".") else "."
-                    return self.symbol_of(f"{target}{sep}{alias.evaluated_name}", module, depth + 1)
-        for target in module.named(cst.Name, name):
-            value = bound_value(target, module) if module.function(target) is None else None
-            if value is not None and (known := self.symbol(value, module, depth + 1)) is not None:
+        for binding in module.scope(module.tree).names.get(name, ()):
+            value = bound_value(binding.node, module)
+            if binding.imported:
+                known = self.symbol_of(binding.imported, module, depth + 1)
+            else:
+                known = self.symbol(value, module, depth + 1) if value is not None else None
+            if known is not None:
                 return known
-        return None
+        return self._starred(name, module, depth)
 
     def _starred(self, name: str, module: Module, depth: int) -> str | None:
         """A name that nothing in the file binds, if it comes from `from … import *`."""
@@ -212,7 +200,7 @@ class Program(Files):
             if isinstance(statement.names, cst.ImportStar):
                 target = module_name(statement)
                 known = canonical(f"{target}.{name}")
-                if known is None and (path := self.file_of(target, module)) and path != module.path.resolve():
+                if known is None and (path := self.file_of(target, module)) and path != module.file:
                     known = self._exported(path, name, depth + 1)
                 if known is not None and not known.startswith(("private:", "module:")):
                     return known

@@ -24,7 +24,7 @@ from migration.rewriter import (
     statedicts,
 )
 from migration.rewriter.account import Entry
-from migration.rewriter.constructor_calls import code_of, constructions, meta_calls, named
+from migration.rewriter.constructor_calls import ORDER, code_of, constructions, meta_calls, named
 from migration.rewriter.edits import Edits, Undecided
 from migration.rewriter.emit import make
 from migration.rewriter.flow import Flow
@@ -93,7 +93,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
             marks.put(edits, [problem for problem in problems if problem.module is module])
             if stays and not edits.changed:
                 continue
-            path, plain_here = module.path.resolve(), not stays and way.home is None
+            path, plain_here = module.file, not stays and way.home is None
             lost = [n.bound for n in imports.imported(module) if plain_here and _lost(program, module, n)]
             made = _finished(edits, program.sources[path], exported.get(path, set()), lost, tidy=not stays)
             if made is not None:
@@ -157,7 +157,7 @@ def _plain(scene: Scene) -> Way:
     scene.rewriting.remove_unread()
     problems += beyond.undecided(scene, problems)
     problems += beyond.changed(scene, problems)
-    problems += carried.undecided(scene, problems)
+    problems += carried.undecided(scene, problems) + carried.classes(scene, program.parsed)
     return Way(scene, program.parsed, _unique(problems))
 
 
@@ -176,6 +176,10 @@ def _interface(plain: Scene, modules: list[Module]) -> Way:
     for node, module in calls:
         for name, arg in named(node):
             scene.take(code_of(name), arg, module)
+            for key, entry, where in scene.flow.entries(arg.value) if arg.star else ():
+                if key in ORDER:
+                    scene.take(code_of(key), entry, where)
+    problems += carried.classes(scene, modules)
     for module in modules:
         carried.take(scene, module)
         for meta in meta_calls(module) if calls else ():

@@ -15,30 +15,9 @@ CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # What torch.distributed.fsdp and its modules export of FSDP1, by the name that it has there.
 ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType")
-CONFIGS = (
-    "StateDictConfig",
-    "FullStateDictConfig",
-    "ShardedStateDictConfig",
-    "LocalStateDictConfig",
-    "OptimStateDictConfig",
-    "FullOptimStateDictConfig",
-    "ShardedOptimStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "StateDictSettings",
-)
-POLICIES = (
-    "transformer_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "lambda_auto_wrap_policy",
-    "always_wrap_policy",
-    "ModuleWrapPolicy",
-    "CustomPolicy",
-    "enable_wrap",
-    "wrap",
-    "default_auto_wrap_policy",
-    "_or_policy",
-    "_module_wrap_policy",
-)
+CONFIGS = {head for row in TABLE if re.search(r"StateDict(Config|Settings)$", head := row.name.partition(".")[0])}
+POLICIES = {row.name.removeprefix("wrap.") for row in TABLE if row.name.startswith("wrap.")}
+POLICIES |= {"default_auto_wrap_policy", "_or_policy", "_module_wrap_policy"}
 # What only says something, and stays torch's where FSDP1's class goes.
 OPTIONS = {*ENUMS, *CONFIGS, *POLICIES, "MixedPrecision", "CPUOffload"}
 KNOWN = {CLASS, *OPTIONS, "ShardedGradScaler", "FlatParameter"}

@@ -12,10 +12,11 @@ from typing import Any
 import libcst as cst
 import pytest
 
-from migration.rewriter import methods, scopes
+from migration.rewriter import check, methods, scopes
 from migration.rewriter.configs import Config
 from migration.rewriter.edits import Edits
 from migration.rewriter.module import Module
+from migration.rewriter.program import Program
 from migration.rewriter.source import LIMIT
 from tests.rewriter.test_commands import PROGRAM, run
 
@@ -226,6 +227,24 @@ def test_a_file_in_which_anything_fails_is_one_line_and_the_others_go_on(
     assert run("rewrite", "--write", tmp_path) == 1
     assert "fully_shard" in (tmp_path / "train.py").read_text()
     assert "FSDP(net)" in odd.read_text()
+
+
+def test_a_failure_that_leaving_its_file_out_does_not_end_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    program, _ = check.load([str(tmp_path)])
+    turns = []
+
+    def fails(program: Program, **named: object) -> None:
+        turns.append(1)
+        module.span(cst.Name("x"))  # a node of no file
+
+    (module,) = program.parsed
+    monkeypatch.setattr(check, "rewrite", fails)
+    with pytest.raises(KeyError):
+        check.account(program)
+    assert len(turns) == 2, "once with the file, once without"
 
 
 def test_a_configuration_in_which_a_rule_fails_is_one_line(
