@@ -226,6 +226,16 @@ def _never_together(before: Record, after: Record, first: Difference) -> Cause |
     return "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas", "together"
 
 
+def _one_moment(before: Record, after: Record, first: Difference) -> Cause | None:
+    saved = [one["step"] for rank in range(len(before.ranks)) for one in before.of(rank, "moments")]
+    if not saved or first.step < min(saved):
+        return None
+    return (
+        "a fault of FSDP1: on a CPU the state of its optimizer, as it is loaded again, has one tensor for both moments",
+        "moments",
+    )
+
+
 def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
     if first.what != "initial parameter" or first.relative is None:
         return None
@@ -273,7 +283,7 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
 
 
 CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
-FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _left]
+FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _left]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

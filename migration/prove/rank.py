@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import inspect
 import json
 import os
@@ -110,10 +111,28 @@ def _together(given: dict[str, Any]) -> None:
         given.update(sharding_strategy=ShardingStrategy.NO_SHARD, device_mesh=None, process_group=None)
 
 
+def _on_the_device() -> ExitStack:
+    """With two tensors for two moments."""
+    wrapper = FullyShardedDataParallel
+    theirs = wrapper.optim_state_dict
+
+    def replacement(model: nn.Module, optim: torch.optim.Optimizer, *_: Any, **__: Any) -> dict[str, Any]:
+        kind = wrapper.get_state_dict_type(model)
+        config = dataclasses.replace(kind.optim_state_dict_config, offload_to_cpu=False)
+        with wrapper.state_dict_type(model, kind.state_dict_type, kind.state_dict_config, config):
+            return theirs(model, optim)
+
+    stack = ExitStack()
+    for name in ("optim_state_dict", "full_optim_state_dict"):
+        stack.enter_context(mock.patch.object(wrapper, name, staticmethod(replacement)))
+    return stack
+
+
 # How programs run without what makes them differ. FSDP1 does the same mathematics by a path that hasn't the fault.
 CURES: dict[str, Callable[[], ExitStack]] = {
     "reshard": lambda: _fsdp1_with(_resharding),
     "together": lambda: _fsdp1_with(_together),
+    "moments": _on_the_device,
     "seed": ExitStack,  # all ranks draw the same numbers
 }
 

@@ -48,6 +48,7 @@ class Recorder:
     evaluates: batch norm that is trained also learned from an evaluation.
     unreduced: before a step a gradient had another shape than its parameter. It ends the record.
     forward: a model with parameters was called.
+    moments: FSDP1 gave an optimizer's state in which one tensor stands for several.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
     backward: `value`, the sum of what is passed to it.
     clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
@@ -100,6 +101,8 @@ class Recorder:
             self._around(zeroing, "zero_grad", self._zero)
         for clipping in (nn.utils, nn.utils.clip_grad, FullyShardedDataParallel):
             self._around(clipping, "clip_grad_norm_", self._clip)
+        for saving in ("optim_state_dict", "full_optim_state_dict"):
+            self._around(FullyShardedDataParallel, saving, self._saves)
         self._around(DataLoader, "__iter__", self._iterate)
         self._around(BatchSampler, "__iter__", self._draw)
         self._around(torch.optim.lr_scheduler.LRScheduler, "step", self._schedule)
@@ -118,7 +121,8 @@ class Recorder:
         def replacement(*arguments: Any, **named: Any) -> Any:
             return ours(theirs, *arguments, **named)
 
-        self._hooks.enter_context(mock.patch.object(holder, name, replacement))
+        made = staticmethod(replacement) if isinstance(vars(holder)[name], staticmethod) else replacement
+        self._hooks.enter_context(mock.patch.object(holder, name, made))
 
     def _backward(self, theirs: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
         if not self._in_backward:  # recomputation calls it from within
@@ -155,6 +159,15 @@ class Recorder:
         # A sharded norm is gathered, as clipping by it has just done on each rank.
         self.write("clip", norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm), low=low)
         return norm
+
+    def _saves(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
+        state = theirs(*arguments, **named)
+        for of in state.get("state", {}).values():  # empty on other ranks than the first
+            places = [one.data_ptr() for one in of.values() if type(one) is Tensor and one.numel()]
+            if len(set(places)) < len(places):
+                self.write("moments")
+                break
+        return state
 
     def _to_empty(self, theirs: Any, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         """Memory that nobody has set may hold anything: here it holds NaN, or the least integer, and so it is found."""

@@ -172,10 +172,8 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
     for node in module.all(cst.Attribute):
         name = node.attr.value
         if name == PREFIX or (name in METHODS and scene.is_model(node.value, module)):
-            code, said = module.code(node), module.code(module.statement(node) or node)
-            if name in ("module", PREFIX) and (f"type({code})" in said or f"{code}.__class__" in said):
-                why = "model.module is the model, so that its type is FSDP1's: isinstance() finds its own class"
-                problems.append(Undecided("FC08", why, node, module, blocking=False))
+            if name in ("module", PREFIX) and methods.asks_type(module, node):
+                problems.append(Undecided("FC08", methods.OWN_TYPE, node, module, blocking=False))
                 continue
             scene.take(METHODS.get(name, "FC08"), node, module, KEPT)
         elif name == "register_comm_hook" and scene.is_model(node.value, module):

@@ -23,6 +23,7 @@ ATTRIBUTES = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offl
 # Those that nothing else of torch's has: whose they are need not be known.
 INNER = ("_streams", "_all_handles", "flat_param", "_reset_lazy_init", "_state_dict_type")
 METHODS = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
+OWN_TYPE = "model.module is the model, so that its type is FSDP's: isinstance() finds its own class"
 OPTIMIZER = re.compile(r"(Adam\w*|SGD\w*|Adagrad|Adadelta|RMSprop|Lion|LAMB|Lamb|Adafactor|\w*Optimizer)$")
 EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")
 
@@ -76,8 +77,16 @@ def _attribute(scene: Scene, module: Module, node: cst.Attribute) -> None:
     elif name in ("module", PREFIX) and scene.is_model(node.value, module):
         if scene.ddp or isinstance(module.parent(node), cst.AssignTarget):
             raise Undecided("FC08", "whether it is a wrapper turns out at run time", node, module)
+        if asks_type(module, node):
+            raise Undecided("FC08", OWN_TYPE, node, module)
         scene.take("FC08", node, module)
         edits.replace((module.end(node.value), module.span(node)[1]), "")
+
+
+def asks_type(module: Module, node: cst.Attribute) -> bool:
+    """Return whether the class of what was wrapped is asked for, and not by isinstance()."""
+    code, said = module.code(node), module.code(module.statement(node) or node)
+    return f"type({code})" in said or f"{code}.__class__" in said
 
 
 def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> None:

@@ -31,6 +31,11 @@ HEAD = (
             "p.ndim < 2",
         ),
         (
+            "model = FSDP(net)\nif type(model.module).__name__ == 'Net':\n    print(model.module.size)\n",
+            "FC08",
+            "if type(model.module).__name__ == 'Net':\n    print(model.size)",
+        ),
+        (
             "def made(net):\n    model = FSDP(net)\n    net.init_weights()\n    return model\n",
             "FC32",
             "net.init_weights()",

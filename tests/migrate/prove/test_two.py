@@ -31,6 +31,8 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
         ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
         ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),
         ("hybrid", FAULT, "HYBRID_SHARD with shards of one rank never synchronises its replicas"),
+        ("resumed", FAULT, "one tensor for both moments; without it bit-equal"),
+        ("resumed-rate", DIFFERENT, None),
         ("loss-over-world", DIFFERENT, "passes to backward() is 0.5 times that of BEFORE: the number of ranks"),
         ("other-ranks", DIFFERENT, "all ranks together get the same samples, each other ones"),
         ("other-seed", DIFFERENT, "the ranks get other samples"),
@@ -41,8 +43,11 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
     ],
 )
 def test_the_cause_is_named(ranks: Ranks, tmp_path: Path, case: str, verdict: str, cause: str | None) -> None:
+    if OLD and case.startswith("resumed"):
+        pytest.skip("FSDP1 gathers to a CPU from torch 2.15 on")
     found = proven(ranks, tmp_path, case)
     assert found.verdict == verdict
+    assert ("both moments" in (found.cause or "")) == (case == "resumed")
     assert cause is None or cause in f"{found.first and found.first.line()}; {found.cause}"
     assert found.status == (1 if verdict == DIFFERENT else 0)
 

@@ -5,6 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -50,12 +51,14 @@ if case == "decay":  # not of what has one dimension, as under FSDP1 all has
         {"params": [one for one in model.parameters() if one.ndim > 1]},
         {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
     ]
-optimizer = torch.optim.AdamW(groups, lr=2e-2 if case == "rate" else 1e-2)
+optimizer = torch.optim.AdamW(groups, lr=2e-2 if case in ("rate", "resumed-rate") else 1e-2)
 torch.manual_seed({"other-ranks": 1 - dist.get_rank(), "other-seed": 7}.get(case, dist.get_rank()))
-for _ in range(5):
+for step in range(5):
     inputs = torch.randn(4, 6)
     loss = model(inputs, case == "shared").square().mean() * {"loss": 1.001, "loss-over-world": 1 / world}.get(case, 1)
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
+    if step == 1 and case.startswith("resumed"):
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
 dist.destroy_process_group()

@@ -47,9 +47,12 @@ elif case == "late-zero":
 model = FSDP(Net(), **options)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 torch.manual_seed(dist.get_rank())
-for _ in range(5):
+for step in range(5):
     loss = model(torch.randn(4, 6), case == "shared").square().mean()
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
+    if step == 1 and case.startswith("resumed"):
+        state = FSDP.optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
 dist.destroy_process_group()
