@@ -48,7 +48,9 @@ python -m fsdp2.migrate rewrite --write train.py policies/
   layout, encoding, line endings and permissions stay. Files are replaced whole or not at all. Of a folder, links to
   files outside of it are left out.
 - What may be FSDP1's class or a model of it, since an object carries it there, is listed as FC36, with where it comes
-  from; questions by a string or a private attribute as FC37. FSDP1's interface has both, and answers as FSDP1 does.
+  from; questions by a string or a private attribute as FC37. FSDP1's interface has both, and answers as FSDP1 does,
+  but for the class of a module that is a group. What comes out of a list or a tuple of mixed things only may be a
+  model, and no line about it is moved.
 - Where FSDP1 has a fault that the moved program hasn't, a line names it: losses may differ for that reason
   ([which](notes/fsdp1.md)).
 - A file in which anything fails is left as it is, with one line, and the others go on.
