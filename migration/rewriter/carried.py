@@ -37,7 +37,7 @@ def classes(scene: Scene, modules: list[Module]) -> list[Undecided]:
 
 
 def _looped_over(name: cst.Name, node: cst.CSTNode, module: Module) -> Iterator[cst.BaseExpression]:
-    """What the loops around an expression go through by a name."""
+    """Yield what the loops around an expression go through by a name."""
     for above in module.ancestors(node):
         loop = above.for_in if isinstance(above, cst.BaseComp) else above
         if isinstance(loop, cst.For | cst.CompFor):

@@ -184,7 +184,7 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
 
 
 def _inner(scene: Scene, module: Module, node: cst.Attribute | cst.Call) -> list[Undecided]:
-    """What FSDP1's models have inside, of which the interface has some."""
+    """Judge what FSDP1's models have inside, of which the interface has some."""
     if not (code := methods.attribute_of_model(scene, module, node)):
         return []
     if (node.attr.value if isinstance(node, cst.Attribute) else methods.asked(module, node)) not in GIVEN:
