@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,24 @@ from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.options.errors import ConfigError
 
 
-def folder(out: Path, flag: str = "--out") -> Path:
-    """A folder for results. Raises ConfigError, before anything is measured, if nothing can be written there."""
-    with _explained(out, flag):
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    return out
+def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Path:
+    """A folder for results; if none is named a new one `below` another, by the time, also for the second in a second.
+
+    Raises ConfigError, before anything is measured, if nothing can be written there.
+    """
+    named, number = Path(f"{below}/{time.strftime('%Y%m%d-%H%M%S')}" if out is None else out), 1
+    with _explained(place := named, flag):
+        named.parent.mkdir(parents=True, exist_ok=True)
+        while out is None:
+            try:
+                place.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+                place = named.with_name(f"{named.name}-{number}")
+        place.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    return place
 
 
 def write(path: Path, content: str | bytes, flag: str = "--out") -> None:

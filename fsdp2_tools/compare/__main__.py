@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     options, training = parse(arguments)
     table = rows(options["strategies"], options["variants"], training, options["nproc"])
     require("plotly", "plots", "the page")
-    out = results.folder(Path(options["out"] or f"comparisons/{time.strftime('%Y%m%d-%H%M%S')}"))
+    out = results.folder(options["out"], below="comparisons")
     steps, repeats = options["steps"], options["repeats"]
     warm_up = min(WARM_UP, steps // 2)
     began = time.monotonic()

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
 
     if searching:
         assert gpu is not None
-        folder = Path(checked("--out", out, location) if out else f"plans/{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = checked("--out", out, location) if out else None
         return _search(config, ranks[0], gpu, limit, folder, say, as_json)
     plans = []
     for count in ranks:
@@ -140,7 +140,7 @@ def _check_search(ranks: Sequence[int], gpu: Gpu | None) -> None:
 
 
 def _search(
-    config: Config, ranks: int, gpu: Gpu, limit: int | None, out: Path, say: Callable[[str], None], as_json: bool
+    config: Config, ranks: int, gpu: Gpu, limit: int | None, out: str | None, say: Callable[[str], None], as_json: bool
 ) -> list[Plan]:
     """Plans of settings, the best first, after they were printed and the best was written to a folder."""
 

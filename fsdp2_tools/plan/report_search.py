@@ -65,12 +65,13 @@ def as_data(found: Sequence[Setting]) -> list[dict[str, Any]]:
     ]
 
 
-def write(found: Sequence[Setting], out: Path) -> list[str]:
-    """The best setting and the picture, into a folder. Returns what to do next."""
+def write(found: Sequence[Setting], place: str | None) -> list[str]:
+    """The best setting and the picture, into a folder, unset = plans/<time>. Returns what to do next."""
     if not found[0].plan.fits:
         return []
+    out = results.folder(place, below="plans")
     flags = {name: value for name, value in to_flags(found[0].plan.config).items() if name not in ("run-dir", "resume")}
-    results.write(results.folder(out) / SETTINGS, json.dumps({"flags": flags}, indent=1) + "\n")
+    results.write(out / SETTINGS, json.dumps({"flags": flags}, indent=1) + "\n")
     _picture(found, out / PICTURE)
     words = ["--config", short((out / SETTINGS).absolute()), *code_flags(found[0].plan.config)]
     return [f"train with the first: python -m fsdp2.train {shlex.join(words)}"]

@@ -66,7 +66,7 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     check(config, ranks)
     device = runtime.pick_device(config.device, World(0, ranks, 0, ranks)).type
     budget: int = options["budget"] or memory_of_rank(ranks, config.device)
-    out = results.folder(Path(options["out"] or f"tuned/{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    out = results.folder(options["out"], below="tuned").absolute()
     began = time.monotonic()
 
     def say(text: str) -> None:

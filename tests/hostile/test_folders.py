@@ -125,6 +125,16 @@ def test_a_page_replaces_a_link_and_not_what_it_leads_to(kind: str, tmp_path: Pa
         results.folder(tmp_path / "theirs")
 
 
+def test_results_of_two_that_begin_in_one_second_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp2_tools.results.time.strftime", lambda form: "20261129-060000")
+    first, second = (results.folder(None, below=str(tmp_path / "tuned")) for _ in range(2))
+    assert [first.name, second.name] == ["20261129-060000", "20261129-060000-2"]
+    assert results.folder(first) == results.folder(str(first)) == first
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="can't be written"):
+        results.folder(None, below=str(tmp_path / "nowhere"))
+
+
 def test_a_page_of_memory_goes_behind_no_link(run: Path) -> None:
     theirs, page = run.parent / "theirs", run / "rank0_memory_timeline.html"
     theirs.write_text("theirs")
