@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from launchers.ray_options import RayOptions, parse
 from launchers.ray_search import Choice, example_config, parse_search
-from launchers.ray_tune import command
+from launchers.ray_train import TrainingFailed
+from launchers.ray_tune import TuneOptions, command, table
 
 
 def test_each_way_is_read_as_data() -> None:
@@ -100,3 +103,29 @@ def test_the_command_that_repeats_a_trial_makes_its_config() -> None:
     again, same = parse(words[3:], "launchers.ray_train")
     assert same == config
     assert again == options == RayOptions(num_workers=3)  # type: ignore[arg-type]
+
+
+class _Trials(list[SimpleNamespace]):
+    """As Ray's ResultGrid."""
+
+    num_errors, errors = 0, ()
+
+
+def _trial(name: str, lr: float, value: float) -> SimpleNamespace:
+    metrics = {"test_loss": value, "accuracy": value, "epoch": 1, "trial_id": name}
+    return SimpleNamespace(metrics=metrics, config={"lr": lr})
+
+
+@pytest.mark.parametrize(("metric", "best"), [("test_loss", "low"), ("accuracy", "high")])
+def test_a_trial_that_diverged_is_the_last(metric: str, best: str) -> None:
+    nan = _trial("diverged", 9.0, math.nan)
+    found = _Trials([_trial("high", 0.2, 1.5), nan, _trial("low", 0.1, 0.5)])
+    tune, config = TuneOptions(search=("lr=uniform(1, 2)",), metric=metric), Config()
+    lines = table(found, tune, RayOptions(), config, "there", "a")
+    assert [line.split()[0] for line in lines[1:4]] == [
+        *sorted(("low", "high"), key=lambda name: name != best),
+        "diverged",
+    ]
+    assert f"a/run-{best}" in lines[-2]
+    with pytest.raises(TrainingFailed, match="no trial has a result"):
+        table(_Trials([nan]), tune, RayOptions(), config, "there", "a")
