@@ -14,7 +14,7 @@ from typing import Any
 import libcst as cst
 
 from migration.rewriter.module import Module, last_name
-from migration.rewriter.objects import ALL, ANY, GET, MAYBE, MODEL, PUT, STATIC, THE_CLASS, Place, Value
+from migration.rewriter.objects import ALL, ANY, GET, MAYBE, MODEL, PUT, SAME, STATIC, THE_CLASS, Place, Value
 from migration.rewriter.program import Program
 from migration.rewriter.said import Said
 from migration.rewriter.symbols import CLASS, PACKAGE
@@ -22,6 +22,7 @@ from migration.rewriter.values import key_of, string
 
 ALIKE = ("list", "tuple", "set", "sorted", "reversed", "iter", "ModuleList", "ModuleDict", "deque", "OrderedDict",
          "MappingProxyType", "values", "copy")  # fmt: skip
+COMMON = {*SAME, *dir(dict), *dir(list), *dir(set)}  # methods of which a name says nothing
 OBJECTS = ("SimpleNamespace", "Namespace")
 
 
@@ -29,8 +30,9 @@ class Flow(Said):
     def __init__(self, program: Program, constructions: Sequence[tuple[cst.Call, Module]]) -> None:
         super().__init__(program)
         self._calls: dict[int, list[tuple[cst.Call, Module]]] = {}  # by function
+        self._unknown: list[cst.Call] = []  # of methods, as far as is written beside them
         self._constructions, self._visited = constructions, 0
-        while self._visit() or (self._begins and (self._moves() or self._by_name())):
+        while self._visit() or (self._begins and (self._moves() or self._by_name() or self._methods_by_name())):
             pass
 
     def _visit(self) -> bool:
@@ -58,6 +60,15 @@ class Flow(Said):
                 then(value, origin)
         return moves
 
+    def _methods_by_name(self) -> bool:
+        """Calls of methods of what is unknown, where one class alone has such a method, that get or give a model."""
+        for node in self._unknown:
+            known = [] if self.values.get(id(node.func)) else self._methods.get(last_name(node), [])
+            places = [*(id(arg.value) for arg in node.args), *(("return", one) for one in known)]
+            if len(known) == 1 and any(MODEL in self.values.get(at, ()) for at in places):
+                self._add(id(node.func), ("bound", known[0]))
+        return bool(self._queue)
+
     def functions(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The functions of the program that a called expression may be."""
         return [self._node[value[1]][0] for value in self.values.get(id(node), ()) if value[0] in ("function", "bound")]
@@ -77,6 +88,8 @@ class Flow(Said):
         if any(imported for _, imported in module.qualified(node.func)):
             for arg in node.args:
                 self._when(id(arg.value), lambda value, _: self._parse(value, node.func, module))
+        elif isinstance(node.func, cst.Attribute) and name not in COMMON:
+            self._unknown.append(node)
         if first is None:
             if name == "super" and (owner := module.enclosing(node, cst.ClassDef)) is not None:
                 self._add(id(node), ("super", id(owner)))
@@ -281,6 +294,7 @@ class Flow(Said):
         self._defined(node, value, module)
         owner = module.enclosing(node, cst.ClassDef, cst.FunctionDef)
         if isinstance(owner, cst.ClassDef):
+            self._methods.setdefault(node.name.value, []).append(id(node))
             said = {last_name(one.decorator) for one in node.decorators}
             if "staticmethod" not in said and node.params.params:
                 own = "of" if "classmethod" in said else "object"

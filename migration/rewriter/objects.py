@@ -53,6 +53,7 @@ class Objects(Branches):
         self._sets: list[tuple[Place, str, Place]] = []  # of attributes: of what, which, to what
         self._reads: list[tuple[Place, str, Place]] = []
         self._exported: set[tuple[Path, str]] = set()
+        self._methods: dict[str, list[int]] = {}
         self._stores: dict[Value, list[tuple[str, cst.CSTNode, Module]]] = {}
 
     def is_model(self, node: cst.CSTNode) -> bool:

@@ -171,3 +171,18 @@ def test_what_may_be_something_else_is_not_moved(tmp_path: Path) -> None:
     assert "    print(net.state_dict())\n    net, other =" in files["program"]
     assert "print(optimizer.state_dict())" in files["program"]
     assert "print(get_model_state_dict(net" in files["program"], "the rest is moved"
+
+
+def test_a_method_of_an_unknown_object_is_the_one_of_that_name(tmp_path: Path) -> None:
+    """But not one that containers and models have too, nor one of several."""
+    files, marks = moved(
+        tmp_path,
+        program=f"{FSDP}class Trainer:\n    def fit(self, model):\n        self.model = model\n        save(model.state_dict())\n"
+        "    def made(self):\n        return self.model\n    def update(self, other):\n        save(other.state_dict())\n"
+        "def main(config, net, kept):\n    trainer = load(config)\n    trainer.fit(FSDP(net))\n"
+        "    print(trainer.made().state_dict())\n    kept.update(FSDP(net))\n",
+    )
+    assert marks == []
+    assert "save(get_model_state_dict(model" in files["program"]
+    assert "print(get_model_state_dict(trainer.made()" in files["program"]
+    assert "save(other.state_dict())" in files["program"]
