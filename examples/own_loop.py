@@ -1,5 +1,4 @@
 """FSDP2 in a loop of one's own:  torchrun --nproc_per_node 2 examples/own_loop.py OUT [MODEL]
-
 MODEL is a folder of Hugging Face's, or else a tiny Llama. Run again, on any number of ranks, it goes on."""
 
 import sys
