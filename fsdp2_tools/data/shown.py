@@ -27,8 +27,8 @@ def lengths(dataset: Dataset) -> Iterator[str]:
     """
     counts = numpy.zeros(64, dtype=numpy.int64)
     for split in (dataset.train, dataset.test):
-        ends: numpy.ndarray = getattr(split, "windows", split).ends
-        tokens = numpy.diff(ends, prepend=0)
+        windows: Any = getattr(split, "windows", split)
+        tokens = numpy.diff(windows.ends, prepend=0)
         counts += numpy.bincount(numpy.frexp(tokens[tokens > 0])[1], minlength=64)
     yield "tokens in a document:"
     for power in range(int(counts.nonzero()[0][0]), int(counts.nonzero()[0][-1]) + 1):
