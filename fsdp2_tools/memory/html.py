@@ -69,6 +69,20 @@ button { float: right; font: inherit; color: inherit; background: none; border: 
 _FOOT = """
 <script>
 const root = document.documentElement, charts = document.querySelectorAll(".js-plotly-plot");
+const narrow = matchMedia("(max-width: 600px)");
+// On a phone a legend beside the plot would leave it a strip: it stands below, and the figure is higher by its rows.
+function place() {
+  for (const chart of charts) {
+    const rows = chart._fullLayout.showlegend ? Math.ceil(chart.data.length / 2) : 0;
+    const below = {"legend.orientation": "h", "legend.x": 0, "legend.y": -0.15, "legend.yanchor": "top",
+      "margin.l": 55, "margin.r": 10, height: 460 + 22 * rows};
+    const beside = {"legend.orientation": "v", "legend.x": 1.02, "legend.y": 1, "legend.yanchor": "top",
+      "margin.l": 80, "margin.r": 20, height: 560};
+    Plotly.relayout(chart, narrow.matches ? below : beside);
+  }
+}
+narrow.addEventListener("change", place);
+place();
 function paint() {
   const style = getComputedStyle(root), ink = style.getPropertyValue("--ink"), rule = style.getPropertyValue("--rule");
   const paper = style.getPropertyValue("--paper");

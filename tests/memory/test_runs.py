@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -92,6 +93,22 @@ def test_the_page_of_very_many_events_opens_too(tmp_path: Path) -> None:
     assert 'class="fills"' in in_browser(text, tmp_path)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, to open the page in")
+@pytest.mark.parametrize("width", [500, 1200])
+def test_on_a_phone_the_legend_stands_below_a_plot_of_the_page_s_width(tmp_path: Path, width: int) -> None:
+    measure = (
+        "<script>const plot = charts[0]._fullLayout.xaxis._length;"
+        "const [legend, drawn] = ['.legend', '.xy'].map((one) => charts[0].querySelector(one).getBoundingClientRect());"
+        "document.body.dataset.found = [innerWidth, plot, legend.top > drawn.bottom]</script>"
+    )
+    opened = in_browser(page(many_allocations(300), "a test") + measure, tmp_path, f"--window-size={width},900")
+    found = re.search(r'data-found="(\d+),([\d.]+),(true|false)"', opened)
+    assert found is not None
+    window, plot, below = int(found[1]), float(found[2]), found[3] == "true"
+    assert plot > 0.7 * min(window, 1200)
+    assert below == (window <= 600)
+
+
 def many_allocations(count: int) -> Timeline:
     kinds = ("activations", "temporary", "gradients")
     allocations = [
@@ -112,7 +129,7 @@ def many_allocations(count: int) -> Timeline:
     return Timeline(facts, allocations, [Phase("start", 0, 0.0), *phases], [])
 
 
-def in_browser(text: str, folder: Path) -> str:
+def in_browser(text: str, folder: Path, *more: str) -> str:
     """The document as Chromium has it after its scripts have run, with no network."""
     assert CHROMIUM is not None
     path = folder / "page.html"
@@ -123,6 +140,7 @@ def in_browser(text: str, folder: Path) -> str:
         "--disable-gpu",
         "--proxy-server=127.0.0.1:9",
         "--virtual-time-budget=20000",
+        *more,
     ]
     command = [CHROMIUM, *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", path.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
