@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2 import data, models
 from fsdp2.options import own_model
+from fsdp2.options.beginning import unset
 from fsdp2.options.checks import KEEP, check_together
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
@@ -33,6 +34,7 @@ from fsdp2.options.values import (
     reshard_policy,
     resume_place,
     steps_or_never,
+    steps_or_share,
     switch,
     tags,
     text,
@@ -81,39 +83,31 @@ class Config:
     documents: str = option(
         "apart", "for data of your own, whether documents in one sequence see each other", one_of("apart", "together")
     )
-    data_root: str | None = option(
-        None, "folder that holds the data in torchvision's layout; unset = each node downloads it once", location
-    )
+    data_root: str | None = option(None, "folder with torchvision's layout; unset = each node downloads once", location)
     seq_len: int = option(128, "language: tokens in a sequence", whole(1, 2**20))
 
-    epochs: int = option(12, "passes over the training set", whole(1), section="steps and batches")
+    epochs: int = option(None, "passes over the data" + unset("epochs"), whole(1), section="steps and batches")
     max_steps: int | None = option(None, "stop after this many optimizer steps, evaluate and save", whole(1))
     batch_size: int = option(64, "samples per rank and microbatch", whole(1))
     global_batch_size: int | None = option(
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
     )
-    test_batch_size: int = option(
-        None, "samples per forward in evaluation; unset = 1000 for images, the batch size for language", whole(1)
-    )
-    loader_workers: int = option(
-        0, "processes per rank that prepare batches; 0 = in the training process", whole(0, 256)
-    )
+    test_batch_size: int = option(None, "samples per forward in evaluation; unset = 1000, or of text a batch", whole(1))
+    loader_workers: int = option(0, "processes per rank that prepare batches; 0 = the training's own", whole(0, 256))
     seed: int = option(1, "seed of initial values, sample order and dropout", whole(0, 2**63 - 1))
 
     optimizer: str = option(
-        "adam",
-        "how parameters are updated; sgd has momentum 0.9",
+        None,
+        "how parameters are updated; sgd has momentum 0.9" + unset("optimizer"),
         one_of(*OPTIMIZERS),
         section="optimizer and schedule",
     )
-    lr: float = option(1e-3, "learning rate", number(0, 1000, open_minimum=True))
+    lr: float = option(None, "learning rate" + unset("lr"), number(0, 1000, open_minimum=True))
     fused_optimizer: bool | None = option(
         None, "one kernel for the whole update; unset = on a GPU, where the optimizer has one", optional_switch
     )
     optimizer_state: str | None = option(None, "adam, adamw: bits of moments (extra torchao)", or_off(one_of(*STATES)))
-    gamma: float = option(
-        0.85, "factor on the learning rate after each epoch (StepLR)", number(0, 1, open_minimum=True)
-    )
+    gamma: float = option(0.85, "factor on the rate after each epoch (StepLR)", number(0, 1, open_minimum=True))
     betas: tuple[float, float] | None = option(
         None, "adam, adamw: decay of the averages of gradients and of their squares; unset = 0.9,0.999", betas
     )
@@ -121,15 +115,14 @@ class Config:
         None, "adamw: decay of parameters with two dimensions or more; unset = 0.01, of all parameters", number(0, 100)
     )
     schedule: str = option(
-        "step",
-        "how the learning rate falls: step = by --gamma after each epoch; cosine and linear = to --lr-floor at the end",
+        None,
+        "how the learning rate falls: step = by --gamma after each epoch; cosine and linear = to --lr-floor at the end"
+        + unset("schedule"),
         one_of(*SCHEDULES),
     )
-    warmup_steps: int = option(0, "optimizer steps in which the learning rate rises linearly", whole(0))
+    warmup_steps: float = option(None, "steps of a rising rate, or their share" + unset("warmup_steps"), steps_or_share)
     lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a fraction of --lr", number(0, 1))
-    ema: float | None = option(
-        None, "keep an exponential moving average of the weights with this decay", or_off(number(0, 0.9999999))
-    )
+    ema: float | None = option(None, "keep a moving average of weights, of this decay", or_off(number(0, 0.9999999)))
     clip_grad_norm: float | None = option(
         None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
     )
@@ -143,9 +136,7 @@ class Config:
     freeze: tuple[str, ...] = option(
         (), "name pattern of parameters that are not trained; repeatable", patterns, many=True, section="fine-tuning"
     )
-    lora: int | None = option(
-        None, "train adapters of this rank instead of the model's weights (extra peft)", or_off(whole(1, 65536))
-    )
+    lora: int | None = option(None, "train adapters of this rank, not weights (extra peft)", or_off(whole(1, 65536)))
     lora_alpha: float | None = option(
         None, "LoRA: adapters are scaled by alpha / rank; unset = 2 x rank", number(0, 1e6, open_minimum=True)
     )
@@ -165,9 +156,7 @@ class Config:
     shard_modules: tuple[str, ...] = option(
         (), "name pattern of the blocks, instead of finding them; repeatable", patterns, many=True
     )
-    shard_granularity: int | str = option(
-        1, "what is all-gathered together: N blocks, each layer, or the whole model (root)", granularity
-    )
+    shard_granularity: int | str = option(1, "gathered together: N blocks, each layer, or all (root)", granularity)
     reshard_after_forward: bool | int | None = option(
         None,
         "free parameters between forward and backward: true = of all groups, false = of none, N = keep them sharded "
@@ -202,9 +191,7 @@ class Config:
     deepspeed_config: str | None = option(
         None, "ZeRO: a DeepSpeed configuration that overrides the one made from the flags", location
     )
-    nvme_offload: str | None = option(
-        None, "ZeRO-3: keep parameters and optimizer state in files below this folder (ZeRO-Infinity)", location
-    )
+    nvme_offload: str | None = option(None, "ZeRO-3: parameters and optimizer state in files of this folder", location)
 
     mixed_precision: Literal["bf16", "fp16"] | None = option(
         None,
@@ -246,12 +233,8 @@ class Config:
         "fp32 products on a GPU: highest = fp32, high = TF32 (faster, 10 bits of mantissa), medium = bf16",
         one_of("highest", "high", "medium"),
     )
-    deterministic: bool = option(
-        False, "use only deterministic algorithms; an operation without one ends the run", switch
-    )
-    gc_every: int = option(
-        50, "steps between garbage collections, at the same step on all ranks; 0 = Python decides", whole(0)
-    )
+    deterministic: bool = option(False, "only deterministic algorithms; an operation without one ends the run", switch)
+    gc_every: int = option(50, "steps between garbage collections, the same on all ranks; 0 = Python's", whole(0))
 
     timeout: int | None = option(
         None,
@@ -292,9 +275,7 @@ class Config:
         or_off(whole(1)),
         bare=1,
     )
-    on_checkpoint_failure: str = option(
-        "stop", "when a save fails: stop, or report it and continue", one_of("stop", "continue")
-    )
+    on_checkpoint_failure: str = option("stop", "when a save fails: stop, or report it", one_of("stop", "continue"))
     on_nonfinite: str = option(
         "stop",
         "when loss or gradients are NaN or infinite: stop, skip the update (each step waits for the GPU), or continue",
@@ -327,9 +308,7 @@ class Config:
         optional_switch,
     )
     dcp_api: bool = option(False, "gather full state dicts with the DCP API instead of the DTensor API", switch)
-    inspect: bool = option(
-        False, "print and check how each parameter is sharded, and its dtypes", switch, section="reports"
-    )
+    inspect: bool = option(False, "print and check each parameter's sharding and dtype", switch, section="reports")
     memory_snapshot: bool = option(
         False, "record each allocation with its purpose; python -m fsdp2.memory RUN shows them", switch
     )

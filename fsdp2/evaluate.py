@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -50,8 +50,3 @@ def scored(forward: Callable[[Batch], Any], spec: ModelSpec, batches: Iterable[B
             loss, correct = spec.scored(outputs, batch.targets)
             sums += torch.stack([loss.double(), correct, (batch.targets != IGNORED).sum()])
     return sums
-
-
-def perplexity_in_words(result: Mapping[str, Any]) -> str:
-    """For a line that says the loss; empty where there is none."""
-    return f", perplexity {result['perplexity']:.2f}" if "perplexity" in result else ""

@@ -20,12 +20,13 @@ from fsdp2 import data
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
-from fsdp2.evaluate import evaluate, perplexity_in_words
+from fsdp2.evaluate import evaluate
 from fsdp2.generate import generate
 from fsdp2.models import NAMES
 from fsdp2.options.errors import ConfigError, flag_of, require
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import Parse, checked, dataset_name, location, model_name, number, text, whole
+from fsdp2.report.console import in_words
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
 from fsdp2.run.dataset import load_data, tokenizer_of
 from fsdp2.run.directory.rundir import RunDir
@@ -71,8 +72,8 @@ def main(place: Path | str, *, sharded: bool = False, **named: Any) -> dict[str,
             result = evaluate(run.forward, spec, dataset.test, run.config, run.world, run.device)
         if run.world.rank == 0:
             show(samples, shown(batch.inputs, batch.targets), dataset, run.run)
-            print(f"test loss: {result['loss']:.4f}" + perplexity_in_words(result))
-            print(f"test accuracy: {result['accuracy']:.2%} of {result['count']}")
+            print(f"test loss: {result['loss']:.4f}")
+            print(f"{in_words(result)} of {result['count']}")
     return {**result, "samples": samples, "weights": run.weights}
 
 

@@ -144,10 +144,12 @@ def before(marker: Mapping[str, Any]) -> Length | None:
 def factor(config: Config, step: int, ahead: Course) -> float:
     """The factor on `--lr` when `step` optimizer steps are done.
 
-    The warm-up rises linearly and reaches 1 after `--warmup-steps`; `cosine` and `linear` fall from there to
-    `--lr-floor` at the end of the run.
+    The warm-up rises linearly and reaches 1 after `--warmup-steps`, which is a share of the run if it is below 1;
+    `cosine` and `linear` fall from there to `--lr-floor` at the end of the run.
     """
     warm, floor = config.warmup_steps, config.lr_floor
+    if warm < 1:
+        warm = math.ceil(warm * ahead.total)
     if step < warm:
         return (step + 1) / (warm + 1)
     if config.schedule == "step":

@@ -186,6 +186,10 @@ SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
 LEAVES_NOTHING = ("--no-save-model", "--checkpoint-every=never")  # two fifths of the smallest run is what it leaves
 
 
+# The schedule of a run from nothing, said by one from weights that is compared with it.
+FROM_NOTHING = ("--lr=1e-3", "--schedule=step", "--warmup-steps=0")
+
+
 def small(run: Path | str, *flags: str) -> list[str]:
     """The command line of the smallest run, into a run directory."""
     return [*SMALL, f"--run-dir={run}", *flags]

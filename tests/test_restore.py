@@ -21,7 +21,19 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallelize import parallelize
 from fsdp2.train import main
 from fsdp2_tools.checkpoint.import_ import import_
-from tests.harness import SMALL, Ranks, full_files, losses, make_engine, of_kind, one_step, same, save, small
+from tests.harness import (
+    FROM_NOTHING,
+    SMALL,
+    Ranks,
+    full_files,
+    losses,
+    make_engine,
+    of_kind,
+    one_step,
+    same,
+    save,
+    small,
+)
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -191,7 +203,7 @@ def test_a_partial_resume_takes_weights_and_says_what_it_left(train: Train, tmp_
     train(run="first", steps=4)
     checkpoint = tmp_path / "first" / "checkpoints" / "step-00000004"
     # Another optimizer and seed than a strict resume allows; the weights are as --init-from would give them.
-    flags = ["--optimizer=sgd", "--seed=5"]
+    flags = ["--optimizer=sgd", "--seed=5", *FROM_NOTHING]
     events = train(*flags, f"--resume={checkpoint}", "--resume-partial", run="second", steps=3)
     file = tmp_path / "first" / "full_model" / "full-model.pt"
     assert losses(events) == losses(train(*flags, f"--init-from={file}", run="third", steps=3))

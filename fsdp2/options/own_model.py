@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp2 import data, models
 from fsdp2.models.names import on_hub
+from fsdp2.options import beginning
 from fsdp2.options.errors import ConfigError, shown, unknown
 from fsdp2.options.values import LONGEST_PATH
 
@@ -112,7 +113,7 @@ def weights(config: Config) -> str | None:
 
 
 def complete(config: Config) -> None:
-    """Set the options whose defaults the model decides. Raises ConfigError if there is no such model or size."""
+    """Set options whose defaults the model or its weights decide. Raises ConfigError for no such model or size."""
     try:
         found = config.spec
     except ValueError as error:
@@ -129,6 +130,7 @@ def complete(config: Config) -> None:
     if config.test_batch_size is None:
         # A forward of language gives a number for each token and each word of the vocabulary.
         object.__setattr__(config, "test_batch_size", 1000 if found.kind == "image" else config.batch_size)
+    beginning.complete(config)
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:

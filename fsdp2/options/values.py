@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fsdp2.checkpoint.refusal import is_name
@@ -213,6 +214,14 @@ def groups_ahead(value: Any) -> int | str:
 @stands_for("N|never")
 def steps_or_never(value: Any) -> int | str:
     return "never" if value == "never" else whole(1)(value)
+
+
+@stands_for("N|SHARE")
+def steps_or_share(value: Any) -> float:
+    for parse in (whole(0), number(0, 0.999)):
+        with suppress(ValueError):
+            return parse(value)
+    raise ValueError("must be a number of steps, or a share of them below 1, such as 0.03")
 
 
 @stands_for("auto|never|STEP|PATH")

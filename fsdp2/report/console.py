@@ -28,6 +28,20 @@ def speed(data: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
+def tokens_of(data: dict[str, Any]) -> int:
+    """Tokens in the step of a `train` record; 0 for images."""
+    if "tokens_per_second" not in data:
+        return 0
+    return round(data["tokens_per_second"] / data["samples_per_second"] * data["samples"])
+
+
+def in_words(data: dict[str, Any]) -> str:
+    """An evaluation beside its loss: the share of right classes, or the perplexity and the share of right tokens."""
+    if "perplexity" not in data:
+        return f"test accuracy: {data['accuracy']:.2%}"
+    return f"perplexity: {data['perplexity']:.2f}, tokens right: {data['accuracy']:.2%}"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, as far as they matter."""
     minutes, rest = divmod(round(seconds), 60)
@@ -49,7 +63,8 @@ class Console:
         self._named = f" {shlex.join(named)}" if named else ""
         self._bar: Any = None
         self._printed = self._warned = 0.0
-        self._nonfinite = 0
+        self._nonfinite = self._tokens = 0
+        self._tested: dict[str, Any] | None = None  # the last evaluation
         self._first: tuple[int, float] | None = None  # the first step, and when it was reported
 
     def line(self, text: str) -> None:
@@ -91,6 +106,7 @@ class Console:
                 update = "; parameters are not updated" if data.get("skipped") else ""
                 so_far = f"; {self._nonfinite} such steps so far" if self._nonfinite > 1 else ""
                 self.line(f"step {data['step']}: {what}{update}{so_far}")
+        self._tokens += tokens_of(data)
         figures = f"loss {data['loss']:.4f}  grad norm {data['grad_norm']:.3f}  {speed(data)}{self._left(data)}"
         if self.in_terminal:
             if self._bar is None:
@@ -112,8 +128,7 @@ class Console:
         steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
         if self.max_steps is not None:
             steps = min(steps, self.max_steps - data["step"])
-        each = data["tokens_per_second"] / data["samples_per_second"] if "tokens_per_second" in data else 0
-        of = f" for {steps * data['samples'] * each:,.0f} tokens" if each else ""
+        of = f" for {steps * tokens_of(data):,} tokens" if tokens_of(data) else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:
@@ -123,11 +138,10 @@ class Console:
 
     def _eval(self, data: dict[str, Any]) -> None:
         self._close_bar()
-        self._printed = time.monotonic()
+        self._printed, self._tested = time.monotonic(), data
         self.line(
             f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
-            + (f"perplexity {data['perplexity']:.2f}  " if "perplexity" in data else "")
-            + f"test accuracy {data['accuracy']:.2%}"
+            + in_words(data).replace(": ", " ").replace(", ", "  ")
         )
         if not math.isfinite(data["loss"]):
             self.line(
@@ -156,7 +170,8 @@ class Console:
         if data["reason"] == "already finished":
             self.line(f"{run} is finished: {data['step']} steps are done; raise --epochs or --max-steps to go on")
         elif data["reason"] == "finished":
-            self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s")
+            tokens = f", on {self._tokens:,} tokens" if self._tokens else ""
+            self.line(f"trained {data['steps']} steps in {data['seconds']:.1f} s{tokens}")
         elif data["left"] is None:
             seconds = f"after {data['seconds']:.1f} s"
             self.line(f"{data['reason']}: stopped at step {data['step']} {seconds}; nothing is saved, {NEVER}")
@@ -165,8 +180,8 @@ class Console:
         if data["nonfinite_steps"]:
             self.line(f"in {data['nonfinite_steps']} of {data['steps']} steps the loss or gradients were no numbers")
         self.line(f"run directory: {run}")
-        if data.get("accuracy") is not None:
-            self.line(f"test accuracy: {data['accuracy']:.2%}")
+        if self._tested is not None:
+            self.line(in_words(self._tested))
         left_out = data.get("full_model_left_out_bytes")
         if left_out is not None:
             self.line(f"full-model.pt is not written, since the model has {size(left_out)}; --save-model asks for it")

@@ -11,6 +11,7 @@ from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.data.splits import Dataset
 from fsdp2.models.spec import ModelSpec
+from fsdp2.options import beginning
 from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
@@ -49,6 +50,7 @@ def lines(
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
+        *beginning.line(config),
         *_data(dataset),
         *served_otherwise(spec, config.model_size, dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",

@@ -374,11 +374,14 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
     if marker.get("imported"):
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
+    run = str(checkpoint).rpartition("/checkpoints/")[0]
+    has_all = f" (--config {run}/config.json has all that the run had)" if run else ""
     for flag, why in KEPT.items():
         if flag in theirs and theirs[flag] != flags[flag]:
             raise ConfigError(
-                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. "
-                "Use that, or start a new --run-dir, with --init-from for the weights alone"
+                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"
+                f"{has_all}, or start a new --run-dir, with "
+                "--init-from for the weights alone"
             )
     if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
         raise ConfigError(

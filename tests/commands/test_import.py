@@ -30,7 +30,7 @@ from fsdp2.config import parse
 from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, read_all, write
-from tests.harness import Ranks, losses, make_engine, of_kind, one_step, same, small
+from tests.harness import FROM_NOTHING, Ranks, losses, make_engine, of_kind, one_step, same, small
 from tests.hostile.common import change_values, resume
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -226,7 +226,8 @@ def test_a_source_that_is_damaged_or_taken_is_refused(finished: Path, tmp_path: 
 def test_what_was_exported_is_imported_and_trained_on(finished: Path, tmp_path: Path, train: Train) -> None:
     imported = tmp_path / "imported"
     import_(str(write(finished, tmp_path / "out", "sharded")), str(imported))
-    expected = losses(train(f"--init-from={finished / 'full_model' / 'full-model.pt'}", run="expected", steps=2))
+    weights = f"--init-from={finished / 'full_model' / 'full-model.pt'}"
+    expected = losses(train("--optimizer=adam", *FROM_NOTHING, weights, run="expected", steps=2))
     assert losses(train(f"--resume={imported}", run="new", steps=2)) == expected
     assert losses(train(f"--resume={imported}", "--resume-partial", run="partial", steps=2)) == expected
 

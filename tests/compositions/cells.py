@@ -86,7 +86,14 @@ def mesh_of(cell: Cell) -> tuple[int, list[str]]:
 def flags_of(cell: Cell) -> list[str]:
     """The command line, but for text, weights, steps and learning rate."""
     line = ["--model=tests.compositions.cells:composed", f"--model-size={size_of(cell)}", f"--seq-len={WINDOW}"]
-    line += ["--device=cpu", "--threads=1", "--optimizer=sgd", "--schedule=constant", "--tokenizer=bytes"]
+    line += [
+        "--device=cpu",
+        "--threads=1",
+        "--optimizer=sgd",
+        "--schedule=constant",
+        "--warmup-steps=0",
+        "--tokenizer=bytes",
+    ]
     line += [f"--global-batch-size={samples_of(cell)}", "--test-batch-size=8", "--epochs=100"]
     line.append(f"--documents={'apart' if 'documents apart' in cell else 'together'}")
     for feature in FEATURES:

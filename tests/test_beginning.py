@@ -1,0 +1,84 @@
+"""Defaults of a run that begins with trained weights: the field's; and those of one from nothing are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.config import Config, parse
+from fsdp2.options.beginning import FROM_NOTHING, FROM_WEIGHTS, WITH_ADAPTERS
+from fsdp2.options.errors import ConfigError
+from fsdp2.report.console import Console
+from fsdp2.run.preflight import preflight
+from fsdp2.run.process.runtime import World
+from tests.harness import Ranks, main_in_ranks, of_kind, small
+
+Train = Callable[..., list[tuple[str, dict[str, Any]]]]
+
+LLAMA = ("--model=llama", "--model-size=debug", "--dataset=random-tokens", "--seq-len=16")
+
+
+def _set(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in FROM_NOTHING}
+
+
+def test_defaults_follow_from_where_a_run_begins() -> None:
+    assert _set(parse([])) == FROM_NOTHING
+    assert (parse([]).epochs, parse([]).lr, parse([]).schedule) == (12, 1e-3, "step")
+    assert _set(parse([*LLAMA, "--init-from=a"])) == FROM_WEIGHTS
+    assert _set(parse([*LLAMA, "--init-from=a", "--lora=4"])) == WITH_ADAPTERS
+    assert _set(parse([*LLAMA, "--init-from=scratch"])) == FROM_NOTHING
+
+
+def test_what_is_said_counts_also_where_it_is_the_other_default() -> None:
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in FROM_NOTHING.items()]
+    assert _set(parse([*LLAMA, "--init-from=a", *words])) == FROM_NOTHING
+    given: dict[str, Any] = dict(FROM_WEIGHTS)
+    assert _set(Config(**given)) == FROM_WEIGHTS
+
+
+@pytest.mark.parametrize("value", ["1.5", "-1", "x", "1.0e9999"])
+def test_a_warm_up_is_steps_or_a_share(value: str) -> None:
+    assert parse(["--warmup-steps=3"]).warmup_steps == 3
+    assert parse(["--warmup-steps=0.25"]).warmup_steps == 0.25
+    with pytest.raises(ConfigError, match=r"--warmup-steps .*: must be a number of steps, or a share of them below 1"):
+        parse([f"--warmup-steps={value}"])
+
+
+def test_a_run_from_weights_says_its_defaults_and_a_resume_keeps_them(
+    train: Train, ranks: Ranks, tmp_path: Path
+) -> None:
+    train(*LLAMA, run="first", steps=1)
+    weights = f"--init-from={tmp_path / 'first' / 'full_model' / 'full-model.pt'}"
+    events = train(*LLAMA, weights, "--no-save-model", run="second", steps=40)
+    (start,) = of_kind(events, "start")
+    (line,) = (line for line in start["header"] if line.startswith("from weights: "))
+    assert "adamw, lr 2e-05, cosine, warm-up of 3% of the steps, weight decay 0.01; --epochs" in line
+    rates = [record["lr"] for record in of_kind(events, "train")]
+    assert rates[:3] == pytest.approx([2e-5 / 3, 4e-5 / 3, 2e-5])  # 3 % of 40 are 2 steps
+    assert rates[-1] < 1e-7
+    # The same folder without the weights' flag would have the other defaults.
+    with pytest.raises(ConfigError, match="the checkpoint to resume from was made with") as refused:
+        preflight(parse(small(tmp_path / "second", *LLAMA, "--max-steps=41")), World(0, 1, 0, 1))
+    assert f"--config {tmp_path / 'second' / 'config.json'} has all that the run had" in str(refused.value)
+    line_of_run = [f"--config={tmp_path / 'second' / 'config.json'}", f"--run-dir={tmp_path / 'second'}"]
+    more = of_kind(ranks.run(main_in_ranks, [*line_of_run, "--max-steps=41"])[0], "train")
+    assert [record["step"] for record in more] == [41]
+
+
+def test_the_console_of_a_language_model_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(0, 2, 1)
+    step = {"epoch": 0, "step_in_epoch": 1, "loss": 1.0, "grad_norm": 1.0, "samples": 4}
+    for number in (1, 2):
+        console("train", {**step, "step": number, "samples_per_second": 2.0, "tokens_per_second": 256.0})
+    console("eval", {"epoch": 0, "step": 2, "loss": 1.0, "accuracy": 0.25, "count": 99, "perplexity": 2.718})
+    end = {"reason": "finished", "step": 2, "steps": 2, "seconds": 1.0, "left": "checkpoint", "accuracy": 0.25}
+    console("end", {**end, "run_dir": "runs/a", "nonfinite_steps": 0})
+    said = capsys.readouterr().out
+    assert "epoch 1/1  step 2  test loss 1.0000  perplexity 2.72  tokens right 25.00%\n" in said
+    assert "trained 2 steps in 1.0 s, on 1,024 tokens\n" in said
+    assert "\nperplexity: 2.72, tokens right: 25.00%\n" in said
+    assert "test accuracy" not in said
