@@ -71,6 +71,11 @@ $(VENV)/.bench: $(VENV)/.deepspeed
 	$(UV) --no-build-isolation -e '.[$(EXTRAS),deepspeed,bench]'
 	@touch $@
 
+# What scores an exported model.
+$(VENV)/.eval: $(VENV)/.installed
+	$(UV) -e '.[$(EXTRAS),eval]'
+	@touch $@
+
 $(VENV)/.docs: $(BIN)/uv pyproject.toml $(CONSTRAINTS)
 	$(UV) -e '.[docs]'
 	@touch $@
@@ -90,6 +95,14 @@ train: $(VENV)/.installed  ## train a sharded ViT on the embedded digits, 2 rank
 resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on any NPROC
 	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }
 	$(TRAIN) --config "$(RUN:%/=%)/config.json" --run-dir "$(RUN:%/=%)" $(ARGS)
+
+.PHONY: eval
+eval: $(VENV)/.eval  ## score the newest run's model (RUN=… another) with lm-eval: make eval TASKS=hellaswag
+	@test -n "$(RUN)" || { echo "there is no run yet: make train-llama"; exit 2; }
+	@test -n "$(TASKS)" || { echo "name what it is scored on: make eval TASKS=hellaswag"; exit 2; }
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(BIN)/python -m fsdp2.checkpoint export "$(RUN:%/=%)" "$$folder/model" --format hf && \
+	  $(BIN)/python -m lm_eval --model hf --model_args pretrained="$$folder/model" --tasks "$(TASKS)" $(ARGS)
 
 infer: $(VENV)/.installed  ## predict with the newest run's model (RUN=… another)
 	@test -n "$(RUN)" || { echo "there is no run yet: make train"; exit 2; }

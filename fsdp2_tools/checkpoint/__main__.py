@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
 from fsdp2_extra.text.tokenizer_file import tokenizer_files
 from fsdp2_tools.checkpoint.adapters import FILE, Adapters, read_adapters
+from fsdp2_tools.checkpoint.card import card
 from fsdp2_tools.checkpoint.diff import diff
 from fsdp2_tools.checkpoint.export import MAX_SHARD_SIZE, export
 from fsdp2_tools.checkpoint.import_ import import_
@@ -38,9 +39,14 @@ MODEL_FILES = "model"  # the folder of a run with its model's configuration and 
 
 def model_file(place: str, name: str) -> Path | None:
     """A file that a run keeps with its model, for the run or a checkpoint of it; None if there is none."""
-    path = Path(place).absolute()
-    files = (run / MODEL_FILES / name for run in (path, *path.parents[:2]))
+    files = (run / MODEL_FILES / name for run in _runs(place))
     return next((file for file in files if os.path.lexists(file)), None)  # what is no file, its reader refuses
+
+
+def _runs(place: str) -> tuple[Path, ...]:
+    """Where the run may be of which a place is a part, or that it is itself."""
+    path = Path(place).absolute()
+    return path, *path.parents[:2]
 
 
 def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
@@ -84,14 +90,19 @@ def tokenizer_of(place: str) -> tuple[Mapping[str, bytes] | None, str]:
     return {}, f"no tokenizer, because {why}"
 
 
-def _flags(file: Path) -> Mapping[str, Any]:
-    """The flags of a run by its config.json; none if there is no such file. Raises Refused."""
+def _said(file: Path) -> Mapping[str, Any]:
+    """A run's config.json; empty if there is no such file. Raises Refused."""
     if not os.path.lexists(file):
         return {}
     try:
-        flags = read_table(str(file)).get("flags", {})
+        return read_table(str(file))
     except ValueError as error:
         raise Refused(f"{file}: {error}") from None
+
+
+def _flags(file: Path) -> Mapping[str, Any]:
+    """The flags of a run by its config.json; none if there is no such file. Raises Refused."""
+    flags = _said(file).get("flags", {})
     return flags if isinstance(flags, dict) else {}
 
 
@@ -105,6 +116,15 @@ def adapters_of(place: str) -> Adapters | None:
     except ValueError as error:
         raise Refused(f"{file}: {error}") from None
     return read_adapters(content, place)
+
+
+def card_of(place: str, form: str) -> Callable[[int | None], bytes] | None:
+    """What makes a card for the weights of a run; None for those of none. Raises Refused."""
+    file = next((run / "config.json" for run in _runs(place) if (run / MODEL_FILES).is_dir()), None)
+    if file is None or not os.path.lexists(file):
+        return None
+    said, library = _said(file), {"peft": "peft"}.get(form, "transformers")
+    return lambda step: card(file.parent, said, step, library)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -134,6 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
             adapters=adapters_of(arguments.place),
             base=arguments.base,
             average=arguments.ema,
+            card=card_of(arguments.place, arguments.format),
         )
         line += f"; {without}" if without else ""
         print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fsdp2.checkpoint.sources.source import averaged, weights
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
 from fsdp2_extra.text.tokenizer_file import SETTINGS, is_tokenizers
 from fsdp2_tools.checkpoint.adapters import Adapters, merged, same_base, vouched, write_peft
+from fsdp2_tools.checkpoint.card import NAME as CARD
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
@@ -46,6 +47,7 @@ def export(
     adapters: Adapters | None = None,
     base: str | None = None,
     average: bool = False,
+    card: Callable[[int | None], bytes] | None = None,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
@@ -62,6 +64,7 @@ def export(
         tokenizer: for `hf`, path -> content of the tokenizer that is written in the place of that of `like`; empty =
             none is. Unset = the model was trained with its own.
         adapters: as the run's file describes those of the checkpoint, which are added to the weights but for `peft`.
+        card: makes the README.md of a folder of `hf` or `peft`, of the checkpoint's step if it has one.
         base: where those weights are, if not where the file says.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
@@ -75,8 +78,10 @@ def export(
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
         trained = source
-        if like is not None and trained.folder is not None and is_there(trained.folder, MARKER):
+        marker: Mapping[str, Any] = {}
+        if trained.folder is not None and is_there(trained.folder, MARKER):
             marker = read_marker(trained.folder)
+        if like is not None and marker:
             require_kept(marker, like[1], f"{place}: model")
             if to == "hf":
                 require_kept(marker, tokenizer or {}, f"{place}: {TOKENIZER}", TOKENIZER)
@@ -119,6 +124,8 @@ def export(
                     write_hf(aside, tensors, read, model, _with_tokenizer(beside, tokenizer), max_shard_size)
                 else:
                     write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
+                if card is not None and to in ("hf", "peft") and not (aside / CARD).exists():
+                    (aside / CARD).write_bytes(card(marker.get("step")))
             folder.fsync(aside.name)
             folder.rename(aside.name, target.name)
             folder.fsync("")

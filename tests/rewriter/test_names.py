@@ -177,8 +177,9 @@ def test_a_method_of_an_unknown_object_is_the_one_of_that_name(tmp_path: Path) -
     """But not one that containers and models have too, nor one of several."""
     files, marks = moved(
         tmp_path,
-        program=f"{FSDP}class Trainer:\n    def fit(self, model):\n        self.model = model\n        save(model.state_dict())\n"
-        "    def made(self):\n        return self.model\n    def update(self, other):\n        save(other.state_dict())\n"
+        program=f"{FSDP}class Trainer:\n    def fit(self, model):\n        self.model = model\n"
+        "        save(model.state_dict())\n    def made(self):\n        return self.model\n"
+        "    def update(self, other):\n        save(other.state_dict())\n"
         "def main(config, net, kept):\n    trainer = load(config)\n    trainer.fit(FSDP(net))\n"
         "    print(trainer.made().state_dict())\n    kept.update(FSDP(net))\n",
     )

@@ -1,0 +1,96 @@
+"""README.md beside exported weights: steps, losses, flags and versions, as the run's directory says them.
+
+Its form is https://huggingface.co/docs/hub/model-cards. A run directory is data, and may be a stranger's: numbers are
+taken as numbers, and texts are shown as code, cut, without the folders of whoever has trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fsdp2.config import Config
+from fsdp2.options.errors import shown
+from fsdp2.report.records import parse
+from fsdp2.units import printable
+
+NAME = "README.md"
+AT_MOST = 1 << 20  # bytes of metrics.jsonl, from its end
+LEFT_OUT = ("run-dir", "resume")
+_FOLDERS = re.compile(r"(^|[:,])/(?!/)(?:[^/,:]+/)*")  # of an absolute path, also of each in a --dataset
+
+
+def card(run: Path, said: Mapping[str, Any], step: int | None, library: str) -> bytes:
+    """The card of the weights after `step`, or those at the end of the run.
+
+    Args:
+        said: the run's config.json.
+        library: that loads the weights, as the hub knows it.
+    """
+    flags, versions = (said.get(name) for name in ("flags", "environment"))
+    lines = ["---", f"library_name: {library}", "---", f"# {_text(run.name)[1:-1]}", ""]
+    lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
+    lines += ["licence it may be used, nobody has written here yet.", ""]
+    lines += [
+        *_table("result", _results(run / "metrics.jsonl", step)),
+        *_table("flag", _chosen(flags if isinstance(flags, dict) else {})),
+    ]
+    lines += _table("version", versions if isinstance(versions, dict) else {})
+    return "\n".join(lines).encode()
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> Iterator[str]:
+    known = {name: value for name, value in rows.items() if value is not None}
+    if known:
+        yield from (f"| {title} | |", "|---|---|")
+        yield from (f"| {_text(name)} | {_text(value)} |" for name, value in known.items())
+        yield ""
+
+
+def _chosen(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of ours that aren't as by default."""
+    known = {field.name.replace("_", "-"): field.default for field in fields(Config)}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    return {
+        name: flags[name]
+        for name in known
+        if name not in LEFT_OUT and name in flags and flags[name] not in (None, plain[name])
+    }
+
+
+def _results(metrics: Path, step: int | None) -> dict[str, Any]:
+    """Figures of the last records of a step and of an evaluation, no later than `step`."""
+    last: dict[str, dict[str, Any]] = {}
+    for record in _records(metrics):
+        if record["kind"] in ("train", "eval") and (step is None or record["step"] <= step):
+            last[record["kind"]] = record
+    found = {"step": step}
+    for kind, names in (("train", ("step", "loss")), ("eval", ("loss", "perplexity", "accuracy"))):
+        for name in names:
+            value = last.get(kind, {}).get(name)
+            if type(value) in (int, float):
+                found[name if name == "step" else f"{kind} {name}"] = value
+    return found
+
+
+def _records(metrics: Path) -> Iterator[dict[str, Any]]:
+    if not metrics.is_file():
+        return
+    with open(metrics, "rb") as file:
+        file.seek(max(0, os.path.getsize(metrics) - AT_MOST))
+        for line in file.read(AT_MOST).splitlines(keepends=True):
+            record = parse(line)
+            if record is not None:
+                yield record
+
+
+def _text(value: Any) -> str:
+    """A value as code in a cell, a path by its last name."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = _FOLDERS.sub(r"\1", text)
+    return f"`{shown(printable(text)).replace('`', chr(39)).replace('|', '/')}`"

@@ -1,0 +1,67 @@
+"""README.md beside exported weights: what it says is of this run, and nothing of the machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands.common import Cli, checkpoint
+from tests.harness import Ranks, main_in_ranks, small
+from tests.test_resume import metrics_of
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+
+@pytest.fixture(scope="module")
+def llama(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("secret-folder")
+    (place / "notes.txt").write_text("To be, or not to be. " * 200)
+    flags = ["--model=llama", "--model-size=debug", f"--dataset=text:{place}/notes.txt", "--tokenizer=bytes"]
+    flags += ["--seq-len=32", "--max-steps=4", "--checkpoint-every=2", "--lr=0.01", "--batch-size=2"]
+    ranks.run(main_in_ranks, [*small(place / "run"), *flags])
+    return place / "run"
+
+
+def rows_of(text: str) -> dict[str, str]:
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1].strip("`") for row in cells}
+
+
+@pytest.mark.parametrize("step", [2, None])
+def test_it_says_steps_losses_flags_and_versions(llama: Path, tmp_path: Path, cli: Cli, step: int | None) -> None:
+    place = llama if step is None else checkpoint(llama, step)
+    status, *_ = cli("export", place, tmp_path / "out", "--format", "hf")
+    assert status == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n---\n# run\n")
+    rows, records = rows_of(text), metrics_of(llama)
+    (loss,) = (one["loss"] for one in records if one["kind"] == "train" and one["step"] == (step or 4))
+    assert (rows["step"], float(rows["train loss"])) == (str(step or 4), loss)
+    evaluated = [one for one in records if one["kind"] == "eval" and one["step"] <= (step or 4)]
+    assert ("eval perplexity" in rows) == bool(evaluated)
+    assert (rows["model"], rows["lr"], rows["dataset"]) == ("llama", "0.01", "text:notes.txt")
+    assert rows["torch"] == json.loads((llama / "config.json").read_bytes())["environment"]["torch"]
+    assert "seed" not in rows, "what is as by default isn't listed"
+    assert "secret" not in text
+
+
+def test_a_strangers_run_puts_no_markup_into_it(llama: Path, tmp_path: Path, cli: Cli) -> None:
+    run = Path(shutil.copytree(llama, tmp_path / "run"))
+    said = json.loads((run / "config.json").read_bytes())
+    said["flags"]["run-name"] = "a`|<b>\n---\n![](https://there/a.png)" + "x" * 500
+    said["environment"] = {"`<i>\n": [["deep"]] * 1000, "torch": None}
+    (run / "config.json").write_text(json.dumps(said))
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 4, "loss": "<b>"}\nno record\n' + "x" * (2 << 20))
+    status, *_ = cli("export", run, tmp_path / "out", "--format", "hf")
+    assert status == 0
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    (named,) = (line for line in lines if "run-name" in line)
+    assert named.startswith("| `run-name` | `a'/<b>")
+    assert named.count("`") == 4
+    assert named.endswith("…` |")
+    assert max(map(len, lines)) < 250
+    assert lines.count("---") == 2
+    assert not any("train loss" in line for line in lines)
