@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp1_interface.sharding import unit_of
 from fsdp1_interface.states import first_rank, require_own, reshard_all, shard_like
-from fsdp1_interface.units import own_modules
 
 
 @contextlib.contextmanager
@@ -57,7 +56,8 @@ def full_params(
             held.append((owner, name, sharded, whole_of[sharded]))
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     owners_held = {owner for owner, *_ in held}
-    gathered = [unit for unit in units if owners_held & set(_own(unit))]  # the outermost first
+    # The outermost first, which may hold none of them itself.
+    gathered = [unit for unit in units if owners_held & set(unit.modules())]
     hooks = [_without_hooks(unit) for unit in gathered]
     try:
         for owner, name, _, whole in held:
@@ -71,11 +71,6 @@ def full_params(
             owner.register_parameter(name, sharded)
             if writeback:
                 _write(sharded, whole, grads)
-
-
-def _own(unit: nn.Module) -> list[nn.Module]:
-    known = unit_of(unit)
-    return own_modules(unit, known.ignored) if known is not None else [unit]
 
 
 def _without_hooks(unit: FSDPModule) -> Callable[[], None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.harness import Ranks
-from tests.migrate.fsdp1_models import Net, build, needs_fsdp1_to_gather, policy, real, shim
+from tests.migrate.fsdp1_models import CPU, Net, build, needs_fsdp1_to_gather, policy, real, shim
 
 
 def outputs() -> None:
@@ -53,6 +55,22 @@ def test_on_other_ranks_it_is_their_shards(ranks: Ranks) -> None:
 @needs_fsdp1_to_gather
 def test_a_model_computes_while_its_parameters_are_whole(ranks: Ranks) -> None:
     ranks.run(outputs)
+
+
+def outputs_of_a_root_without_parameters() -> None:
+    torch.manual_seed(0)
+    net, inputs = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)), torch.randn(3, 6)
+    expected = net(inputs)
+    cls = shim().FullyShardedDataParallel
+    model = cls(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=CPU)
+    with cls.summon_full_params(model, writeback=False):  # before any other forward
+        assert torch.equal(model.module(inputs), expected)
+    model(inputs).sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+def test_a_root_may_hold_none_of_them(ranks: Ranks) -> None:
+    ranks.run(outputs_of_a_root_without_parameters)
 
 
 def refusals() -> list[str]:
