@@ -16,7 +16,7 @@ import libcst as cst
 from migration.rewriter.module import Module, last_name
 from migration.rewriter.objects import ALL, ANY, GET, MAYBE, MODEL, PUT, SAME, STATIC, THE_CLASS, Place, Value
 from migration.rewriter.program import Program
-from migration.rewriter.said import Said
+from migration.rewriter.said import MAKE, Said
 from migration.rewriter.symbols import CLASS, PACKAGE
 from migration.rewriter.values import key_of, string
 
@@ -225,8 +225,8 @@ class Flow(Said):
 
     def _read(self, node: cst.Name | cst.Attribute, module: Module) -> None:
         symbol, names = self.program.symbol(node, module), [n for n, imported in module.qualified(node) if imported]
-        if symbol == CLASS or (symbol or "").startswith("module:") or PACKAGE in names:
-            self._add(id(node), THE_CLASS if symbol == CLASS else ("torch",), self._place(node, module))
+        if symbol in MAKE or (symbol or "").startswith("module:") or PACKAGE in names:
+            self._add(id(node), MAKE.get(symbol or "", ("torch",)), self._place(node, module))
             self._begins = True
         above = module.parent(node)
         if isinstance(node, cst.Attribute):

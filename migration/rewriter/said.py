@@ -13,6 +13,8 @@ from migration.rewriter.program import Program
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.values import arguments
 
+MAKE = {CLASS: THE_CLASS, "wrap": ("same", MAYBE)}  # what gives a model: wrap() within enable_wrap()
+
 
 class Said(Objects):
     def __init__(self, program: Program) -> None:
