@@ -156,7 +156,7 @@ def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:
     verdict = compare(first, second)
     if (cure := verdict.cure) is not None:
         first = before.record(folder / "before-cured", steps=steps, cure=cure)
-        if cure == "seed":
+        if cure in ("seed", "slow"):  # which AFTER may be as well
             second = after.record(folder / "after-cured", steps=steps, cure=cure)
         cured = compare(first, second)
         if cured.status == 0:

@@ -221,9 +221,13 @@ def _kept_gathered(before: Record, after: Record, first: Difference) -> Cause | 
 
 
 def _never_together(before: Record, after: Record, first: Difference) -> Cause | None:
-    if not before.facts()["apart"]:
-        return None
-    return "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas", "together"
+    why = "a fault of FSDP1: HYBRID_SHARD with shards of one rank never synchronises its replicas"
+    return (why, "together") if before.facts()["apart"] else None
+
+
+def _fast_path(before: Record, after: Record, first: Difference) -> Cause | None:
+    why = "TransformerEncoderLayer has a fast path in evaluation, unless it has hooks, as FSDP2's groups have"
+    return (why, "slow") if before.facts()["fast"] and first.what == "loss" else None
 
 
 def _one_moment(before: Record, after: Record, first: Difference) -> Cause | None:
@@ -237,12 +241,8 @@ def _one_moment(before: Record, after: Record, first: Difference) -> Cause | Non
 
 
 def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
-    if first.what != "initial parameter" or first.relative is None:
-        return None
-    return (
-        "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts",
-        "seed",
-    )
+    why = "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts"
+    return (why, "seed") if first.what == "initial parameter" and first.relative is not None else None
 
 
 def _left(before: Record, after: Record, first: Difference) -> Cause | None:
@@ -282,8 +282,8 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
     return f"the loss that AFTER passes to backward() is {factor:.6g} times that of BEFORE{known}", None
 
 
-CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation]
-FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _left]
+CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation, _fast_path]
+FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,11 +129,12 @@ def _on_the_device() -> ExitStack:
 
 
 # How programs run without what makes them differ. FSDP1 does the same mathematics by a path that hasn't the fault.
-CURES: dict[str, Callable[[], ExitStack]] = {
+CURES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "reshard": lambda: _fsdp1_with(_resharding),
     "together": lambda: _fsdp1_with(_together),
     "moments": _on_the_device,
     "seed": ExitStack,  # all ranks draw the same numbers
+    "slow": lambda: mock.patch.object(torch.backends.mha, "get_fastpath_enabled", bool),
 }
 
 

@@ -74,7 +74,7 @@ class Recorder:
         self._drawn: dict[int, list[list[int]]] = {}  # by the id of a batch sampler: indices not yet given
         self._random: Any = None  # the generators' state when data came
         self._outputs: dict[nn.Module, torch.dtype] = {}  # of the first step
-        self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": [], "draws": False}
+        self._facts: dict[str, Any] = {"low": False, "shared": None, "unset": [], "draws": False, "fast": False}
         self._lines: list[str] = []
         self._hooks = ExitStack()
         self._habits = Habits()
@@ -171,9 +171,9 @@ class Recorder:
 
     def _to_empty(self, theirs: Any, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         """Memory that nobody has set may hold anything: here it holds NaN, or the least integer, and so it is found."""
-        result = theirs(module, *arguments, **named)
+        result, recurse = theirs(module, *arguments, **named), named.get("recurse", True)
         with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
                 tensor.fill_(_unset(tensor.dtype))
         return result
 
@@ -222,6 +222,7 @@ class Recorder:
         self._calls += 1
         if not self._in_backward and self._habits.called(module, outermost=self._calls == 1, first_step=self.step == 1):
             self.write("evaluates")
+        self._facts["fast"] |= isinstance(module, nn.TransformerEncoderLayer) and not module.training
         training = torch.is_grad_enabled() and not self._in_backward  # where it would be recomputed
         if self._calls == 1 and training and any(one.requires_grad for one in module.parameters()):
             if not any(one is module for one in self._called):

@@ -31,6 +31,7 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
         "shared": None,
         "keeps_gathered": False,
         "apart": False,
+        "fast": False,
         "unset": [],
     }
     events = [{"kind": "facts", "step": 1, **facts}, state(1, "before", WEIGHT, name)]

@@ -62,3 +62,25 @@ def test_a_program_runs_as_without_it(ranks: Ranks, tmp_path: Path) -> None:
         assert record.samples("index", step) == [2 * step - 2, 2 * step - 1]
         assert len(record.losses(0, step)) == len(record.norms(step)) == 1
         assert len(record.whole(step, "unclipped")) == len(record.whole(step, "after")) == 4
+
+
+FROM_META = """
+import torch
+from torch import nn
+
+with torch.device("meta"):
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+for module in reversed(list(model.modules())):  # a module after those in it
+    module.to_empty(device="cpu", recurse=False)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+model(torch.eye(3)).square().sum().backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+"""
+
+
+def test_to_empty_of_a_module_alone_leaves_those_in_it(ranks: Ranks, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(FROM_META)
+    record = InPool(script, [], 1, 60, pool=ranks).record(tmp_path / "record", steps=1)
+    assert record.facts()["unset"] == []

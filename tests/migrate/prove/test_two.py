@@ -31,6 +31,8 @@ def proven(ranks: Ranks, folder: Path, case: str) -> Verdict:
         ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
         ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),
         ("hybrid", FAULT, "HYBRID_SHARD with shards of one rank never synchronises its replicas"),
+        ("fast-path-in-fp32", FAULT, "TransformerEncoderLayer has a fast path in evaluation"),
+        ("fast-path-in-bf16", FAULT, "TransformerEncoderLayer has a fast path in evaluation"),
         ("resumed", FAULT, "one tensor for both moments; without it bit-equal"),
         ("resumed-rate", DIFFERENT, None),
         ("loss-over-world", DIFFERENT, "passes to backward() is 0.5 times that of BEFORE: the number of ranks"),

@@ -7,7 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+LOW = {"fast-path-in-bf16": torch.bfloat16}
 
 
 class Block(nn.Module):
@@ -45,6 +48,10 @@ model = Net()
 for block in model.blocks:
     fully_shard(block, mesh=mesh, reshard_after_forward=case != "late-zero")
 fully_shard(model, mesh=mesh)
+mask = nn.Transformer.generate_square_subsequent_mask(4)
+teacher = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True).eval().requires_grad_(False)
+if case.startswith("fast-path"):
+    fully_shard(teacher, mesh=mesh, mp_policy=MixedPrecisionPolicy(LOW.get(case)))
 groups = [{"params": list(model.parameters())}]
 if case == "decay":  # not of what has one dimension, as under FSDP1 all has
     groups = [
@@ -55,7 +62,10 @@ optimizer = torch.optim.AdamW(groups, lr=2e-2 if case in ("rate", "resumed-rate"
 torch.manual_seed({"other-ranks": 1 - dist.get_rank(), "other-seed": 7}.get(case, dist.get_rank()))
 for step in range(5):
     inputs = torch.randn(4, 6)
-    loss = model(inputs, case == "shared").square().mean() * {"loss": 1.001, "loss-over-world": 1 / world}.get(case, 1)
+    with torch.no_grad():
+        target = teacher(inputs[None], mask, is_causal=True)[0].float() if case.startswith("fast-path") else 0.0
+    loss = (model(inputs, case == "shared") - target).square().mean()
+    loss *= {"loss": 1.001, "loss-over-world": 1 / world}.get(case, 1)
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()

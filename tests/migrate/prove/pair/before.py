@@ -7,8 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+
+LOW = {"fast-path-in-bf16": torch.bfloat16}
 
 
 class Block(nn.Module):
@@ -45,10 +48,17 @@ if case == "hybrid":
 elif case == "late-zero":
     options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
 model = FSDP(Net(), **options)
+mask = nn.Transformer.generate_square_subsequent_mask(4)
+teacher = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True).eval().requires_grad_(False)
+if case.startswith("fast-path"):
+    teacher = FSDP(teacher, mixed_precision=MixedPrecision(LOW.get(case)), device_id=torch.device("cpu"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 torch.manual_seed(dist.get_rank())
 for step in range(5):
-    loss = model(torch.randn(4, 6), case == "shared").square().mean()
+    inputs = torch.randn(4, 6)
+    with torch.no_grad():
+        target = teacher(inputs[None], mask, is_causal=True)[0].float() if case.startswith("fast-path") else 0.0
+    loss = (model(inputs, case == "shared") - target).square().mean()
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
