@@ -119,7 +119,7 @@ def adapters_of(place: str) -> Adapters | None:
 
 
 def card_of(place: str, form: str) -> Callable[[int | None], bytes] | None:
-    """What makes a card for the weights of a run; None for those of none. Raises Refused."""
+    """A function that makes a card for the weights of a run; None where there is no run. Raises Refused."""
     file = next((run / "config.json" for run in _runs(place) if (run / MODEL_FILES).is_dir()), None)
     if file is None or not os.path.lexists(file):
         return None
