@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -41,7 +41,10 @@ def _a_folder_may_be_mlflows_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _internet_sockets(process: int | str) -> list[str]:
     """The entries of a process's sockets in the kernel's tables of TCP and UDP."""
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+    links = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # of a file that is closed since
+            links.append(os.readlink(link))
     own = {link[8:-1] for link in links if link.startswith("socket:[")}
     tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6", "udp", "udp6")]
     return [line for table in tables for line in table.splitlines()[1:] if line.split()[9] in own]
@@ -50,7 +53,8 @@ def _internet_sockets(process: int | str) -> list[str]:
 def _children() -> list[int]:
     found = []
     for task in Path("/proc/self/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
+        with suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended since
+            found += [int(word) for word in (task / "children").read_text().split()]
     return found
 
 

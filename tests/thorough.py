@@ -82,6 +82,7 @@ KEPT = {
     "tests/test_models.py::test_the_same_model_on_any_number_of_ranks": 1,
     "tests/test_optimizer_state.py::test_a_resumed_run_goes_on_bit_for_bit": 1,
     "tests/test_optimizer_state.py::test_another_number_of_ranks_restores_the_same_bits": 1,
+    "tests/test_package.py::test_a_command_runs_from_a_wheel": 2,
     "tests/test_resume.py::test_a_resumed_run_goes_on_bit_for_bit": 1,
     "tests/test_resume.py::test_another_number_of_ranks_restores_the_same_state": 1,
     "tests/test_resume.py::test_strategies_read_each_others_checkpoints": 2,
