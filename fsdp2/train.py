@@ -48,9 +48,9 @@ from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
+from fsdp2.run.schedule import Schedule
 from fsdp2.run.start import agree, resume, state_of_run, try_out, write_start
 from fsdp2.run.watch.hangs import Watch
-from fsdp2.schedule import Schedule
 
 
 @growing_segments()  # around all of it: what uses the GPU first reads this setting

@@ -150,3 +150,25 @@ def test_a_tool_runs_under_the_books_name(copy: Path) -> None:
     (copy / "fsdp2_tools/hello").mkdir()
     (copy / "fsdp2_tools/hello/__main__.py").write_text('print("hello")\n')
     assert _run(copy, "fsdp2.hello") == "hello\n"
+
+
+ALONE = """
+import runpy, sys
+for package in ("fsdp2_extra", "fsdp2_tools", "migration", "fsdp1_interface", "launchers"):
+    sys.modules[package] = None  # importing it fails
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_book_trains_resumes_and_infers_without_another_package(tmp_path: Path) -> None:
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE)
+    flags = ["--model-size=tiny", "--device=cpu", f"--run-dir={tmp_path / 'run'}"]
+    commands = ([*flags, "--max-steps=2"], [*flags, "--max-steps=3"])
+    for line in (*(["fsdp2.train", *one] for one in commands), ["fsdp2.infer", str(tmp_path / "run")]):
+        run = [sys.executable, str(program), *line]
+        environment = {**python_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "test loss" in done.stdout

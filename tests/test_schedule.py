@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-from fsdp2 import schedule
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.schedule import Length, Schedule, course
+from fsdp2.run import schedule
+from fsdp2.run.schedule import Length, Schedule, course
 from tests.harness import LEAVES_NOTHING, Ranks, full_files, losses, main_in_ranks, of_kind, same, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]

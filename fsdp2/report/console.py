@@ -35,11 +35,11 @@ def tokens_of(data: dict[str, Any]) -> int:
     return round(data["tokens_per_second"] / data["samples_per_second"] * data["samples"])
 
 
-def in_words(data: dict[str, Any]) -> str:
+def in_words(data: dict[str, Any], colon: str = ": ", comma: str = ", ") -> str:
     """An evaluation beside its loss: the share of right classes, or the perplexity and the share of right tokens."""
     if "perplexity" not in data:
-        return f"test accuracy: {data['accuracy']:.2%}"
-    return f"perplexity: {data['perplexity']:.2f}, tokens right: {data['accuracy']:.2%}"
+        return f"test accuracy{colon}{data['accuracy']:.2%}"
+    return f"perplexity{colon}{data['perplexity']:.2f}{comma}tokens right{colon}{data['accuracy']:.2%}"
 
 
 def duration(seconds: float) -> str:
@@ -128,7 +128,7 @@ class Console:
         steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
         if self.max_steps is not None:
             steps = min(steps, self.max_steps - data["step"])
-        of = f" for {steps * tokens_of(data):,} tokens" if tokens_of(data) else ""
+        of = f" for {steps * tokens:,} tokens" if (tokens := tokens_of(data)) else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:
@@ -141,7 +141,7 @@ class Console:
         self._printed, self._tested = time.monotonic(), data
         self.line(
             f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
-            + in_words(data).replace(": ", " ").replace(", ", "  ")
+            + in_words(data, " ", "  ")
         )
         if not math.isfinite(data["loss"]):
             self.line(

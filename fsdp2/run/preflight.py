@@ -32,7 +32,7 @@ from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, kept_files, large, shapes_of
 from fsdp2.run.process.runtime import World
-from fsdp2.schedule import Length, before
+from fsdp2.run.schedule import Length, before
 
 OLDEST_TORCH = (2, 11)
 
@@ -380,8 +380,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
         if flag in theirs and theirs[flag] != flags[flag]:
             raise ConfigError(
                 f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"
-                f"{has_all}, or start a new --run-dir, with "
-                "--init-from for the weights alone"
+                f"{has_all}, or start a new --run-dir, with --init-from for the weights alone"
             )
     if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
         raise ConfigError(

@@ -42,7 +42,7 @@ from fsdp2.run.preflight import changed_batch, check_checkpoint
 from fsdp2.run.process.group import broadcast, end_together, gather
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World
-from fsdp2.schedule import before
+from fsdp2.run.schedule import before
 from fsdp2.units import size
 from fsdp2_extra.elastic.node_fetch import fetch
 

@@ -6,7 +6,6 @@ description could name a URL. What it reads stays Arrow's: a row would become a 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
+from fsdp2.options.settings_file import read_table
 from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.text.forms import OTHERS, form_of
@@ -29,7 +29,6 @@ READERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": 
 BESIDE = re.compile(r"(state|dataset_infos?|dataset_dict)\.json|cache-.*\.arrow")  # what `save_to_disk` and `map` add
 HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 UNKNOWN = 1 << 62  # bytes
-MOST_SAID = 16 << 20  # bytes of a folder's state.json, which names its files
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ def _saved(state: Path) -> set[str]:
     Raises UnusableText if they aren't all there, or none are named.
     """
     try:
-        told = state.read_bytes() if state.is_file() and state.stat().st_size <= MOST_SAID else b""
-        found = {str(state.with_name(file["filename"])) for file in json.loads(told)["_data_files"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        found = {str(state.with_name(file["filename"])) for file in read_table(str(state))["_data_files"]}
+    except (ValueError, TypeError, KeyError):
         raise UnusableText(f"{state}: names no files of data; save the dataset again, or name its files") from None
     if missing := [name for name in found if not os.path.isfile(name)]:
         raise UnusableText(f"{state}: names {ascii(min(missing))[:200]}, which isn't there; save the dataset again")

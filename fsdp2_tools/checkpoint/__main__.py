@@ -39,14 +39,9 @@ MODEL_FILES = "model"  # the folder of a run with its model's configuration and 
 
 def model_file(place: str, name: str) -> Path | None:
     """A file that a run keeps with its model, for the run or a checkpoint of it; None if there is none."""
-    files = (run / MODEL_FILES / name for run in _runs(place))
-    return next((file for file in files if os.path.lexists(file)), None)  # what is no file, its reader refuses
-
-
-def _runs(place: str) -> tuple[Path, ...]:
-    """Where the run may be of which a place is a part, or that it is itself."""
     path = Path(place).absolute()
-    return path, *path.parents[:2]
+    files = (run / MODEL_FILES / name for run in (path, *path.parents[:2]))
+    return next((file for file in files if os.path.lexists(file)), None)  # what is no file, its reader refuses
 
 
 def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
@@ -120,11 +115,10 @@ def adapters_of(place: str) -> Adapters | None:
 
 def card_of(place: str, form: str) -> Callable[[int | None], bytes] | None:
     """A function that makes a card for the weights of a run; None where there is no run. Raises Refused."""
-    file = next((run / "config.json" for run in _runs(place) if (run / MODEL_FILES).is_dir()), None)
-    if file is None or not os.path.lexists(file):
+    file = model_file(place, "config.json")
+    if file is None or not (said := _said(file.parents[1] / "config.json")):
         return None
-    said, library = _said(file), {"peft": "peft"}.get(form, "transformers")
-    return lambda step: card(file.parent, said, step, library)
+    return lambda step: card(file.parents[1], said, step, "peft" if form == "peft" else "transformers")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from fsdp2.units import printable
 NAME = "README.md"
 AT_MOST = 1 << 20  # bytes of metrics.jsonl, from its end
 LEFT_OUT = ("run-dir", "resume")
+VERSIONS = ("python", "torch", "git", "world_size", "machine", "gpu")  # of what `environment` of a run says
 _FOLDERS = re.compile(r"(^|[:,])/(?!/)(?:[^/,:]+/)*")  # of an absolute path, also of each in a --dataset
 
 
@@ -36,11 +37,9 @@ def card(run: Path, said: Mapping[str, Any], step: int | None, library: str) -> 
     lines = ["---", f"library_name: {library}", "---", f"# {_text(run.name)[1:-1]}", ""]
     lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
     lines += ["licence it may be used, nobody has written here yet.", ""]
-    lines += [
-        *_table("result", _results(run / "metrics.jsonl", step)),
-        *_table("flag", _chosen(flags if isinstance(flags, dict) else {})),
-    ]
-    lines += _table("version", versions if isinstance(versions, dict) else {})
+    lines += _table("result", _results(run / "metrics.jsonl", step))
+    lines += _table("flag", _chosen(flags if isinstance(flags, dict) else {}))
+    lines += _table("version", {name: versions.get(name) for name in VERSIONS} if isinstance(versions, dict) else {})
     return "\n".join(lines).encode()
 
 

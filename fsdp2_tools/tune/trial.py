@@ -58,9 +58,8 @@ class Trial:
             before = torch.cuda.memory_allocated(device)  # by trials that share the memory
             torch.cuda.reset_peak_memory_stats(device)
         self.engine = make_engine(config, config.spec, world, device, restoring=False)
-        runtime.seed_everything(
-            config.seed, world.rank // config.tp
-        )  # dropout of the first steps is the same for all settings
+        # Dropout of the first steps is the same for all settings.
+        runtime.seed_everything(config.seed, world.rank // config.tp)
         self.losses += [self._step() for _ in range(WARM_UP - RECORDED)]
         with ExitStack() as watched:
             if peak and device.type == "cpu":

@@ -52,7 +52,7 @@ def test_a_strangers_run_puts_no_markup_into_it(llama: Path, tmp_path: Path, cli
     run = Path(shutil.copytree(llama, tmp_path / "run"))
     said = json.loads((run / "config.json").read_bytes())
     said["flags"]["run-name"] = "a`|<b>\n---\n![](https://there/a.png)" + "x" * 500
-    said["environment"] = {"`<i>\n": [["deep"]] * 1000, "torch": None}
+    said["environment"] = {"`<i>\n": "of no run", "torch": None, "git": [["<i>`"]] * 1000}
     (run / "config.json").write_text(json.dumps(said))
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 4, "loss": "<b>"}\nno record\n' + "x" * (2 << 20))
     status, *_ = cli("export", run, tmp_path / "out", "--format", "hf")
@@ -64,4 +64,5 @@ def test_a_strangers_run_puts_no_markup_into_it(llama: Path, tmp_path: Path, cli
     assert named.endswith("…` |")
     assert max(map(len, lines)) < 250
     assert lines.count("---") == 2
+    assert not any("of no run" in line for line in lines)
     assert not any("train loss" in line for line in lines)

@@ -21,7 +21,7 @@ from fsdp2.infer import main as infer
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import changed_batch, preflight
 from fsdp2.run.process.runtime import World
-from fsdp2.schedule import before
+from fsdp2.run.schedule import before
 from tests.commands.common import Cli, change_metadata, flip
 from tests.commands.conftest import cli as cli
 from tests.hostile.common import checkpoint_of, vouch

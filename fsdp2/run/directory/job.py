@@ -16,7 +16,7 @@ from fsdp2.run.directory.lock import Held, LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.group import RunStopped, broadcast, end_together, gather
 from fsdp2.run.process.runtime import world
-from fsdp2.schedule import Length
+from fsdp2.run.schedule import Length
 
 if TYPE_CHECKING:
     from fsdp2_extra.remote.files import RemoteFiles
