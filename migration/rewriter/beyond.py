@@ -148,10 +148,13 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
 
 
 DRAWING = re.compile(r"_?(re)?(set|init(iali[sz]e)?)_?(param(eter)?s?|weights?)", re.IGNORECASE)
+DRAWN = re.compile(r"(\w+_)?(normal|uniform|orthogonal)_")  # in place, or by torch.nn.init
 
 
 def _draws(scene: Scene, module: Module, node: cst.Call, called: cst.Attribute) -> bool:
-    """Return whether a model's method that gives it initial values is called after it has been sharded."""
+    """Return whether a model is given drawn values after it has been sharded, by its method or one by one."""
+    if DRAWN.fullmatch(called.attr.value):
+        return not isinstance(called.value, cst.Call) and each_parameter.over_parameters(scene, module, node)
     if not scene.shards or not DRAWING.fullmatch(called.attr.value) or module.code(called.value) == "self":
         return False
     here, home = module.span(node)[0], module.function(node)

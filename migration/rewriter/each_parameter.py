@@ -11,7 +11,7 @@ from migration.rewriter.scene import Scene
 from migration.rewriter.taken import KEPT
 from migration.rewriter.values import assignment, string
 
-IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "normal_", "zero_", "fill_")
+IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "zero_", "fill_")
 LISTS = ("list", "tuple", "dict", "sorted", "enumerate", "zip", "filter", "iter", "reversed", "chain")
 REDUCING = ("norm", "vector_norm", "sum", "max", "min", "amax", "isnan", "isinf", "isfinite", "numel", "dot",
             "count_nonzero")  # fmt: skip
