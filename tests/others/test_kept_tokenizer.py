@@ -100,7 +100,7 @@ def test_an_export_of_a_run_on_bytes_has_no_tokenizer(trained: Path, tmp_path: P
     assert checkpoint(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 0
     assert "; no tokenizer, because the run was trained on bytes\n" in capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        *("config.json", "generation_config.json", "model.safetensors")
+        *("README.md", "config.json", "generation_config.json", "model.safetensors")
     ]
 
 
