@@ -289,7 +289,11 @@ def test_one_rank_trains_in_bf16_without_sharding_and_with_flex_nearly_as_with_f
     ("flags", "device", "message"),
     [
         (["--model=cnn", "--attention=math"], "cpu", "math with --model cnn: the model doesn't use torch's scaled_dot"),
-        (["--model=vit", "--attention=flex"], "cuda", "flex with --model vit: the model attends by code of its own"),
+        (
+            ["--model=vit", "--attention=flex"],
+            "cuda",
+            "flex with --model vit: the model has no FlexAttention to train with",
+        ),
         (["--model=vit", "--attention=cudnn"], "cpu", "cudnn: it is a kernel of GPUs; on a CPU use auto or math"),
         (["--model=vit", "--attention=flash"], "cpu", "flash: it is a kernel of GPUs; on a CPU use auto or math"),
         (["--model=llama", "--attention=flex"], "cpu", "flex: torch's FlexAttention has no backward on a CPU"),
@@ -310,9 +314,11 @@ def test_models_of_transformers_follow_a_kernel_if_they_use_torchs_attention(tmp
 
     flags = [f"--model={save('llama', tmp_path)}", "--attention=math"]
     check_device(parse(flags), "cpu")
-    with pytest.raises(ConfigError, match=r"flex with --model hf:.*: the model attends by code of its own"):
-        parse([*flags[:1], "--attention=flex"])
     numbers = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**numbers, "attention_dropout": 0.1}))
+    models.get.cache_clear()
+    with pytest.raises(ConfigError, match=r"flex with --model hf:.*: the model has no FlexAttention to train with"):
+        parse([*flags[:1], "--attention=flex"])
     (tmp_path / "config.json").write_text(json.dumps({**numbers, "attn_implementation": "eager"}))
     models.get.cache_clear()
     with pytest.raises(ConfigError, match=r"math with --model hf:.*: the model doesn't use torch's scaled_dot_product"):

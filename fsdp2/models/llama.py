@@ -286,6 +286,7 @@ SPEC = ModelSpec(
     files=files,
     head=head,
     attentions=ATTENTIONS,
+    flex_for_documents=True,
     splits=splits,
     split_sizes=lambda size, seq_len: (
         {name: size[name] for name in ("heads", "kv_heads", "hidden", "vocab_size")} | {"--seq-len": seq_len}

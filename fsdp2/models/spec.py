@@ -113,6 +113,7 @@ class ModelSpec:
         attends_by_name: whether its modules attend by `self.attend`, so that ranks can exchange heads for tokens.
         attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
             `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
+        flex_for_documents: whether `auto` is `flex` on a GPU, where documents of a row don't see each other.
     """
 
     name: str
@@ -139,6 +140,7 @@ class ModelSpec:
     split_sizes: Callable[[Mapping[str, Any], int], Mapping[str, int]] = lambda *_: {}
     attends_by_name: bool = False
     attentions: Sequence[str] = ("auto", *KERNELS)
+    flex_for_documents: bool = False
 
     def base_weights(self, weights: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
         """Of weights, by name, those that a model without adapters has, under their names in it."""

@@ -172,7 +172,11 @@ def _check_attention(config: Options) -> None:
     way, spec = config.attention, config.spec
     if way not in spec.attentions:
         fitting = " or ".join(f"--attention {one}" for one in spec.attentions)
-        why = "attends by code of its own" if way == "flex" else "doesn't use torch's scaled_dot_product_attention"
+        why = (
+            "has no FlexAttention to train with"
+            if way == "flex"
+            else "doesn't use torch's scaled_dot_product_attention"
+        )
         raise ConfigError(f"--attention {way} with --model {config.model}: the model {why}; use {fitting}")
 
 

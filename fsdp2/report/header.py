@@ -98,12 +98,10 @@ def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str
     """Which kernel attends, of a model that attends at all."""
     if len(spec.attentions) == 1:
         return []
-    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
-    chosen = config.attention
-    if "flex" in spec.attentions:
-        from fsdp2.models.attention import way
+    from fsdp2.models.attention import way
 
-        chosen = way(config.attention, device.type, apart=apart)
+    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
+    chosen = way(config.attention, device.type, apart=apart and spec.flex_for_documents)
     return [f"attention: {'as torch chooses' if chosen == 'auto' else chosen}"]
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.models.attention import KERNELS
 from fsdp2.models.names import WEIGHTS, on_hub
 from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.foreign.code import ForeignCode, installed_code_only
 from fsdp2_extra.foreign.kept import files_to_keep
+from fsdp2_extra.models.attending import attentions, by_flex
 from fsdp2_extra.models.blocks import find_blocks
 from fsdp2_extra.models.causal import sees_later
 from fsdp2_extra.models.tried import wrong_with
@@ -138,12 +138,13 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         raise ValueError(f"transformers can't use the tokenizer in {folder} ({_line(error)})") from None
     accepted = set(inspect.signature(model_class.forward).parameters)
 
-    def make(vocab_size: int | None = None) -> nn.Module:
+    def make(vocab_size: int | None = None, attention: str = "auto") -> nn.Module:
         # In fp32, whatever dtype the file has: these are the weights that the optimizer updates.
         auto = _forgetful(getattr(transformers, TASKS[task][0]))
         try:
             with guarded():
-                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+                model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+                return by_flex(model) if attention == "flex" else model
         except Exception as error:  # it looks at few of the numbers before
             raise ValueError(
                 f"transformers can't make the model of {folder / 'config.json'} ({_line(error)})"
@@ -222,7 +223,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         splits=splits,
         split_sizes=split_sizes,
         methods=("generate",) if _generates(model_class) else (),
-        attentions=("auto", *KERNELS) if _uses_torchs_attention(config, model_class) else ("auto",),
+        attentions=attentions(config, model_class, settings, task),
     )
     encoder = getattr(transformers, TASKS["masked"][1]).get(type(config), None)
     # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
@@ -330,12 +331,6 @@ def _task(transformers: Any, config: Any, *, trust_remote_code: bool) -> tuple[s
 
 def _generates(model_class: Any) -> bool:
     return hasattr(model_class, "can_generate") and bool(model_class.can_generate())
-
-
-def _uses_torchs_attention(config: Any, model_class: Any) -> bool:
-    """True if the model attends by `scaled_dot_product_attention`, as those that can do unless config.json says how."""
-    said = getattr(config, "_attn_implementation", None)
-    return said in (None, "sdpa") and bool(getattr(model_class, "_supports_sdpa", False))
 
 
 def _special_token(transformers: Any, task: str, config: Any, folder: Path, *, trust_remote_code: bool) -> int | None:

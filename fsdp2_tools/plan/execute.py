@@ -123,7 +123,11 @@ def _attending(config: Config, *, gloo: bool) -> Config:
     """
     refuse(attention_refusals(config, "cpu" if gloo else "cuda"))
     apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
-    if not gloo and apart and "flex" in config.spec.attentions and config.attention in ("auto", "flex"):
+    if (
+        not gloo
+        and apart
+        and (config.attention == "flex" or (config.attention == "auto" and config.spec.flex_for_documents))
+    ):
         config = dataclasses.replace(config, documents="together")
     return dataclasses.replace(config, attention="math" if config.attention == "math" else "auto")
 

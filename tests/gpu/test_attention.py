@@ -55,6 +55,21 @@ def test_documents_apart_are_so_without_a_mask(gpus: Ranks, tmp_path: Path, more
     assert losses(chosen) == pytest.approx(losses(masked), rel=1e-3)
 
 
+def test_a_model_of_transformers_keeps_documents_apart_without_a_mask(gpus: Ranks, tmp_path: Path) -> None:
+    if not ON_GPU or attention.missing() is not None:
+        pytest.skip("FlexAttention is compiled for a GPU")
+    pytest.importorskip("transformers")
+    from tests.others.common import save
+
+    flags = [f"--dataset=text:{_text(tmp_path)}", "--seq-len=256", "--tokenizer=bytes", "--bos=never"]
+    flags += [f"--model={save('llama', tmp_path / 'model', max_position_embeddings=256)}"]
+    chosen = _train(gpus, tmp_path, "flex", *flags, "--attention=flex")
+    masked = _train(gpus, tmp_path, "auto", *flags)
+    assert _line(chosen, "attention") == "attention: flex"
+    assert _line(masked, "attention") == "attention: as torch chooses"
+    assert losses(chosen) == pytest.approx(losses(masked), rel=1e-3)  # as above
+
+
 def _peak(gpus: Ranks, folder: Path, name: str, *flags: str) -> int:
     events = _train(gpus, folder, name, *flags)
     peak: int = max(step["peak_memory_bytes"] for step in of_kind(events, "train"))

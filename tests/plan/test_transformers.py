@@ -27,6 +27,18 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, family: str
     assert planned(" ".join(line)).peak.bytes == taken(tmp_path / "run", 0)
 
 
+def test_flex_plans_no_mask_for_each_pair(tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model("mistral", **{**SIZES, "vocab_size": 256}, **HEADS).save_pretrained(
+        tmp_path / "model"
+    )
+    text, length = tmp_path / "text.txt", 512
+    text.write_text("A first text.\n\nAnother one, which is longer than the first.\n" * 200)
+    line = f"--model=hf:{tmp_path / 'model'} --init-from=scratch --dataset=text:{text} --tokenizer=bytes"
+    line += f" --batch-size=2 --seq-len={length} --no-save-model --attention="
+    by_mask, by_flex = (planned(line + way, gpu=True).peak.bytes for way in ("auto", "flex"))
+    assert by_mask - by_flex > 2 * length * length  # a byte for each pair of a row
+
+
 def test_values_that_follow_from_no_batch_are_known() -> None:
     values = fake.Values(lambda: True)
     with fake.fake_mode(), values:

@@ -1,0 +1,48 @@
+"""How a model of transformers attends: by a kernel of torch's function, or by FlexAttention, if its class can.
+
+Where documents of a row don't see each other, transformers finds them in `position_ids`, and makes a mask with a place
+for each pair of tokens; for FlexAttention it makes one that knows of empty and full blocks of pairs.
+Source: https://huggingface.co/docs/transformers/attention_interface
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp2.models.attention import KERNELS, way
+
+
+def attentions(config: Any, model_class: Any, settings: Iterable[tuple[str, Any]], task: str) -> Sequence[str]:
+    """Which of `names.ATTENTIONS` a model can follow; its configuration may say how it attends, and nothing else can.
+
+    Args:
+        settings: all of the configuration's, by name. transformers' FlexAttention drops no scores in training.
+        task: FlexAttention is for causal models: only those are tried with several documents in a row.
+    """
+    if getattr(config, "_attn_implementation", None) not in (None, "sdpa"):
+        return ("auto",)
+    drops = any("drop" in name and "att" in name and value for name, value in settings)
+    flex = task == "causal" and bool(getattr(model_class, "_supports_flex_attn", False)) and not drops
+    torchs = KERNELS if getattr(model_class, "_supports_sdpa", False) else ()
+    return ("auto", *torchs, *(["flex"] if flex else []))
+
+
+def by_flex(model: Any) -> nn.Module:
+    """Let a model attend by FlexAttention where that can train, as `attention.way` says, and elsewhere as before.
+
+    It is chosen before each forward: a run's model on a GPU may be asked on a CPU.
+    """
+    elsewhere = model.config._attn_implementation
+
+    def choose(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        device = next(one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        chosen = "flex_attention" if way("flex", device.type, apart=True) == "flex" else elsewhere
+        # As `set_attn_implementation` does it, which reads the file of a model's class: sharded, it has another class.
+        module.config._attn_implementation = chosen
+
+    made: nn.Module = model
+    made.register_forward_pre_hook(choose, with_kwargs=True)
+    return made
