@@ -27,11 +27,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes to be written below a folder, beside what is there."""
+    """Bytes to be written below a folder, beside what is there; the flag that says so, and what to do without room."""
 
     place: Path
     bytes: int
     what: str
+    flag: str
+    fixes: Sequence[str]
 
 
 def saves_left(config: Config, done: int) -> int | None:
@@ -89,7 +91,9 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     """
     full = full_model_bytes(config, sizes, remote=run.is_remote)
     if run.is_remote:
-        return Need(run.path, full, "the full model, before it is uploaded")
+        ways = ["set TMPDIR to a folder with more room", "start where there is more", "add --no-save-model"]
+        flag = f"--run-dir {config.run_dir}, {run.path}"
+        return Need(run.path, full, "the full model, before it is uploaded", flag, ways)
     there = sorted(stays)
     held = sum(_bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
     one = bytes_of(sizes.saved)
@@ -98,7 +102,10 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     needed = max(most * one, (last if config.async_checkpoint is None else most) * one + full)
     what = f"{most} checkpoint{'s' * (most > 1)} of {size(one)}{f' (--keep {config.keep})' * (most > 1)}"
     what += f" and a full model, {size(full)} while it is written" if full else ""
-    return Need(run.path, max(0, needed - held), what)
+    ways = ["choose a larger disk"]
+    ways += ["lower --keep"] * (most > 1 and config.keep > 1) + ["add --no-save-model"] * (full > 0)
+    ways += ["use --checkpoint-every never, which writes none, to measure"] * config.saves
+    return Need(run.path, max(0, needed - held), what, f"--run-dir {run.path}", ways)
 
 
 def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> list[Need]:
@@ -109,15 +116,20 @@ def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World)
     """
     share, needs = min(1.0, world.local_world_size / world.world_size), list[Need]()
     if run is not None and run.is_remote and config.saves:
-        one = round(share * bytes_of(sizes.saved))
-        needs.append(Need(Path(temporary_folder()), one, "this node's part of a checkpoint, before it is uploaded"))
+        one, place = round(share * bytes_of(sizes.saved)), Path(temporary_folder())
+        ways = ["set TMPDIR to a folder with more room", "start where there is more"]
+        what = "this node's part of a checkpoint, before it is uploaded"
+        needs.append(Need(place, one, what, f"--run-dir {config.run_dir}, {place}", ways))
     if config.nvme_offload is not None:
         state = round(share * bytes_of([sizes.trained, sizes.averages]))
-        needs.append(Need(Path(config.nvme_offload), state, "--nvme-offload: parameters and optimizer state"))
+        place, what = Path(config.nvme_offload), "--nvme-offload: parameters and optimizer state"
+        needs.append(Need(place, state, what, f"--nvme-offload {place}", ["choose a folder on a larger disk"]))
     if config.memory_checkpoint is not None:
         folder = None if run is None else SHARED_MEMORY / folder_of(run.place)
         two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else _bytes_below(folder)))
-        needs.append(Need(SHARED_MEMORY, two, "--memory-checkpoint: two checkpoints, the newest and the next"))
+        what, flag = "two checkpoints, the newest and the next", "--memory-checkpoint"
+        ways = ["give it more (docker run --shm-size)", "shard over more ranks", "drop --memory-checkpoint"]
+        needs.append(Need(SHARED_MEMORY, two, f"{flag}: {what}", f"{flag}, in {SHARED_MEMORY}", ways))
     return needs
 
 
@@ -146,10 +158,11 @@ def check_disks(config: Config, needs: Iterable[Need]) -> None:
         total = sum(need.bytes for need in wanted)
         if total <= free:
             continue
-        place = max(wanted, key=lambda need: need.bytes).place
+        most = max(wanted, key=lambda need: need.bytes)
         what = " and ".join(need.what for need in wanted)
         says = f"{what}: {size(total)} are needed beside what is there, and {size(free)} are free on {mount}"
-        raise ConfigError(f"{_flag_of(config, place)}: {says}; {_fix(config, place, what)}")
+        *ways, last = most.fixes
+        raise ConfigError(f"{most.flag}: {says}; {', '.join(ways)}{', or ' if ways else ''}{last}")
 
 
 def check_room(
@@ -179,32 +192,6 @@ def check_room(
     on_gpu = pick_device(config.device, world).type == "cuda"
     memory = memory_needs(config, sizes, world, on_gpu=on_gpu, loads_whole=loads_whole)
     return check_memory(config, memory, world)
-
-
-def _flag_of(config: Config, place: Path) -> str:
-    if config.nvme_offload is not None and place == Path(config.nvme_offload):
-        return f"--nvme-offload {place}"
-    if place == SHARED_MEMORY:
-        return f"--memory-checkpoint, in {place}"
-    return f"--run-dir {config.run_dir}, {place}" if "://" in (config.run_dir or "") else f"--run-dir {place}"
-
-
-def _fix(config: Config, place: Path, what: str) -> str:
-    flag = _flag_of(config, place)
-    if flag.startswith("--nvme"):
-        return "choose a folder on a larger disk"
-    if flag.startswith("--memory"):
-        return "give it more (docker run --shm-size), shard over more ranks, or drop --memory-checkpoint"
-    if "://" in flag:
-        return "set TMPDIR to a folder with more room, start where there is more, or add --no-save-model"
-    ways = ["choose a larger disk"]
-    if config.keep > 1 and "--keep" in what:
-        ways.append("lower --keep")
-    if config.writes_full_model is not False and not too_large_unasked(config, config.spec):
-        ways.append("add --no-save-model")
-    if config.saves:
-        ways.append("use --checkpoint-every never, which writes none, to measure")
-    return f"{', '.join(ways[:-1])}{', or ' if len(ways) > 1 else ''}{ways[-1]}"
 
 
 def _bytes_below(folder: Path) -> int:
