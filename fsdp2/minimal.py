@@ -1,7 +1,6 @@
 """FSDP2 on one screen:  torchrun --nproc_per_node 2 -m fsdp2.minimal [FOLDER]
 
-A sharded ViT on real digits, with the losses of `fsdp2.train`; started again, on any number of ranks, it goes on.
-"""
+A sharded ViT on real digits, with the losses of `fsdp2.train`; started again, on any number of ranks, it goes on."""
 
 import sys
 from pathlib import Path
@@ -46,9 +45,8 @@ def build(device, spec=vit.SPEC, size="seed"):  # a model with its initial value
 def step(model, optimizer, loss_of, inputs, labels, count, clip=True):  # inputs: this rank's part of `count` samples
     loss = loss_of(model(inputs), labels)  # a sum, made a mean below, for FSDP averages gradients over ranks
     (loss * (dist.get_world_size() / count)).backward()
-    if clip:
-        squared = torch.nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()]).square()
-        dist.all_reduce(squared)  # each rank knows the norm of its shards; clipping needs that of all
+    if clip:  # each rank knows the norm of its shards; clipping needs that of all
+        dist.all_reduce(squared := torch.nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()]) ** 2)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, squared.sqrt())
     optimizer.step()
     optimizer.zero_grad()
@@ -60,7 +58,7 @@ def state_of(model, optimizer, schedule):
     return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
 
 
-def train(folder: Path, device: torch.device, epochs: int = 12) -> list[float]:
+def train(folder: Path, device: torch.device, epochs: int = 6) -> list[float]:
     model, optimizer = build(device)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.85)
     if saved := sorted(folder.glob("epoch-*")):
@@ -68,6 +66,7 @@ def train(folder: Path, device: torch.device, epochs: int = 12) -> list[float]:
         dcp.load(state, checkpoint_id=saved[-1])  # each rank reads its shards, whatever number of ranks wrote them
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         schedule.load_state_dict(state["schedule"])
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {schedule.last_epoch}/{epochs} epochs done", flush=True)
     losses, (x, y) = [], [tensor.to(device) for tensor in digits()]
     for epoch in range(schedule.last_epoch, epochs):
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(SEED * 1_000_003 + epoch))
@@ -87,4 +86,5 @@ if __name__ == "__main__":
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group()  # gloo, and nccl where there are GPUs; init_device_mesh makes this rank's the current one
     train(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/minimal"), device)
+    dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
     dist.destroy_process_group()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,13 @@ def trained(folder: Path, epochs: int) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minimal, "build", partial(minimal.build, size="tiny"))
         return minimal.train(folder, torch.device("cpu"), epochs)
+
+
+def said(folder: Path, epochs: int) -> str:
+    """What `minimal.train` prints on a tiny model. In `Ranks`."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trained(folder, epochs)
+    return printed.getvalue()
 
 
 def test_losses_are_those_of_train_also_after_a_resume_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -39,6 +48,9 @@ def test_losses_are_those_of_train_also_after_a_resume_on_other_ranks(ranks: Ran
     third = ranks.run(trained, tmp_path / "minimal", 3, ranks=3)[0]
     assert len(third) == 8  # 1,437 samples in steps of 3 x 64
     assert third[-1] < second[-1]
+    # A finished training that is started again has nothing to do, and says so.
+    first_rank, second_rank = ranks.run(said, tmp_path / "minimal", 3)
+    assert (first_rank, second_rank) == ("rank 0 of 2: 3/3 epochs done\n", "rank 1 of 2: 3/3 epochs done\n")
 
 
 def test_its_model_is_that_of_train() -> None:
