@@ -32,6 +32,7 @@ from fsdp2_tools.checkpoint.card import card
 from fsdp2_tools.checkpoint.diff import diff
 from fsdp2_tools.checkpoint.export import MAX_SHARD_SIZE, export
 from fsdp2_tools.checkpoint.import_ import import_
+from fsdp2_tools.checkpoint.push import destination, push
 from fsdp2_tools.checkpoint.show import list_checkpoints, show, verify_checkpoints
 
 MODEL_FILES = "model"  # the folder of a run with its model's configuration and tokenizer
@@ -132,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "diff":
         return diff(arguments.a, arguments.b)
     if arguments.command == "export":
+        to = destination(arguments.push) if arguments.push is not None else None
         like = hf_model(arguments.place) if arguments.format == "hf" else None
         if arguments.format == "safetensors" and model_file(arguments.place, "config.json") is not None:
             with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
@@ -151,7 +153,10 @@ def run(arguments: argparse.Namespace) -> int:
             card=card_of(arguments.place, arguments.format),
         )
         line += f"; {without}" if without else ""
-        print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}")
+        print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}", flush=True)
+        if to is not None and not push(to, Path(arguments.out).absolute(), agreed=arguments.yes):
+            print(f"nothing was pushed; {printable(arguments.out)} stays")
+            return 1
         return 0
     names = None
     if os.path.isfile(os.path.join(arguments.place, "config.json")):
@@ -164,7 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0; 1 where `verify` finds something bad or `diff` a difference; 2 for what is refused."""
+    """The exit status: 0; 1 for damage, a difference, or a push that nobody agrees to; 2 for what is refused."""
     try:
         status = run(parse(argv))
         sys.stdout.flush()

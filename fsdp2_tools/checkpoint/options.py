@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,8 @@ NEXT = {
 }
 DTYPES = ("bf16", "fp16", "fp32")
 KINDS = ("pt", "safetensors", "dcp")
+PUSHED = ("hf", "peft")  # folders that the hub's libraries load
+REPOSITORY = re.compile(r"(?=.{3,96}$)\w[\w.-]*/\w[\w.-]*", re.ASCII)  # as the hub names them
 PATH = "a checkpoint, a run (its newest checkpoint), a .pt file, or safetensors"
 
 
@@ -81,6 +84,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     exporting.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"
     )
+    exporting.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="then upload it to the hub, private, under a new name, after a confirmation",
+    )
+    exporting.add_argument("--yes", action="store_true", help="--push without being asked")
     importing = command("import", "make a checkpoint, from which training resumes, of weights in another format")
     importing.add_argument("place", metavar="SOURCE", help="a .pt, safetensors, or DCP directory")
     importing.add_argument("out", metavar="OUT", help="the new checkpoint's directory")
@@ -90,4 +99,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.command == "export" and arguments.max_shard_size and arguments.format not in ("safetensors", "hf"):
         raise Refused(f"--max-shard-size with --format {arguments.format}: only safetensors has shards; drop it")
+    if arguments.command == "export":
+        _check_push(arguments)
     return arguments
+
+
+def _check_push(arguments: argparse.Namespace) -> None:
+    if arguments.push is None:
+        if arguments.yes:
+            raise Refused("--yes: answers the question of --push; drop it, or give --push OWNER/NAME")
+        return
+    if not REPOSITORY.fullmatch(arguments.push):
+        raise Refused(f"--push {arguments.push}: is no OWNER/NAME of the hub; give one such as ada/tuned-llama")
+    if arguments.format not in PUSHED:
+        raise Refused(
+            f"--push with --format {arguments.format}: nothing on the hub loads that; use --format hf, or peft"
+        )
+    if not arguments.yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Refused("--push: nobody can be asked without a terminal; add --yes to upload without a question")
