@@ -19,6 +19,7 @@ from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
     TRACKERS,
     betas,
+    chat_fields,
     check_values,
     dataset_name,
     granularity,
@@ -79,6 +80,9 @@ class Config:
         location,
     )
     text_field: str = option("text", "for text: and datasets:, the field or column that holds the text", text)
+    chat_fields: str | None = option(
+        None, "how conversations name their fields and roles: OURS=THEIRS,…; ; between sources", or_off(chat_fields)
+    )
     bos: str = option("auto", "begin each document of text with a token; auto = as its tokenizer", one_of(*data.BOS))
     documents: str = option(
         "apart", "for data of your own, whether documents in one sequence see each other", one_of("apart", "together")

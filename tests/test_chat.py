@@ -197,7 +197,7 @@ NO_BORDER = (
         (PLAIN, talk("a"), "has no answer of an assistant to learn"),
         (PLAIN, {"messages": [{"role": "assistant", "content": "a"}]}, "begins with an answer"),
         (PLAIN, {"text": "a"}, 'line 1: has no "messages".*it has text'),
-        (PLAIN, {"messages": []}, "its messages are no list; give"),
+        (PLAIN, {"messages": []}, "its messages must be a list; give"),
         (PLAIN, {"messages": [{"content": "a"}]}, "its message 1 has no role"),
         (
             PLAIN,

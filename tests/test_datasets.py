@@ -16,6 +16,7 @@ import torch
 from fsdp2 import data, models
 from fsdp2.data import mnist, source_text
 from fsdp2.data.digits import table
+from fsdp2.data.errors import DownloadFailed
 from fsdp2.data.splits import Images, Windows
 from fsdp2.report.header import served_otherwise
 from tests.harness import Ranks
@@ -99,7 +100,7 @@ def test_a_download_that_fails_leaves_nothing_and_says_what_to_do(
 
     monkeypatch.setattr(mnist, "_class_of", lambda name: broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(data.DownloadFailed, match=r"--dataset mnist: the download to .* failed .*--data-root"):
+    with pytest.raises(DownloadFailed, match=r"--dataset mnist: the download to .* failed .*--data-root"):
         data.load("mnist", root=None, seq_len=1, vocab_size=None)
     assert list((tmp_path / "fsdp2").iterdir()) == []
 

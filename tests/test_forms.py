@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
-from fsdp2_extra.text import text
+from fsdp2_extra.text import mixture, text
 from fsdp2_extra.text.chat import Chat
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_tools.data import __main__ as command
@@ -27,6 +28,7 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"from": ("human", "gpt")[number % 2], "value": one} for number, one in enumerate(contents)]
 
 
+QUESTION = "prompt=question,completion=answer"
 SYSTEM = {"role": "system", "content": "be"}
 FORMS: dict[str, tuple[list[Any], list[Any]]] = {
     "messages": ([talk("a", "b"), talk("c", "d", "e", "f")],) * 2,
@@ -83,7 +85,7 @@ def test_calls_of_many_forms_come_through_the_library(tmp_path: Path) -> None:
     wide = [name.replace(":", f":{file}") for name in ("chat:", "datasets:")]
     ours, theirs = (
         [(found.tolist(), learn.tolist()) for found, learn in Chat(tokenizer).encode(rows)]
-        for rows in (list(rows_of(text.found(name.removeprefix("chat:"), Chat(tokenizer))[0], None)) for name in wide)
+        for rows in (list(rows_of(text.found(name.removeprefix("chat:"), Chat(tokenizer))[0], {})) for name in wide)
     )
     assert ours == theirs
 
@@ -106,11 +108,195 @@ def test_a_run_on_conversations_says_what_it_reads(
     assert said in of_kind(events, "start")[0]["header"]
 
 
+QUESTIONS = [{"question": one, "answer": one[::-1], "from": 5} for one in documents(60)]
+ANSWERS = [talk(one, one[::-1]) for one in documents(60)]
+TOOLS = [{"function": {"name": "f"}}]
+NAMED: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "prompt and completion": (QUESTION, QUESTIONS, ANSWERS),
+    "before its own name": (
+        QUESTION,
+        [{**one, "messages": talk("x", "y")["messages"], "prompt": "z"} for one in QUESTIONS],
+        ANSWERS,
+    ),
+    "messages": (
+        "messages=dialog,role=who,content=said,user=customer,assistant=agent,system=setting",
+        [
+            {"dialog": [{"who": "customer", "said": one}, {"who": "agent", "said": one[::-1]}], "setting": "be"}
+            for one in documents(60)
+        ],
+        [{"messages": [SYSTEM, *one["messages"]]} for one in ANSWERS],
+    ),
+    "ShareGPT's, by their names": (
+        "messages=conversations,role=from,content=value",
+        [{"conversations": turns(one, one[::-1])} for one in documents(60)],
+        ANSWERS,
+    ),
+    "a role alone": (
+        "assistant=gpt",
+        [{"messages": [one["messages"][0], {**one["messages"][1], "role": "gpt"}]} for one in ANSWERS],
+        ANSWERS,
+    ),
+    "one of several": (
+        "input=context",
+        [{"instruction": one, "context": "d", "output": one[::-1]} for one in documents(60)],
+        [talk(f"{one}\n\nd", one[::-1]) for one in documents(60)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_fields_of_other_names_are_those_that_are_named(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    fields, given, wanted = NAMED[name]
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer", PLAIN))
+    reading = {"tokenizer": tokenizer}
+    load = partial(mixture.load, seq_len=64, vocab_size=300, apart=True)
+    expected = load(f"chat:{write(tmp_path / 'wanted.jsonl', wanted)}", reading=reading)
+    for kind in ("chat:{}/a.jsonl", "chat:{}/a.parquet", "datasets:{}/a.parquet"):
+        write(tmp_path / kind.rpartition("/")[2], given)
+        found = load(kind.format(tmp_path), reading={**reading, "fields": fields})
+        assert (found.train.content, found.test.content) == (expected.train.content, expected.test.content)
+
+
+def test_each_source_of_a_mixture_may_have_fields_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer", PLAIN))
+    (tmp_path / "b.txt").write_text("".join(documents(300)))
+    write(tmp_path / "a.jsonl", QUESTIONS)
+    write(tmp_path / "c.jsonl", ANSWERS)
+    named = QUESTION
+    name = f"chat:{tmp_path}/a.jsonl@1,text:{tmp_path}/b.txt@1"
+    common = ["--model=llama", f"--tokenizer={tokenizer}", "--seq-len=64"]
+    check_data(parse([*common, f"--dataset={name}", f"--chat-fields={named}"]))
+    more = [*common, f"--dataset={name},chat:{tmp_path}/c.jsonl@1"]
+    check_data(parse([*more, f"--chat-fields={named};;"]))
+    for wrong, part in (
+        (named, r"c.jsonl, line 1: has no field answer, which --chat-fields names; it has messages$"),
+        (f"{named};", "is for 2 sources, of which 3 are given"),
+        (f";{named};", "none for text:"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            check_data(parse([*more, f"--chat-fields={wrong}"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ("prompt", "must be OURS=THEIRS,…, such as"),
+        ("prompt=", "must be OURS=THEIRS"),
+        ("ask=question", "ours are assistant, completion, content"),
+        ("prompt=a,prompt=b", "names prompt twice"),
+        ("prompt=a,completion=a", "names a twice"),
+        ("prompt=a,output=b", "names fields of several forms"),
+        ("", "is empty"),
+    ],
+)
+def test_fields_that_say_nothing_are_refused(fields: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"--chat-fields .*{part}") as caught:
+        parse(["--model=llama", "--dataset=chat:a", f"--chat-fields={fields}"])
+    one_line(caught.value, "--chat-fields")
+
+
+@pytest.mark.parametrize("dataset", ["text:a", "source-text"])
+def test_text_has_no_fields_of_conversations(dataset: str) -> None:
+    with pytest.raises(ConfigError, match=r"--chat-fields with --dataset .* only chat: and datasets: have them"):
+        parse(["--model=llama", f"--dataset={dataset}", "--chat-fields=prompt=a"])
+
+
+def _refusal(flags: list[str]) -> str:
+    try:
+        main_in_ranks(flags)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_run_keeps_the_names_of_fields(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are in config.json, in what is prepared and shown; a resume by other names is refused."""
+    pytest.importorskip("transformers")
+    tokenizer, place = make_tokenizer(tmp_path / "tokenizer", PLAIN), write(tmp_path / "a.jsonl", QUESTIONS)
+    named = f"--chat-fields={QUESTION}"
+    data = [f"--tokenizer={tokenizer}", "--seq-len=64"]
+    assert command.cli(["show", "--model=llama", f"--dataset=chat:{place}", named, *data, "--samples=1"]) == 0
+    said = "read: prompt as question, completion as answer, as conversations; "
+    said += "--chat-fields completion=answer,prompt=question"
+    assert said in capsys.readouterr().out.splitlines()
+    line = [*LLAMA, *data, "--batch-size=2", "--checkpoint-every=2"]
+    run = f"--run-dir={tmp_path}/run"
+    whole = ranks.run(main_in_ranks, [*line, f"--dataset=chat:{place}", named, run])[0]
+    assert len(losses(whole)) == 4
+    flags = json.loads((tmp_path / "run" / "config.json").read_text())["flags"]
+    assert flags["chat-fields"] == "completion=answer,prompt=question"
+    rest = [*line, f"--resume={tmp_path}/run/checkpoints/step-00000002", f"--run-dir={tmp_path}/rest"]
+    for found in ranks.run(
+        _refusal, [*rest, f"--dataset=chat:{place}", "--chat-fields=prompt=answer,completion=question"], ranks=1
+    ):
+        assert found.startswith(
+            "--chat-fields completion=question,prompt=answer: the checkpoint to resume from was made with"
+        )
+    again = ranks.run(
+        main_in_ranks, [*rest, f"--dataset=chat:{place}", "--chat-fields=completion=answer,prompt=question"]
+    )[0]
+    assert losses(again) == losses(whole)[2:]
+    folder = tmp_path / "prepared"
+    assert command.cli(["prepare", str(place), "--chat", named, f"--tokenizer={tokenizer}", f"--out={folder}"]) == 0
+    assert (
+        f"--dataset chat:{folder} --tokenizer {tokenizer} --chat-fields completion=answer,prompt=question"
+        in capsys.readouterr().out
+    )
+    check_data(parse(["--model=llama", f"--dataset=chat:{folder}", *data, named]))
+    with pytest.raises(
+        ConfigError, match="--chat-fields off: was made with completion=answer,prompt=question; give that"
+    ):
+        check_data(parse(["--model=llama", f"--dataset=chat:{folder}", *data]))
+    with pytest.raises(ConfigError, match="--chat-fields: only conversations have them; add --chat"):
+        command.main(["prepare", str(place), named, f"--tokenizer={tokenizer}", f"--out={folder}2"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "part"),
+    [
+        (QUESTION, {"question": "a", "reply": "b"}, "line 1: has no field answer, .* it has question, reply"),
+        (QUESTION, {"question": "a", "answer": None}, "line 1: has no field answer, which"),
+        ("system=sytem", {"prompt": "a", "completion": "b"}, "no line has the field sytem, which --chat-fields names"),
+        ("role=who", talk("a", "b"), "line 1: a message has no field who, which --chat-.* names; it has role, content"),
+        ("content=said", talk("a", "b"), "line 1: a message has no field said"),
+        ("user=guest", {"messages": [{"role": "client", "content": "a"}]}, "has a turn from 'client'; name it one of"),
+        ("completion=answer", {"prompt": "a", "answer": 5}, "line 1: its answer must be a list"),
+        ("output=answer", {"instruction": "a", "answer": 5}, "line 1: its answer is no text"),
+    ],
+)
+def test_a_field_that_is_not_there_is_one_line(tmp_path: Path, fields: str, row: Any, part: str) -> None:
+    pytest.importorskip("transformers")
+    tokenizer, file = make_tokenizer(tmp_path / "tokenizer", PLAIN), tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    line = ["--model=llama", f"--tokenizer={tokenizer}", f"--chat-fields={fields}"]
+    with pytest.raises(ConfigError, match=part) as caught:
+        check_data(parse([*line, f"--dataset=chat:{file}"]))
+    one_line(caught.value, str(file))
+    write(tmp_path / "a.parquet", [row, row])
+    with pytest.raises(ConfigError) as caught:
+        check_data(parse([*line, f"--dataset=datasets:{tmp_path}/a.parquet"]))
+    one_line(caught.value, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("rows", "part"),
     [
-        ([talk("a", "b"), {"prompt": "a", "completion": "b"}], "line 2: has prompt, and the lines before it messages"),
-        ([{"question": "a"}], r'line 1: has no "messages": .*, conversations, .*; it has question'),
+        (
+            [talk("a", "b"), {"prompt": "a", "completion": "b"}],
+            "line 2: has prompt, and the lines before it messages; make two files of them, and mix those: --dataset",
+        ),
+        (
+            [{"question": "a"}],
+            r'line 1: has no "messages": .*, conversations, .*; it has question; name them, as --chat-',
+        ),
+        ([{"messages": None, "prompt": "a"}], r'line 1: has no "messages": .*; it has prompt; name them'),
+        (
+            [{"messages": [{"role": "user"}]}],
+            r"its message 1 \(user\) has no content; it has role; leave it out, or name",
+        ),
+        ([{"messages": [{"from": "human", "text": "a"}]}], r"its message 1 \(user\) has no content; it has text"),
         (
             [{"conversations": [{"from": "bard2", "value": "a"}]}],
             "line 1: has a turn from 'bard2'; name it one",

@@ -41,7 +41,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def load(name: str, *, apart: bool = True) -> Dataset:
-    return mixture.load(name, LENGTH, 256, tokenizer="bytes", apart=apart)
+    return mixture.load(name, LENGTH, 256, {}, apart=apart)
 
 
 def batches(dataset: Dataset, rank: int, world_size: int) -> Batches:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp2 import data
 from fsdp2.config import Config, parse
+from fsdp2.data.errors import NotHere
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Images, Split, Windows
 from fsdp2.options.errors import ConfigError
@@ -134,7 +135,7 @@ def test_what_would_have_to_be_fetched_is_said_and_not_fetched(tmp_path: Path, m
     (tmp_path / "notes.txt").write_text("some text that is long enough. " * 20)
     configs: list[Any] = [Config(dataset="mnist"), parse([*TEXT, f"--dataset=text:{tmp_path / 'notes.txt'}"])]
     for config in configs:
-        with pytest.raises(data.NotHere):
+        with pytest.raises(NotHere):
             open_data(config, config.spec, fetch=False)
     assert not (tmp_path / "cache").exists()
     fetched = open_data(configs[1], configs[1].spec)

@@ -70,7 +70,7 @@ def test_counts_of_text_are_those_of_its_sequences(
         root=None,
         seq_len=8,
         vocab_size=8,
-        tokenizer=str(words.parent),
+        reading={"tokenizer": str(words.parent)},
         task=task,
         special_token=4,
         apart=apart,

@@ -6,13 +6,12 @@ evaluation and inference cannot disagree about it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp2 import beside
-from fsdp2.data.errors import DownloadFailed, NotHere
 
 if TYPE_CHECKING:
     from fsdp2.data.splits import Dataset
@@ -32,20 +31,6 @@ CLASSES = 10  # of each dataset of images
 OWN = ("text:", "chat:", "datasets:")  # before the place of one's own text or conversations
 BOS = ("auto", "always", "never")  # whether a token begins each document of one's own text
 ON_DISK = ("fashion-mnist", "mnist")
-
-__all__ = [
-    "BOS",
-    "DEFAULTS",
-    "KINDS",
-    "NAMES",
-    "ON_DISK",
-    "OWN",
-    "DownloadFailed",
-    "NotHere",
-    "kind_of",
-    "load",
-    "missing_files",
-]
 
 
 def kind_of(name: str) -> str:
@@ -68,9 +53,7 @@ def load(
     vocab_size: int | None,
     task: str = "causal",
     special_token: int | None = None,
-    tokenizer: str = "bytes",
-    text_field: str = "text",
-    bos: str = "auto",
+    reading: Mapping[str, Any] | None = None,
     apart: bool = True,
     fetch: bool = True,
     say: Callable[[str], None] = lambda _: None,
@@ -82,9 +65,7 @@ def load(
     Args:
         task: what a language model learns of it: `causal`, `masked` or `seq2seq`.
         special_token: the one that hides others, or that a decoder begins with.
-        tokenizer: of one's own text, as `open_tokenizer` takes it.
-        text_field: of one's own text in .jsonl or .parquet.
-        bos: whether a token begins each document of one's own text, one of `BOS`; `auto` = as its tokenizer says.
+        reading: how data of one's own is read, as `fsdp2_extra.text.mixture.opened` takes it; None = bytes of text.
         say: is called from time to time while one's own text is prepared, with how far that is.
         apart: whether documents of one's own text see nothing of each other; those that a model learns in another way
             than token by token are always together.
@@ -111,9 +92,8 @@ def load(
     elif name.startswith(OWN):
         from fsdp2_extra.text import mixture
 
-        how = {"tokenizer": tokenizer, "field": text_field, "bos": bos}
         apart = apart and task == "causal"
-        windows = mixture.load(name, seq_len, vocab_size, **how, apart=apart, fetch=fetch, say=say)
+        windows = mixture.load(name, seq_len, vocab_size, reading or {}, apart=apart, fetch=fetch, say=say)
     else:
         assert name == "random-tokens", f"{name} has a name, and nothing here that loads it"
         from fsdp2.data import random_tokens

@@ -56,31 +56,27 @@ def _check_data(config: Options) -> None:
             f"--dataset source-text: its tokens are bytes, and that of --model {config.model} has {words}; "
             "use --dataset random-tokens"
         )
-    own, chat = config.dataset.startswith(data.OWN), False
+    own, on_disk, kinds = config.dataset.startswith(data.OWN), config.dataset in data.ON_DISK, set()
     if own:
         from fsdp2_extra.text.places import sources
 
-        chat = all(source.startswith("chat:") for source, _ in sources(config.dataset))
-    if config.tokenizer is not None and not own:
-        raise ConfigError(
-            f"--tokenizer with --dataset {config.dataset}: only text:, chat: and datasets: take one; drop it"
-        )
-    if config.text_field != "text" and (chat or not own):
-        raise ConfigError(f"--text-field with --dataset {config.dataset}: only text and tables have fields; drop it")
-    if config.bos != "auto" and (chat or not own):
-        why = "the chat template begins a conversation" if chat else "only documents of text begin with a token"
-        raise ConfigError(f"--bos {config.bos} with --dataset {config.dataset}: {why}; drop it")
+        kinds = {source.partition(":")[0] for source, _ in sources(config.dataset)}
+    text, chat = kinds - {"chat"}, kinds == {"chat"}
+    begins = "the chat template begins a conversation" if chat else "only documents of text begin with a token"
+    for flag, wrong, why in (
+        ("tokenizer", config.tokenizer and not own, "only text:, chat: and datasets: take one"),
+        ("text-field", config.text_field != "text" and not text, "only text and tables have fields"),
+        ("chat-fields", config.chat_fields and not kinds - {"text"}, "only chat: and datasets: have them"),
+        (f"bos {config.bos}", config.bos != "auto" and not text, begins),
+        ("data-root", config.data_root and not on_disk, f"only {' and '.join(data.ON_DISK)} are read from a folder"),
+        ("documents", config.documents == "together" and not own, "its data has no documents"),
+    ):
+        if wrong:
+            raise ConfigError(f"--{flag} with --dataset {config.dataset}: {why}; drop it")
     if chat and config.spec.task != "causal":
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "
             "this model learns in another way; use text:PATH, or a causal model"
-        )
-    if config.documents == "together" and not own:
-        raise ConfigError(f"--documents with --dataset {config.dataset}: its data has no documents; drop it")
-    if config.data_root is not None and config.dataset not in data.ON_DISK:
-        raise ConfigError(
-            f"--data-root with --dataset {config.dataset}: that data is not read from a folder; drop --data-root "
-            f"or choose --dataset {' or '.join(data.ON_DISK)}"
         )
 
 

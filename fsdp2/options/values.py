@@ -171,6 +171,13 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
     return parse
 
 
+@stands_for("OURS=THEIRS,…")
+def chat_fields(value: Any) -> str:
+    from fsdp2_extra.text.forms import fields_of, spelled
+
+    return ";".join(spelled(fields_of(part)) for part in text(value).split(";"))
+
+
 @stands_for("PATTERN")
 def patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (str, list, tuple)):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
-from fsdp2.data.errors import UnusableText
+from fsdp2.data.errors import DownloadFailed, UnusableText
 from fsdp2.data.loader import Batch, Batches, evaluation_batches
 from fsdp2.data.splits import Dataset, Split
 from fsdp2.models.spec import ModelSpec
@@ -45,14 +46,12 @@ def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset
             vocab_size=spec.vocab_size(config.model_size),
             task=spec.task,
             special_token=spec.special_token,
-            tokenizer=tokenizer_of(config),
-            text_field=config.text_field,
-            bos=config.bos,
+            reading=reading_of(config),
             apart=config.documents == "apart",
             fetch=fetch,
             say=_say,
         )
-    except data.DownloadFailed as error:
+    except DownloadFailed as error:
         raise ConfigError(str(error)) from None
     except UnusableText as error:
         raise ConfigError(f"--dataset: {error}") from None
@@ -60,6 +59,12 @@ def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset
 
 def _say(text: str) -> None:
     print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
+
+
+def reading_of(config: Config) -> dict[str, Any]:
+    """The flags that say how data of one's own is read."""
+    names = {"tokenizer": tokenizer_of(config), "bos": config.bos}
+    return {**names, "field": config.text_field, "fields": config.chat_fields}
 
 
 def tokenizer_of(config: Config) -> str:

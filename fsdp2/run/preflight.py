@@ -38,17 +38,13 @@ OLDEST_TORCH = (2, 11)
 
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
-    "dataset": "the place in the data would mean other samples",
-    "bos": "the place in the data would mean other samples",
-    "seed": "the place in the data would mean other samples",
-    "seq-len": "the place in the data would mean other samples",
+    **dict.fromkeys(
+        ("dataset", "chat-fields", "bos", "seed", "seq-len"), "the place in the data would mean other samples"
+    ),
     "documents": "tokens would see others than before, in training and in the test",
-    "optimizer": "the optimizer's state would not fit",
-    "optimizer-state": "the optimizer's state would not fit",
-    "freeze": "the optimizer's state would not fit",
+    **dict.fromkeys(("optimizer", "optimizer-state", "freeze"), "the optimizer's state would not fit"),
     **dict.fromkeys(("lora", "lora-alpha", "lora-targets"), "the adapters would be other ones"),
-    "lr": "the checkpoint's learning rate counts, and the flag would do nothing",
-    "gamma": "the checkpoint's learning rate counts, and the flag would do nothing",
+    **dict.fromkeys(("lr", "gamma"), "the checkpoint's learning rate counts, and the flag would do nothing"),
     **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
     "ema": "the average would begin in the middle, or end there",
     **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),

@@ -23,7 +23,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2.units import install, printable
 from fsdp2_extra.foreign.code import installed_code_only
 from fsdp2_extra.text.auto_tokenizer import opened
-from fsdp2_extra.text.forms import one_form
+from fsdp2_extra.text.forms import Fields, one_form
 from fsdp2_extra.text.messages import PLAIN, Contents, conversation, encoded_twice, unseen, with_objects
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import foreign
@@ -46,16 +46,18 @@ class Chat:
 
     Args:
         folder: of a tokenizer with a chat template.
+        fields: how the conversations call theirs.
 
     Raises UnusableText.
     """
 
     kind: str = "chat"
     begin: tuple[int, ...] = ()  # the template says how a conversation begins
-    field: str | None = None
     suffixes: tuple[str, ...] = (".jsonl", ".parquet")
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, fields: Fields | None = None) -> None:
+        self._fields = dict(fields or {})
+        self.field: str | Fields = self._fields
         place = _place(folder)
         if not (place / "tokenizer.json").is_file():
             raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
@@ -95,8 +97,8 @@ class Chat:
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
         for row in rows:
-            self._form = one_form(row.content, self._form, row.where)
-            messages, tools = conversation(row, self._form)
+            self._form = one_form(row.content, self._form, self._fields, row.where)
+            messages, tools = conversation(row, self._form, self._fields)
             text, spans = self._rendered(messages, tools, row.where)
             self._require_shown(messages, tools, text, row.where)
             yield self._tokens(text, spans, row.where)
@@ -226,13 +228,13 @@ class Chat:
         return self._loaded
 
 
-def open_chat(folder: str) -> Chat:
+def open_chat(folder: str, fields: Fields | None = None) -> Chat:
     """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
     from fsdp2_extra.foreign.bounds import in_bounds
 
     place = _place(folder)
     files = [*_files(place), *(place / name for name in DECLARING)]
-    return in_bounds(lambda: Chat(folder), foreign(folder, files))
+    return in_bounds(lambda: Chat(folder, fields), foreign(folder, files))
 
 
 def _place(folder: str) -> Path:

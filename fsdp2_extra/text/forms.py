@@ -1,4 +1,4 @@
-"""The forms in which conversations are published, and the messages that each is read as."""
+"""The forms in which conversations are published, what each is read as, and other names of their fields."""
 
 from __future__ import annotations
 
@@ -23,55 +23,130 @@ FORMS: dict[str, tuple[set[str], set[str], str]] = {
 LEARNED = {"weight", "train", "training", "loss"}
 OF_A_PROMPT = {"functions", "function_call", "system", "history", "chat_template_kwargs", "documents"}
 READ = {"tools", *LEARNED, *OF_A_PROMPT}.union(*(has | more for has, more, _ in FORMS.values()))
+# Keys of a `Fields`: of a line, of a message, and what a message has as its role.
+OF_LINE = {"tools"}.union(*(has | more for has, more, _ in FORMS.values())) - {"conversations"}
+OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool"}
 # Names that ShareGPT's descendants have for a role.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
 OTHERS = "conversations, instruction and output, or prompt and completion"
+NAME_THEM = "name them, as --chat-fields prompt=question,completion=answer"
+
+Fields = Mapping[str, str]
+"""Our name of a field or role -> theirs, as `--chat-fields` has them; {} where the names are ours."""
 
 
-def form_of(fields: Iterable[str]) -> str | None:
+def fields_of(text: str) -> dict[str, str]:
+    """The fields of OURS=THEIRS,…, in one order. Raises ValueError for what says nothing, or more than one thing."""
+    found: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        ours, _, theirs = part.strip().partition("=")
+        if ours not in OF_LINE | OF_MESSAGE | OF_ROLE or not theirs:
+            known = ", ".join(sorted(OF_LINE | OF_MESSAGE | OF_ROLE))
+            raise ValueError(f"must be OURS=THEIRS,…, such as prompt=question,completion=answer; ours are {known}")
+        alike = next(names for names in (OF_LINE, OF_MESSAGE, OF_ROLE) if ours in names)
+        if ours in found or theirs in (found[one] for one in found.keys() & alike):
+            raise ValueError(f"names {ours if ours in found else theirs} twice; drop one of them")
+        found[ours] = theirs
+    if not any(_goes_with(form, found) for form in FORMS):
+        raise ValueError(f"names fields of several forms; name those of one: messages, {OTHERS}")
+    return dict(sorted(found.items()))
+
+
+def spelled(fields: Fields) -> str:
+    """The text of which `fields_of` makes them."""
+    return ",".join(f"{ours}={theirs}" for ours, theirs in fields.items())
+
+
+def of_line(fields: Fields) -> dict[str, str]:
+    """Those of a line's fields."""
+    return {ours: theirs for ours, theirs in fields.items() if ours in OF_LINE}
+
+
+def renamed(line: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """A line with our names. What has one of them, and isn't what that stands for, is left out."""
+    ours = of_line(fields)
+    rest = {name: value for name, value in line.items() if name not in ours.keys() | ours.values()}
+    return rest | {name: line[theirs] for name, theirs in ours.items() if theirs in line}
+
+
+def _more(form: str, fields: Fields) -> set[str]:
+    """Fields that are read beside those of a form: a system text that is named, of messages too."""
+    return FORMS[form][1] | {"system"} & fields.keys()
+
+
+def _goes_with(form: str, fields: Fields) -> bool:
+    return of_line(fields).keys() <= FORMS[form][0] | _more(form, fields) | {"tools"}
+
+
+def read_of(form: str, fields: Fields) -> set[str]:
+    """The fields, by their names, that are read of lines of this form."""
+    return {fields.get(name, name) for name in {"tools"} | FORMS[form][0] | _more(form, fields)}
+
+
+def form_of(there: Iterable[str], fields: Fields) -> str | None:
     """The form of a line with these fields."""
-    there = set(fields)
-    return next((form for form, (has, _, _) in FORMS.items() if has <= there), None)
+    have = renamed(dict.fromkeys(there), fields).keys()
+    return next((form for form, (has, _, _) in FORMS.items() if has <= have and _goes_with(form, fields)), None)
 
 
-def unread(form: str) -> set[str]:
+def unread(form: str, fields: Fields) -> set[str]:
     """Keys that would change what is learned of a line of this form, and aren't read."""
-    return LEARNED | OF_A_PROMPT - FORMS[form][1]
+    return LEARNED | OF_A_PROMPT - _more(form, fields)
 
 
-def one_form(line: Any, before: str | None, where: str) -> str:
+def formless(there: Iterable[str], fields: Fields) -> str:
+    """Why a line with these fields has no form, and what to do."""
+    absent = [theirs for theirs in of_line(fields).values() if theirs not in there]
+    has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
+    if absent:
+        return f"has no field {absent[0]}, which --chat-fields names; {has}"
+    return f'has no "messages": [{{"role": …, "content": …}}, …], {OTHERS}; {has}; {NAME_THEM}'
+
+
+def one_form(line: Any, before: str | None, fields: Fields, where: str) -> str:
     """The form of a line. Raises UnusableText if it has none, or another than the lines before it."""
-    form = form_of(name for name, value in line.items() if value is not None) if isinstance(line, dict) else None
-    if form is None:
-        has = f"; it has {', '.join(list(map(str, line))[:5])}" if isinstance(line, dict) else ""
-        raise UnusableText(f'{where}: has no "messages": [{{"role": …, "content": …}}, …], {OTHERS}{has}')
+    there = [name for name, value in line.items() if value is not None] if isinstance(line, dict) else []
+    if (form := form_of(there, fields)) is None:
+        raise UnusableText(f"{where}: {formless(there, fields)}")
     if before not in (None, form):
-        raise UnusableText(f"{where}: has {form}, and the lines before it {before}; make two of them")
+        raise UnusableText(
+            f"{where}: has {form}, and the lines before it {before}; make two files of them, and mix those: "
+            "--dataset chat:A@1,chat:B@1"
+        )
     return form
 
 
-def messages_of(line: Mapping[str, Any], form: str, where: str) -> list[Any]:
-    """The messages of a line in this form. Raises UnusableText."""
-    if form == "messages":
-        return _items(line["messages"], f"{where}: its messages")
-    if form == "conversations":
-        found = [_turn(turn, where) for turn in _items(line["conversations"], f"{where}: its conversations")]
+def messages_of(line: Mapping[str, Any], form: str, fields: Fields, where: str) -> list[Any]:
+    """The messages of a line with our names, in this form. Raises UnusableText."""
+
+    def said(role: str, name: str) -> dict[str, Any]:
+        if not isinstance(line[name], str):
+            raise UnusableText(f"{where}: its {fields.get(name, name)} is no text; leave it out")
+        return {"role": role, "content": line[name]}
+
+    def turns(name: str) -> list[Any]:
+        what = f"{where}: its {fields.get(name, name)}"
+        return [_turn(one, fields, where) for one in _items(line[name], what)]
+
+    if form in ("messages", "conversations"):
+        found = turns(form)
     elif form == "instruction":
-        texts = [_text(line, name, where) for name in ("instruction", "input") if line.get(name)]
-        found = [_said("user", "\n\n".join(texts)), _said("assistant", _text(line, "output", where))]
+        asked = [said("user", name) for name in ("instruction", "input") if line.get(name)]
+        question = {"role": "user", "content": "\n\n".join(one["content"] for one in asked)}
+        found = [question, said("assistant", "output")]
     else:
         asked, answer = (
-            [_said(role, line[name])] if isinstance(line[name], str) else _items(line[name], f"{where}: its {name}")
+            [said(role, name)] if isinstance(line[name], str) else turns(name)
             for name, role in (("prompt", "user"), ("completion", "assistant"))
         )
         if any(isinstance(one, dict) and one.get("role") == "assistant" for one in asked):
             raise UnusableText(
-                f"{where}: its prompt has an answer, and all answers are learned alike here; give it as messages"
+                f"{where}: its {fields.get('prompt', 'prompt')} has an answer, and all answers are learned alike here; "
+                "give it as messages"
             )
         found = asked + answer
-    system = _text(line, "system", where) if line.get("system") else ""
-    return [_said("system", system), *found] if system else found
+    return [said("system", "system"), *found] if line.get("system") else found
 
 
 def from_json(given: Any, what: str) -> Any:
@@ -86,25 +161,32 @@ def _items(given: Any, what: str) -> list[Any]:
     """A list, which may be JSON text, and so may each of its items."""
     found = from_json(given, f"{what} are a text")
     if not isinstance(found, list) or not found:
-        raise UnusableText(f'{what} are no list; give [{{"role": …, "content": …}}, …]')
+        raise UnusableText(f'{what} must be a list; give [{{"role": …, "content": …}}, …]')
     return [from_json(one, f"{what} have a text") for one in found]
 
 
-def _turn(turn: Any, where: str) -> Any:
-    """A turn of ShareGPT's as a message; a message as it is."""
-    if not isinstance(turn, dict) or turn.get("from") is None:
+def _turn(turn: Any, fields: Fields, where: str) -> Any:
+    """A turn of ShareGPT's, or one with other names, as a message; a message as it is."""
+    if not isinstance(turn, dict):
         return turn
-    if (role := ROLES.get(str(turn["from"]))) is None:
-        raise UnusableText(f"{where}: has a turn from {str(turn['from'])[:40]!r}; name it one of {', '.join(ROLES)}")
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {**others, **_said(role, turn.get("value"))}
-
-
-def _said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _text(line: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(line[name], str):
-        raise UnusableText(f"{where}: its {name} is no text; leave it out")
-    return str(line[name])
+    sharegpt = turn.get("role") is None and turn.get("from") is not None
+    names = dict(zip(("role", "content"), ("from", "value") if sharegpt else ("role", "content"), strict=True))
+    names |= {ours: fields[ours] for ours in OF_MESSAGE & fields.keys()}
+    absent = sorted(one for one in OF_MESSAGE & fields.keys() if turn.get(names[one]) is None)
+    if absent and (absent != ["content"] or not turn.get("tool_calls")):
+        has = ", ".join(list(map(str, turn))[:8]) or "none"
+        raise UnusableText(
+            f"{where}: a message has no field {names[absent[-1]]}, which --chat-fields names; it has {has}"
+        )
+    message = {name: value for name, value in turn.items() if name not in names.values() and name not in names}
+    message |= {ours: turn[theirs] for ours, theirs in names.items() if theirs in turn}
+    roles = {fields[ours]: ours for ours in OF_ROLE & fields.keys()}
+    if sharegpt or roles or "role" in fields:
+        named = str(message.get("role"))
+        if (role := (ROLES | roles).get(named)) is None:
+            raise UnusableText(
+                f"{where}: has a turn from {named[:40]!r}; name it one of {', '.join(ROLES)}, or say who that is with "
+                "--chat-fields user=…,assistant=…"
+            )
+        message["role"] = role
+    return message

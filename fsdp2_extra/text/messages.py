@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
-from fsdp2_extra.text.forms import LEARNED, from_json, messages_of, unread
+from fsdp2_extra.text.forms import LEARNED, Fields, from_json, messages_of, renamed, unread
 from fsdp2_extra.text.rows import Row
 
+NAME_CONTENT = "leave it out, or name its field, as --chat-fields role=from,content=value"
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
 ANSWERS = ("assistant", "model", "gpt", "bot", "ai")  # as other forms of data call who answers
 # Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
@@ -27,23 +28,27 @@ PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp",
 SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")
 
 
-def conversation(row: Row, form: str) -> tuple[list[Any], list[Any] | None]:
+def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[Any] | None]:
     """The messages of a line of this form, and its tools if it has some. Raises UnusableText.
 
     Contents are text or parts of text, and calls and tools are objects.
     """
-    _require_usual(row.content, unread(form), row.where)
-    found = []
-    for number, message in enumerate(messages_of(row.content, form, row.where), 1):
+    line, found = renamed(row.content, fields), []
+    _require_usual(line, unread(form, fields), row.where)
+    for number, message in enumerate(messages_of(line, form, fields, row.where), 1):
         where = f"{row.where}: its message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role")
         role = message["role"]
         if role != "assistant" and role.strip().lower() in ANSWERS:
-            raise UnusableText(f"{where} has the role {role}, and answers have the role assistant; rename it")
+            raise UnusableText(
+                f"{where} has the role {role}, and answers have the role assistant; add --chat-fields assistant={role}"
+            )
         _require_usual(message, LEARNED, where)
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}
+        if not {"content", "tool_calls"} & message.keys() and (role != "assistant" or message.keys() <= PLAIN):
+            raise UnusableText(f"{where} ({role}) has no content; it has {', '.join(message)}; {NAME_CONTENT}")
         if isinstance(content := message.get("content", ""), list):
             message["content"] = _parts(content, where)
         elif not isinstance(content, str):
@@ -52,7 +57,7 @@ def conversation(row: Row, form: str) -> tuple[list[Any], list[Any] | None]:
             message["tool_calls"] = _objects(calls, f"{where} has tool_calls")
             message = {key: value for key, value in message.items() if key != "tool_calls" or value}
         found.append(message)
-    return found, _objects(row.content.get("tools"), f"{row.where}: has tools") or None
+    return found, _objects(line.get("tools"), f"{row.where}: has tools") or None
 
 
 def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:

@@ -8,7 +8,7 @@ https://huggingface.co/docs/datasets/stream#interleave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import Dataset, Rows, identity_of
 from fsdp2_extra.text import text
+from fsdp2_extra.text.forms import fields_of
 from fsdp2_extra.text.places import sources
 from fsdp2_extra.text.prepared import Encoder
 from fsdp2_extra.text.preparing import Say, silent
@@ -75,36 +76,59 @@ class Mixture(TorchDataset[Item]):
         return joined(inputs), joined(targets)
 
 
-def opened(name: str, tokenizer: str, field: str, bos: str) -> list[tuple[str, Encoder]]:
+def opened(
+    name: str, tokenizer: str = "bytes", field: str = "text", bos: str = "auto", fields: str | None = None
+) -> list[tuple[str, Encoder]]:
     """The place and the encoder of each source of a `--dataset`. Raises UnusableText.
 
-    `field` and `bos` are of those that are text.
+    Args:
+        name: of the sources, with their shares.
+        tokenizer: of all, as `open_tokenizer` takes it.
+        field, bos: of those that are text.
+        fields: `--chat-fields`: of those that are conversations, or of each source between semicolons.
     """
-    found = [text.opened(source, tokenizer, field, bos) for source, _ in sources(name)]
+    names = [source for source, _ in sources(name)]
+    by_source = zip(names, _by_source(names, fields), strict=True)
+    found = [text.opened(source, tokenizer, field, bos, own) for source, own in by_source]
     if bos != "auto" and all(encoder.kind == "chat" for _, encoder in found):
         raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
     return found
+
+
+def _by_source(names: Sequence[str], fields: str | None) -> list[dict[str, str]]:
+    """Those of each source, by `--chat-fields`. Raises UnusableText."""
+    of_text = [name.startswith("text:") for name in names]
+    parts = (fields or "").split(";")
+    if len(parts) == 1:
+        parts = ["" if text else parts[0] for text in of_text]
+    if len(parts) != len(names) or any(part and text for part, text in zip(parts, of_text, strict=True)):
+        raise UnusableText(
+            f"--chat-fields {fields}: is for {len(parts)} sources, of which {len(names)} are given; between semicolons "
+            "name those of each, and none for text:"
+        )
+    return [fields_of(part) for part in parts]
 
 
 def load(
     name: str,
     seq_len: int,
     vocab_size: int,
+    reading: Mapping[str, Any],
     *,
-    tokenizer: str,
-    field: str = "text",
-    bos: str = "auto",
     apart: bool,
     fetch: bool = True,
     say: Say = silent,
 ) -> Dataset:
     """The data of a `--dataset` of one's own: one source as `text.load` gives it, or several as a mixture.
 
+    Args:
+        reading: what `opened` takes beside the name.
+
     The test split of a mixture has each sequence of each source's once. Raises UnusableText, and NotHere as that does.
     """
     made = [
         text.load(place, seq_len, vocab_size, encoder, apart=apart, fetch=fetch, say=say)
-        for place, encoder in opened(name, tokenizer, field, bos)
+        for place, encoder in opened(name, **reading)
     ]
     if len(made) == 1:
         return made[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2.config import Config
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.dataset import tokenizer_of
+from fsdp2.run.dataset import reading_of, tokenizer_of
 from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.prepared import Encoder
 from fsdp2_extra.text.text import check
@@ -25,7 +25,7 @@ def check_own_text(config: Config, *, read: bool) -> None:
     _, _, named = config.dataset.partition(":")
     try:
         words = config.spec.vocab_size(config.model_size) or 0
-        for place, encoder in opened(config.dataset, tokenizer_of(config), config.text_field, config.bos):
+        for place, encoder in opened(config.dataset, **reading_of(config)):
             if encoder.kind == "chat" and config.spec.task != "causal":
                 raise UnusableText("holds conversations, which are learned token by token; use a causal model")
             require_mask(config, encoder)

@@ -19,18 +19,18 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
-from fsdp2_extra.text.forms import FORMS
+from fsdp2_extra.text.forms import FORMS, Fields, fields_of, spelled
 from fsdp2_extra.text.places import File
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 8
+FORMAT = 9
 META = "meta.json"
 SPLITS = ("train", "test")
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
 MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token that ends a turn
 DTYPES = ("uint8", "uint16", "uint32")
-NAMES = {"format", "kind", "tokenizer", "begin", "field", "source", "content", "dtype"}
+NAMES = {"format", "kind", "tokenizer", "begin", "field", "fields", "source", "content", "dtype"}
 NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files"}
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
@@ -43,7 +43,7 @@ class Encoder(Protocol):
         size: one more than its largest token.
         identity: says which one it is; two that differ have two.
         begin, end: the tokens that it puts before a document, and the one that ends a text.
-        field: of a line or row, the one that holds the text; None = all of it.
+        field: of a line or row, the one that holds the text; of `chat` how those of conversations are called.
         suffixes: of the files that it reads.
         about: see `Tokenizer`; of `chat` also the file of its `template`.
         names: how each token is shown.
@@ -55,7 +55,7 @@ class Encoder(Protocol):
     begin: tuple[int, ...]
     end: int | None
     about: dict[str, Any]
-    field: str | None
+    field: str | Fields
     suffixes: tuple[str, ...]
 
     @property
@@ -126,7 +126,7 @@ def _require_form(meta: dict[str, Any]) -> None:
     """
     if odd := sorted(NAMES ^ meta.keys()):
         raise ValueError(f"it says {'more' if odd[0] in meta else 'no'}: {odd[0][:40]}")
-    words = [meta[name] for name in ("kind", "tokenizer", "content", "dtype", "source", "beside", "unlike")]
+    words = [meta[name] for name in ("kind", "tokenizer", "fields", "content", "dtype", "source", "beside", "unlike")]
     if meta["kind"] != "chat":
         words.append(meta["field"])
     if not all(type(word) is str and len(word) <= MOST for word in words):
@@ -135,6 +135,8 @@ def _require_form(meta: dict[str, Any]) -> None:
         raise ValueError(f"it is {meta['kind'][:40]} of {meta['dtype'][:40]}")
     if type(meta["begin"]) is not list or (meta["kind"] == "chat" and meta["field"] not in (None, *FORMS)):
         raise ValueError("its documents begin, or are found, in no way that prepare knows")
+    if meta["fields"] != spelled(fields_of(meta["fields"] if meta["kind"] == "chat" else "")):
+        raise ValueError("it says in other words than prepare does how fields are called")
     for keys, names in ((SPLITS, "documents"), (SPLITS, "tokens"), (files_of(meta["kind"]), "files")):
         if meta[names].keys() != set(keys):
             raise ValueError(f"it counts {names} of others than {', '.join(keys)}")
@@ -160,6 +162,9 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
         raise UnusableText(f"{folder}: was prepared with {what} token before each document; give --bos {bos}")
     if encoder.kind == "text" and meta["field"] != encoder.field:
         raise UnusableText(f"{folder}: was made of the field {meta['field']}; add --text-field {meta['field']}")
+    if not isinstance(encoder.field, str) and meta["fields"] != spelled(encoder.field):
+        made, fix = (f"with {meta['fields']}", "give that") if meta["fields"] else ("of the usual fields", "drop it")
+        raise UnusableText(f"{folder}: --chat-fields {spelled(encoder.field) or 'off'}: was made {made}; {fix}")
 
 
 def open_splits(

@@ -23,7 +23,7 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
-from fsdp2_extra.text.forms import FORMS
+from fsdp2_extra.text.forms import of_line, read_of, spelled
 from fsdp2_extra.text.places import File
 from fsdp2_extra.text.prepared import (
     FORMAT,
@@ -131,7 +131,12 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
                     say(f"file {number:,} of {len(files):,}, {sum(output.tokens.values()):,} tokens")
         for column in columns.values():
             _sync(column)
-    read = {"tools"}.union(*FORMS[str(encoder.source())][:2] if output.beside else ())
+    fields = {} if isinstance(encoder.field, str) else encoder.field
+    read = read_of(str(encoder.source()), fields) if output.beside else set()
+    if output.beside and (none := sorted(read & {*of_line(fields).values()} - output.beside)):
+        raise UnusableText(
+            f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it there"
+        )
     if not sum(output.tokens.values()):
         raise UnusableText(f"{files[0].name}: {len(files)} files hold no text")
     meta = {
@@ -140,6 +145,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "tokenizer": encoder.identity,
         "begin": list(encoder.begin),
         "field": encoder.source(),
+        "fields": spelled(fields),
         "source": source,
         "content": output.content,
         "dtype": numpy.dtype(dtype_of(encoder)).name,

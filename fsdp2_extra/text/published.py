@@ -21,7 +21,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2.options.settings_file import read_table
 from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
-from fsdp2_extra.text.forms import OTHERS, form_of
+from fsdp2_extra.text.forms import NAME_THEM, OTHERS, Fields, form_of, formless, of_line
 from fsdp2_extra.text.places import HUB, PUBLISHED, File, below, suffix_of, with_split
 from fsdp2_extra.text.rows import Row, rows_in
 
@@ -118,19 +118,21 @@ def _is_of(split: str, name: str) -> bool:
     return bool(re.search(rf"(^|[-._ 0-9/]){re.escape(split.lower())}([-._ 0-9/]|$)", name.lower()))
 
 
-def kind_of(source: Published, field: str) -> str:
-    """`chat` or `text`, by its columns, and `text` if its field was named. Raises UnusableText for neither."""
-    if field == "text" and form_of(source.columns):
+def kind_of(source: Published, field: str, fields: Fields) -> str:
+    """`chat` or `text`, by its columns and which of them was named. Raises UnusableText for neither."""
+    if field == "text" and form_of(source.columns, fields):
         return "chat"
+    if of_line(fields):
+        raise UnusableText(f"{source.name}: {formless(source.columns, fields)}")
     if field in source.columns:
         return "text"
     raise UnusableText(
         f"{source.name}: has the columns {', '.join(source.columns[:12])}, and reads {field} as documents, or as "
-        f"conversations messages, {OTHERS}; name its column of text with --text-field, or rename one"
+        f"conversations messages, {OTHERS}; name its column of text with --text-field, or for conversations {NAME_THEM}"
     )
 
 
-def rows(file: File, field: str | None) -> Iterator[Row]:
+def rows(file: File, field: str | Fields) -> Iterator[Row]:
     """Its documents or conversations, in the child. Raises UnusableText."""
     assert isinstance(file, Published), "another file has a reader of its own"
     return rows_in(_opened(file)[1].with_format("arrow").iter(batch_size=256), file.columns, field, file.name)

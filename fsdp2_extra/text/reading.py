@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.units import install
+from fsdp2_extra.text.forms import Fields
 from fsdp2_extra.text.places import PUBLISHED, File
 from fsdp2_extra.text.rows import Row, bounded, columns_of, rows_in, text_in
 
@@ -23,11 +24,11 @@ class _Twice(ValueError):
     """An object of JSON that has a key twice."""
 
 
-def rows_of(file: File, field: str | None) -> Iterator[Row]:
+def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
     """The documents of a file: a line of .jsonl, a row of .parquet, or all of it, in pieces.
 
     Args:
-        field: of a line or row, the one that holds the text; None = the line as it is.
+        field: of a line or row, the one that holds the text; of conversations, which they name.
 
     Raises UnusableText.
     """
@@ -42,7 +43,7 @@ def rows_of(file: File, field: str | None) -> Iterator[Row]:
         raise UnusableText(f"{file.name}: can't be read ({' '.join(str(error).split())[:120]})") from None
 
 
-def _lines(file: File, field: str | None) -> Iterator[Row]:
+def _lines(file: File, field: str | Fields) -> Iterator[Row]:
     with file.open() as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
             where, size = f"{file.name}, line {number}", len(line)
@@ -55,7 +56,7 @@ def _lines(file: File, field: str | None) -> Iterator[Row]:
                     content = json.loads(line.decode(), object_pairs_hook=_once)
                 except _Twice as error:
                     raise UnusableText(f"{where}: {error}; keep one of them") from None
-                text = _whole_in(content, line, where) if field is None else text_in(content, field, where)
+                text = text_in(content, field, where) if isinstance(field, str) else _whole_in(content, line, where)
                 yield Row(text, where, size)
 
 
@@ -68,7 +69,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _table(file: File, field: str | None) -> Iterator[Row]:
+def _table(file: File, field: str | Fields) -> Iterator[Row]:
     try:
         importlib.import_module("pyarrow.parquet")  # once, and not in the child of each file
     except ImportError:
@@ -76,13 +77,13 @@ def _table(file: File, field: str | None) -> Iterator[Row]:
     return bounded(file, lambda: _rows_in_table(file, field))
 
 
-def _published(file: File, field: str | None) -> Iterator[Row]:
+def _published(file: File, field: str | Fields) -> Iterator[Row]:
     from fsdp2_extra.text import published
 
     return bounded(file, lambda: published.rows(file, field))
 
 
-def _rows_in_table(file: File, field: str | None) -> Iterator[Row]:
+def _rows_in_table(file: File, field: str | Fields) -> Iterator[Row]:
     import pyarrow.parquet as parquet
 
     with file.open() as stream, parquet.ParquetFile(stream) as table:
@@ -91,7 +92,7 @@ def _rows_in_table(file: File, field: str | None) -> Iterator[Row]:
         yield from rows_in(batches, names, field, file.name)
 
 
-def _pieces(file: File, field: str | None) -> Iterator[Row]:
+def _pieces(file: File, field: str | Fields) -> Iterator[Row]:
     """A file that is one document: pieces of `PIECE` bytes and the rest of a line."""
     # As Python reads text, with its three ends of a line; a character or \r\n may be cut between two pieces.
     decoder, at = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True), 0

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
-from fsdp2_extra.text.forms import OTHERS, READ, form_of
+from fsdp2_extra.text.forms import READ, Fields, form_of, formless, of_line
 from fsdp2_extra.text.places import File
 
 AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20
@@ -57,7 +57,7 @@ def blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield block
 
 
-def rows_in(batches: Iterable[Any], names: Sequence[str], field: str | None, name: str) -> Iterator[Row]:
+def rows_in(batches: Iterable[Any], names: Sequence[str], field: str | Fields, name: str) -> Iterator[Row]:
     """The rows of Arrow's tables with these columns: a text, or a conversation's fields. Raises UnusableText."""
     columns, number = columns_of(names, field, name), 0
     for batch in batches:
@@ -67,18 +67,22 @@ def rows_in(batches: Iterable[Any], names: Sequence[str], field: str | None, nam
         for content in found.to_pylist():
             number += 1
             where = f"{name}, row {number}"
-            if field is None:
-                yield Row({**dict.fromkeys(names), **content}, where, size)  # what isn't read is named
-            else:
+            if isinstance(field, str):
                 yield Row(text := text_in(content, field, where), where, len(text))
+            else:
+                yield Row({**dict.fromkeys(names), **content}, where, size)  # what isn't read is named
 
 
-def columns_of(names: Sequence[str], field: str | None, name: str) -> list[str]:
+def columns_of(names: Sequence[str], field: str | Fields, name: str) -> list[str]:
     """The columns to read: the one of text, or those of conversations. Raises UnusableText."""
-    found = [column for column in names if (column == field if field else column in READ)]
-    if not found or (field is None and form_of(found) is None):
-        wanted = f"no column {field}" if field else f"no columns of conversations (messages, {OTHERS})"
-        raise UnusableText(f"{name}: has {wanted}; it has {', '.join(names[:8])}" + "; see --text-field" * bool(field))
+    if isinstance(field, str):
+        found = [column for column in names if column == field]
+        if not found:
+            raise UnusableText(f"{name}: has no column {field}; it has {', '.join(names[:8])}; see --text-field")
+    else:
+        found = [column for column in names if column in READ.union(of_line(field).values())]
+        if form_of(found, field) is None or not {*names}.issuperset(of_line(field).values()):
+            raise UnusableText(f"{name}: {formless(names, field)}")
     if twice := next((column for column in found if found.count(column) > 1), None):
         raise UnusableText(f"{name}: has several columns {twice}; give one of them another name")
     return found

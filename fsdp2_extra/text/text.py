@@ -11,6 +11,7 @@ import numpy
 from fsdp2.data.errors import NotHere, UnusableText
 from fsdp2.data.splits import Dataset
 from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.forms import Fields
 from fsdp2_extra.text.places import PUBLISHED, SUFFIXES, File, find
 from fsdp2_extra.text.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2_extra.text.preparing import Say, prepare, silent
@@ -33,7 +34,7 @@ class Text:
     suffixes: tuple[str, ...] = SUFFIXES
 
     def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
-        self.field: str | None = field
+        self.field: str | Fields = field
         self._tokenizer = tokenizer
         self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
         self.begin, self.end = tokenizer.begin, tokenizer.end
@@ -53,7 +54,7 @@ class Text:
 
     def source(self) -> str | None:
         """The field of the text."""
-        return self.field
+        return str(self.field)
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
@@ -62,19 +63,26 @@ class Text:
             yield document(tokens, self.begin, self.end, begins=row.begins, ends=row.ends), None
 
 
-def encoder_of(kind: str, tokenizer: str, field: str = "text", bos: str = "auto") -> Encoder:
-    """Open the encoder of `text` or `chat`; `bos` is of text, as `open_tokenizer` takes it. Raises UnusableText."""
-    return open_chat(tokenizer) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
+def encoder_of(
+    kind: str, tokenizer: str, field: str = "text", bos: str = "auto", fields: Fields | None = None
+) -> Encoder:
+    """Open the encoder of `text` or `chat`; `fields` are of chat, and `bos` of text, as `open_tokenizer` takes it.
+
+    Raises UnusableText.
+    """
+    return open_chat(tokenizer, fields) if kind == "chat" else Text(open_tokenizer(tokenizer, bos), field)
 
 
-def opened(name: str, tokenizer: str, field: str = "text", bos: str = "auto") -> tuple[str, Encoder]:
+def opened(
+    name: str, tokenizer: str, field: str = "text", bos: str = "auto", fields: Fields | None = None
+) -> tuple[str, Encoder]:
     """The place that a `--dataset` of one source names, as `found` takes it, and its encoder. Raises UnusableText."""
     kind, _, place = name.partition(":")
     if name.startswith(PUBLISHED):
         from fsdp2_extra.text import published
 
-        kind, place = published.kind_of(published.find(place), field), name
-    return place, encoder_of(kind, tokenizer, field, bos)
+        kind, place = published.kind_of(published.find(place), field, fields or {}), name
+    return place, encoder_of(kind, tokenizer, field, bos, fields)
 
 
 def found(place: str, encoder: Encoder) -> list[File]:

@@ -9,6 +9,7 @@ One process, without a GPU. After a kill, the same command begins again.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from fsdp2.data import OWN
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
-from fsdp2.run.dataset import open_data, tokenizer_of
+from fsdp2.run.dataset import open_data, reading_of
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import seen
 from fsdp2_extra.text.mixture import opened
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     name = arguments.places[0] if arguments.published else f"{'chat' if arguments.chat else 'text'}:"
     out = Path(arguments.out).absolute()
     try:
-        ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos)
+        ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos, arguments.chat_fields)
         files = [file for place in arguments.places for file in found(place, encoder)]
         meta = prepare(files, out, encoder, say=_say)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
@@ -54,8 +55,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for line in warnings:
         print(line)
     print(f"prepared {documents:,} {what}, {tokens:,} tokens: {out}")
-    same = f"--tokenizer {arguments.tokenizer}" + (f" --bos {arguments.bos}" if arguments.bos != "auto" else "")
-    print(f"next: torchrun --nproc_per_node 2 -m fsdp2.train --dataset {kind}:{out} {same}")
+    next_line = f"torchrun --nproc_per_node 2 -m fsdp2.train --dataset {shlex.quote(f'{kind}:{out}')}"
+    for flag, usual in (("--tokenizer", None), ("--bos", "auto"), ("--text-field", "text"), ("--chat-fields", None)):
+        value = vars(arguments)[flag[2:].replace("-", "_")]
+        next_line += "" if value == usual else f" {flag} {shlex.quote(value)}"
+    print(f"next: {next_line}")
     return meta
 
 
@@ -66,7 +70,7 @@ def show(config: Config, count: int) -> dict[str, Any]:
     check_data(config)
     dataset = open_data(config, config.spec)
     try:
-        encoders = [one for _, one in opened(config.dataset, tokenizer_of(config), config.text_field, config.bos)]
+        encoders = [one for _, one in opened(config.dataset, **reading_of(config))]
         for line in seen.lines(dataset):
             print(line)
         parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]

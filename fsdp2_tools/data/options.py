@@ -9,7 +9,7 @@ from fsdp2 import config as training
 from fsdp2.data import BOS
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import checked, dataset_name, location, one_of, text, whole
+from fsdp2.options.values import chat_fields, checked, dataset_name, location, one_of, or_off, text, whole
 from fsdp2_extra.text.places import PUBLISHED
 
 
@@ -38,6 +38,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="field or column that holds the text (default: text)",
     )
     preparing.add_argument(
+        "--chat-fields", metavar="OURS=THEIRS,…", help="how conversations name their fields and roles, as of a run"
+    )
+    preparing.add_argument(
         "--bos",
         default="auto",
         metavar="|".join(BOS),
@@ -56,6 +59,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, value in (("--tokenizer", arguments.tokenizer), ("--out", arguments.out)):
         checked(flag, value, location)
     checked("--text-field", arguments.text_field, text)
+    if arguments.chat_fields is not None:
+        arguments.chat_fields = checked("--chat-fields", arguments.chat_fields, or_off(chat_fields))
+        if not (arguments.chat or arguments.published):
+            raise ConfigError("--chat-fields: only conversations have them; add --chat")
     checked("--bos", arguments.bos, one_of(*BOS))
     if arguments.chat and arguments.text_field != "text":
         raise ConfigError("--text-field with --chat: conversations are in the field messages; drop it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp2.data import NotHere
+from fsdp2.data.errors import NotHere
 from fsdp2.run.dataset import open_data
 from fsdp2_tools.doctor.asking import Here
 from fsdp2_tools.doctor.judging import BAD, Hosts, Row, same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from tests.docs.running import ROOT, Shell, commands, missing
 from tests.harness import Ranks, small
 from tests.others.common import save
 from tests.remote import s3
+from tests.test_chat import PLAIN, make_tokenizer
+from tests.test_text import documents
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUNNABLE = re.compile(r"(\$ )?(git clone|torchrun|python3?|make|pip|bash|srun|sbatch|ray) ")
@@ -218,6 +221,12 @@ def _places(page: Path, folder: Path) -> dict[str, str]:
     places: dict[str, str] = {}
     if "/models/qwen" in text:
         places["/models/qwen"] = save("llama", folder / "reader" / "model").removeprefix("hf:")
+    if "/models/chat" in text:
+        model = save("llama", folder / "reader" / "chat", vocab_size=300).removeprefix("hf:")
+        places["/models/chat"] = str(make_tokenizer(Path(model), PLAIN))
+        lines = ({"question": one, "answer": one[::-1]} for one in documents(300))
+        (folder / "reader" / "qa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        places["/data/qa.jsonl"] = str(folder / "reader" / "qa.jsonl")
     for place, words in (("notes", "To be, or not to be: that is the question. "), ("books", "Call me Ishmael. ")):
         if f"/data/{place}" in text:
             there = folder / "reader" / place

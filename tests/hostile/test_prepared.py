@@ -31,7 +31,7 @@ def test_half_a_character_in_a_conversation(tmp_path: Path) -> None:
     for line in (talk("hello", "h\ud83d"), {**talk("a", "b"), "tools": [{"\udc00": 1}]}):
         file.write_text(json.dumps(talk("whole", "\U0001f600")) + "\n" + json.dumps(line) + "\n")
         with pytest.raises(UnusableText) as caught:
-            list(rows_of(find(str(file))[0], None))
+            list(rows_of(find(str(file))[0], {}))
         one_line(caught.value, f"{file}, line 2: has half of a character, which no text has; leave it out")
 
 
