@@ -28,7 +28,7 @@ from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
 from fsdp2.units import install
 from fsdp2_extra.remote.files import RemoteFiles
-from fsdp2_extra.trackers.names import VARIABLES
+from fsdp2_extra.trackers.logins import VARIABLES
 from launchers.artifacts import artifacts
 from launchers.ray_console import plain_lines, quiet
 from launchers.ray_options import RayOptions, parse, place, same_global_batch

@@ -28,7 +28,7 @@ from fsdp2.options.values import check_values, one_of, option, patterns, switch,
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process.runtime import World
 from fsdp2.units import short
-from fsdp2_extra.trackers.names import require_trackers
+from fsdp2_extra.trackers.logins import require_trackers
 from launchers import ray_train
 from launchers.ray_options import RayOptions, parse_groups, place, same_global_batch
 from launchers.ray_search import Choice, Space, example_config, parse_search

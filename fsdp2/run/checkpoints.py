@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from fsdp2.checkpoint import kept
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
@@ -184,7 +184,7 @@ class Checkpoints:
             return False
         if not self.job.wants_full_model(self.progress.step, changed=changed):
             return True
-        said = {part: self._info[part] for part in (kept.PART, kept.TOKENIZER) if part in self._info}
+        said = {part: self._info[part] for part in (meaning.PART, meaning.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):
             # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
             if large(config, config.spec) and not run.is_remote:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp2.checkpoint import kept
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
@@ -74,9 +74,9 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
 
 def _other_meaning(folder: Files, files: Mapping[str, bytes]) -> str:
     """Say that weights come with another config.json than the model's, which may give equal shapes other heads."""
-    name = kept.MEANING
+    name = meaning.CONFIG
     if is_checkpoint(folder):
-        other = name in kept.others(read_marker(folder), files)
+        other = name in meaning.others(read_marker(folder), files)
     else:
         size = folder.size(name) if name in files else None
         other = size is not None and (size != len(files[name]) or folder.read(name) != files[name])

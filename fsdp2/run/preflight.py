@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2 import data
-from fsdp2.checkpoint import kept
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.disk import explained, temporary_folder
 from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
 from fsdp2.checkpoint.places import open_files
@@ -66,7 +66,7 @@ def preflight(config: Config, world: World) -> Job:
     """
     check_versions(config)
     if world.rank == 0 and trackers_of(config):
-        from fsdp2_extra.trackers.names import require_trackers
+        from fsdp2_extra.trackers.logins import require_trackers
 
         require_trackers(config)
     check_world(config, world)
@@ -361,10 +361,10 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
             f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
             "with, another --run-dir, or --resume-partial for the weights that fit"
         )
-    if config.model.startswith("hf:") and kept.MEANING in kept.others(marker, kept_files(config)[kept.PART]):
+    if config.model.startswith("hf:") and meaning.CONFIG in meaning.others(marker, kept_files(config)[meaning.PART]):
         raise ConfigError(
-            f"--resume {config.resume}: {kept.MEANING} of --model {config.model} isn't as it was for {checkpoint}; it "
-            "says what weights mean (heads, positions, norms); put it back (a run has it in model/), or start a new "
+            f"--resume {config.resume}: {meaning.CONFIG} of --model {config.model} isn't as it was for {checkpoint}; "
+            "it says what weights mean (heads, positions, norms); put it back (a run has it in model/), or start a new "
             "--run-dir with --init-from for the weights alone"
         )
     if marker.get("imported"):

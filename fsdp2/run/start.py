@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp2.checkpoint import kept
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.state import HOW, AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
@@ -183,4 +183,4 @@ def write_start(
             run.files.mkdir("model")
         for name, content in model.items():
             run.files.write(f"model/{name}", content)
-        kept.replace(run.files.at(kept.TOKENIZER), kept_files(config).get(kept.TOKENIZER, {}))
+        meaning.replace(run.files.at(meaning.TOKENIZER), kept_files(config).get(meaning.TOKENIZER, {}))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import kept
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.places import open_files
@@ -177,8 +177,10 @@ def require_same_files(config: Config, folder: Files) -> None:
     try:
         marker, files = read_marker(folder), kept_files(config)
         if config.model.startswith("hf:"):
-            kept.require_kept(marker, files[kept.PART], config.model.removeprefix("hf:"))
-        kept.require_kept(marker, files.get(kept.TOKENIZER, {}), config.tokenizer or kept.TOKENIZER, kept.TOKENIZER)
+            meaning.require_kept(marker, files[meaning.PART], config.model.removeprefix("hf:"))
+        meaning.require_kept(
+            marker, files.get(meaning.TOKENIZER, {}), config.tokenizer or meaning.TOKENIZER, meaning.TOKENIZER
+        )
     except (DamagedCheckpoint, ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
 

@@ -24,7 +24,7 @@ from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.foreign.code import ForeignCode, installed_code_only
-from fsdp2_extra.foreign.kept import files_to_keep
+from fsdp2_extra.foreign.model_files import files_to_keep
 from fsdp2_extra.models.attending import attentions, by_flex
 from fsdp2_extra.models.blocks import find_blocks
 from fsdp2_extra.models.causal import sees_later

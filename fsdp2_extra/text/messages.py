@@ -158,11 +158,11 @@ class Contents:
         key = template, frozenset((message["role"], isinstance(message.get("content"), list)) for message in messages)
         if key not in self._known:
             tried = _marked(messages)
-            printed = [_printed(form(tried), render) for form in FORMS]
+            printed = [_printed(form(tried), render) for form in WRITTEN]
             most = max(printed)
             if most < 0:  # perhaps another reason keeps the template from printing them, which it gives then
                 return messages
-            self._known[key] = FORMS[printed.index(most)]
+            self._known[key] = WRITTEN[printed.index(most)]
         return self._known[key](messages)
 
 
@@ -200,4 +200,4 @@ def _in_parts(content: Any, _: int) -> Any:
 
 
 Form = Callable[[list[Any]], list[Any]]
-FORMS: tuple[Form, ...] = (list, partial(_changed, change=_joined), partial(_changed, change=_in_parts))
+WRITTEN: tuple[Form, ...] = (list, partial(_changed, change=_joined), partial(_changed, change=_in_parts))

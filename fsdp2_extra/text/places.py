@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fsdp2.data.errors import UnusableText
-from fsdp2_extra.foreign.kept import stays
+from fsdp2_extra.foreign.model_files import stays
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PUBLISHED, HUB = "datasets:", "hf://datasets/"  # before a place that `datasets` reads, and before a name on the hub

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from fsdp2.data.errors import UnusableText
-from fsdp2_extra.foreign.kept import require_small
+from fsdp2_extra.foreign.model_files import require_small
 
 if TYPE_CHECKING:
     from fsdp2_extra.foreign.bounds import Foreign

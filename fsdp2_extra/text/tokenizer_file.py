@@ -13,7 +13,7 @@ import numpy
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
 from fsdp2.units import install
-from fsdp2_extra.foreign.kept import files_to_keep
+from fsdp2_extra.foreign.model_files import files_to_keep
 from fsdp2_extra.text.tokenizer import Bytes, Tokenizer, foreign
 
 # What of a tokenizer's folder its class in transformers reads, and a chat template.

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     early.answer(parse, "fsdp2.checkpoint")
 
 from fsdp2 import models
-from fsdp2.checkpoint.kept import TOKENIZER
+from fsdp2.checkpoint.meaning import TOKENIZER
 from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.data.errors import UnusableText

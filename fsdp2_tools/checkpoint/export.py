@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp2.checkpoint.disk import chain, explained
 from fsdp2.checkpoint.files import LocalFiles, is_there
-from fsdp2.checkpoint.kept import TOKENIZER, require_kept
+from fsdp2.checkpoint.meaning import TOKENIZER, require_kept
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import write_pt

@@ -12,10 +12,10 @@ from migration.rewriter import each_parameter
 from migration.rewriter.edits import Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.names import code_of, how_it_travels, uses
+from migration.rewriter.rewriting import constant
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX
 from migration.rewriter.taken import KEPT
-from migration.rewriter.translate import constant
 from migration.rewriter.values import string
 
 # Asked for by name, to be shared among models.

@@ -6,7 +6,7 @@ import libcst as cst
 
 from migration.rewriter.edits import Undecided
 from migration.rewriter.module import Module
-from migration.rewriter.translate import Rewriting
+from migration.rewriter.rewriting import Rewriting
 from migration.rewriter.values import Leaf
 
 # Policies, each with the argument that its classes are.

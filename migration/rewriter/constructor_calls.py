@@ -15,8 +15,8 @@ from migration.rewriter.edits import Undecided
 from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
+from migration.rewriter.rewriting import FSDP, Rewriting, constant
 from migration.rewriter.symbols import ROWS
-from migration.rewriter.translate import FSDP, Rewriting, constant
 from migration.rewriter.values import arguments, assignment
 
 # FullyShardedDataParallel's arguments, in its order.

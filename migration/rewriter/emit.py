@@ -10,8 +10,8 @@ import libcst as cst
 from migration.rewriter.constructor_calls import Construction, Plan
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
+from migration.rewriter.rewriting import FSDP
 from migration.rewriter.scene import Scene
-from migration.rewriter.translate import FSDP
 
 DOTTED = re.compile(r"[A-Za-z_][\w.]*")
 

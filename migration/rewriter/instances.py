@@ -8,9 +8,9 @@ import libcst as cst
 
 from migration.rewriter.module import Module
 from migration.rewriter.names import compared, in_annotation
+from migration.rewriter.rewriting import FSDP
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.translate import FSDP
 
 
 def move(scene: Scene, module: Module) -> None:

@@ -12,9 +12,9 @@ from migration.rewriter import instances
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
+from migration.rewriter.rewriting import FSDP, constant
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import BY_CODE, CLASS, PREFIX, ROWS
-from migration.rewriter.translate import FSDP, constant
 from migration.rewriter.values import arguments, string
 
 # What FSDP1's models have of their own, and FSDP2's haven't.

@@ -10,8 +10,8 @@ import libcst as cst
 from migration.options import SECTIONS
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
+from migration.rewriter.rewriting import FSDP, Rewriting, constant
 from migration.rewriter.symbols import BY_CODE
-from migration.rewriter.translate import FSDP, Rewriting, constant
 
 FIELDS = tuple(row.name.partition(".")[2] for row in SECTIONS["Mixed precision"])
 # Words of models that have batch norm somewhere below, which FSDP1 leaves in full precision.

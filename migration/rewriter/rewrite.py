@@ -30,11 +30,11 @@ from migration.rewriter.emit import make
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
+from migration.rewriter.rewriting import Rewriting
 from migration.rewriter.scene import Scene
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import KEPT
-from migration.rewriter.translate import Rewriting
 
 LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 

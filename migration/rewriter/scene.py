@@ -13,9 +13,9 @@ from migration.rewriter.edits import Edits
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.objects import STATIC
+from migration.rewriter.rewriting import Rewriting, constant
 from migration.rewriter.symbols import CLASS
 from migration.rewriter.taken import MOVED
-from migration.rewriter.translate import Rewriting, constant
 from migration.rewriter.values import Values
 
 # Names that a model has from FSDP1's class alone, but for those that methods.py moves by themselves.

@@ -15,9 +15,9 @@ from migration.options import CLASS
 from migration.rewriter.blocks import can_unwrap, unwrap
 from migration.rewriter.edits import Undecided, call
 from migration.rewriter.module import Module
+from migration.rewriter.rewriting import constant
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import ROWS
-from migration.rewriter.translate import constant
 from migration.rewriter.values import arguments
 
 PACKAGE = "torch.distributed.checkpoint.state_dict"

@@ -16,7 +16,7 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.train import main as train
-from fsdp2_extra.foreign import kept as foreign_kept
+from fsdp2_extra.foreign import model_files as foreign_files
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
 from tests.harness import Ranks, main_in_ranks, of_kind
 from tests.others.common import flags, save
@@ -196,7 +196,7 @@ def test_a_run_at_a_url_keeps_it_there(trained: Path, tmp_path: Path, monkeypatc
     shutil.rmtree(other)
     assert infer.main("memory://kept-tokenizer")["count"] > 0
     assert _prompt("memory://kept-tokenizer")["text"] == before
-    monkeypatch.setattr(foreign_kept, "MOST_KEPT", 10)
+    monkeypatch.setattr(foreign_files, "MOST_KEPT", 10)
     with pytest.raises(ConfigError, match=r"tokenizer: .* has more than 0 MiB; remove it there"):
         read_config(RunDir("memory://kept-tokenizer"))
 

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import full_model, kept
+from fsdp2.checkpoint import full_model, meaning
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.checkpoint.files import LocalFiles, publish
@@ -72,7 +72,7 @@ class RunDir:
         folders = [full, *(self.path / name for name in ("checkpoints", "tensorboard", "wandb", "mlruns"))]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
-        files += [path for name in (full.name, "model", kept.TOKENIZER) for path in _entries(self.path / name)]
+        files += [path for name in (full.name, "model", meaning.TOKENIZER) for path in _entries(self.path / name)]
         wrong += [(path, "plain file") for path in files if path.is_symlink() or not _is_plain(path)]
         for path, what in wrong:
             raise ConfigError(
@@ -244,7 +244,7 @@ def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[st
         "mesh": {"replicate": config.replicas, "shard": world_size // (config.replicas * config.tp), "tp": config.tp},
         "environment": environment(world_size),
         "model": shapes_of(model),
-        **{part: kept.hashes(files) for part, files in kept_files(config).items()},
+        **{part: meaning.hashes(files) for part, files in kept_files(config).items()},
         **_adapters(spec, config.model_size),
     }
 
@@ -261,10 +261,10 @@ def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
 
         files.pop(lora.FILE)
     if config.tokenizer in (None, "bytes"):
-        return {kept.PART: files}
+        return {meaning.PART: files}
     from fsdp2_extra.text.tokenizer_file import tokenizer_files
 
-    return {kept.PART: files, kept.TOKENIZER: tokenizer_files(str(config.tokenizer))}
+    return {meaning.PART: files, meaning.TOKENIZER: tokenizer_files(str(config.tokenizer))}
 
 
 # What a resumed run may change, and computes other numbers with.
@@ -285,9 +285,9 @@ def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
 def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
     """Name the files of a model or a tokenizer that have changed since: weights may mean something else then."""
     words, files = [], kept_files(config)
-    for part, name in ((kept.PART, config.model), (kept.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
-        found = kept.others(marker, files.get(part, {}), part)
-        if found and (part != kept.PART or name.startswith("hf:")):
+    for part, name in ((meaning.PART, config.model), (meaning.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
+        found = meaning.others(marker, files.get(part, {}), part)
+        if found and (part != meaning.PART or name.startswith("hf:")):
             words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
     return f"since the checkpoint {' and '.join(words)} changed" if words else None
 
@@ -328,11 +328,11 @@ def read_config(run: RunDir, **named: Any) -> Config:
 
 def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
     """The flag for a copy of a remote run's tokenizer, made here; none if it keeps none. Raises ConfigError."""
-    from fsdp2_extra.foreign.kept import MOST_KEPT
+    from fsdp2_extra.foreign.model_files import MOST_KEPT
 
-    there, here = run.files.at(kept.TOKENIZER), run.path / kept.TOKENIZER
+    there, here = run.files.at(meaning.TOKENIZER), run.path / meaning.TOKENIZER
     try:
-        names = list(kept.names(there))
+        names = list(meaning.names(there))
         if large := [name for name in names if (there.size(name) or 0) > MOST_KEPT]:
             raise ValueError(f"{shown(large[0])} has more than {MOST_KEPT >> 20} MiB; remove it there")
         files = {name: there.read(name) for name in names}
@@ -341,5 +341,5 @@ def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
     if not files:
         return {}
     run.path.mkdir(parents=True, exist_ok=True)
-    kept.replace(LocalFiles(here), files)
+    meaning.replace(LocalFiles(here), files)
     return {"tokenizer": str(here)}

@@ -15,7 +15,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, new_hash
 
 PART = "kept"  # of a marker
-MEANING = "config.json"  # of a folder's model: equal shapes may be other heads
+CONFIG = "config.json"  # of a folder's model: equal shapes may be other heads
 TOKENIZER = "tokenizer"  # the folder, and the part of a marker
 
 
