@@ -40,7 +40,6 @@ from fsdp2.report.throughput import Throughput
 from fsdp2.run.between import Between
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.dataset import load_data, training_batches
-from fsdp2.run.directory.rundir import too_large_unasked
 from fsdp2.run.initial_weights import InitialValues, StartWeights
 from fsdp2.run.preflight import examine_first, preflight
 from fsdp2.run.process import ending, runtime
@@ -156,12 +155,9 @@ def main(
 
             # What is left behind: unless it is large, one file that any PyTorch program can load.
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
-            left_out = too_large_unasked(config, spec) if finished() else None
-            full_model = finished() and left_out is None and checkpoints.write_full_model(changed=accuracy is not None)
-            left = checkpoints.finish(full_model=full_model)
+            left = checkpoints.finish(finished=finished(), changed=accuracy is not None)
             done = {**at(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            done |= {"run_dir": run.place, "full_model_left_out_bytes": left_out, "left": left}
-            end = reports.end(done, log, world.world_size, peak_bytes)
+            end = reports.end({**done, "run_dir": run.place, **left}, log, world.world_size, peak_bytes)
             checkpoints.upload_metrics()
     return end
 

@@ -19,7 +19,7 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import is_finite
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import checkpoint_info, large
+from fsdp2.run.directory.rundir import checkpoint_info, large, too_large_unasked
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped, broadcast, gather
 from fsdp2.run.watch.hangs import Watch
@@ -174,7 +174,7 @@ class Checkpoints:
         self.run.upload_metrics(position)
         self.job.still_ours()
 
-    def write_full_model(self, *, changed: bool) -> bool:
+    def _write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
 
         Not where it is and nothing has `changed` since. False if it isn't wanted, as with --no-save-model.
@@ -271,14 +271,18 @@ class Checkpoints:
             return f"the last {wanted} can't be looked up ({error})"
         return f"there is no {wanted}" if step is None else f"the last {wanted} is {store.checkpoint(step)}"
 
-    def finish(self, *, full_model: bool) -> str | None:
-        """Wait for the last save. Raises SaveFailed if what was trained last is not in a checkpoint.
+    def finish(self, *, finished: bool, changed: bool) -> dict[str, Any]:
+        """Write the full model of a run that has `finished`, unless it is large, and wait for the last save.
 
         Args:
-            full_model: whether it is written.
+            changed: something was trained since the full model was written that may be there.
 
-        Returns what is left of the training: `full model`, or without it `adapters` or `checkpoint`; None for nothing.
+        Returns `left`, what is left of the training: `full model`, `adapters`, `checkpoint`, or None for nothing; and
+        `full_model_left_out_bytes`, the size of a model that nobody asked to be written. Raises SaveFailed if what was
+        trained last is not in a checkpoint.
         """
+        too_large = too_large_unasked(self.config, self.config.spec) if finished else None
+        full_model = finished and too_large is None and self._write_full_model(changed=changed)
         with self._watch.phase("save"):
             self._end(self._failed or self._saver.wait())
         self._saver.close()
@@ -291,9 +295,8 @@ class Checkpoints:
             )
         if self._memory is not None:
             self._memory.close()
-        if full_model or not self.config.saves:
-            return "full model" if full_model else None
-        return "checkpoint" if self.config.lora is None else "adapters"
+        saved = ("checkpoint" if self.config.lora is None else "adapters") if self.config.saves else None
+        return {"full_model_left_out_bytes": too_large, "left": "full model" if full_model else saved}
 
     def _warn(self) -> None:
         for text in self._saver.not_removed():
