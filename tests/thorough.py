@@ -108,6 +108,7 @@ KEPT = {
     "tests/test_rooms.py::test_a_reader_loads_few_files": 1,
     "tests/test_schedule.py::test_a_run_made_longer_has_the_rates_of_an_uninterrupted_one": 2,
     "tests/test_settings.py::test_deterministic_algorithms_and_collections_leave_the_losses_as_they_are": 2,
+    "tests/test_signals.py::test_a_signal_does_what_the_table_says": 2,
 }
 
 
