@@ -215,7 +215,11 @@ NO_BORDER = (
         (PLAIN, {**talk("a", "b"), "tools": ["weather"]}, "line 1: has tools that can't be read as JSON .Expecting"),
         (PLAIN, {**talk("a", "b"), "tools": '{"name": "f"}'}, "line 1: has tools that are no list of objects"),
         (PLAIN, {**talk("a", "b"), "tools": [5]}, "line 1: has tools that are no list of objects"),
-        (PLAIN, {**talk("a", "b"), "tools": "[" * 100_000}, "line 1: has tools that can't be read as JSON .maximum"),
+        (
+            PLAIN,
+            {**talk("a", "b"), "tools": "[" * 100_000},
+            "line 1: has tools that can't be read as JSON .its lists are more",
+        ),
         (
             PLAIN,
             {"messages": [*talk("a")["messages"], {"role": "assistant", "tool_calls": "f()"}]},

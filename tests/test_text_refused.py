@@ -58,7 +58,7 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
     [
         ("empty.txt", b"", "hold no text"),
         ("bytes.txt", b"\xff\xfe\x00", "can't be read as text"),
-        ("torn.jsonl", b'{"text": "a"}\n{"tex', "can't be read as text"),
+        ("torn.jsonl", b'{"text": "a"}\n{"tex', "line 2: can't be read as JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
         ("null.jsonl", b'{"text": null}\n', "line 1: has no text in its field text, but null; leave that one out"),
         ("short.txt", b"abc", "which fill no sequence of 8"),

@@ -127,7 +127,7 @@ class Chat:
         OpenAI's tool calls have their arguments as the JSON text of an object. Most templates write an object as JSON
         themselves, and would write such a text as JSON of JSON, or refuse it. They get the object.
         """
-        parsed, texts = with_objects(messages)
+        parsed, texts = with_objects(messages, where)
         if not texts:
             return self._shown(messages, tools, where)
         try:

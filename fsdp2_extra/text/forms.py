@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
+from fsdp2_extra.text.written import parse
 
 # By name: what a line has, what else is read of it, and what it is read as. A line that has several is of the first.
 FORMS: dict[str, tuple[set[str], set[str], str]] = {
@@ -132,7 +132,7 @@ def messages_of(line: Mapping[str, Any], form: str, fields: Fields, where: str) 
     if form in ("messages", "conversations"):
         found = turns(form)
     elif form == "instruction":
-        asked = [said("user", name) for name in ("instruction", "input") if line.get(name)]
+        asked = [said("user", name) for name in ("instruction", "input") if line.get(name) not in (None, "")]
         question = {"role": "user", "content": "\n\n".join(one["content"] for one in asked)}
         found = [question, said("assistant", "output")]
     else:
@@ -146,14 +146,14 @@ def messages_of(line: Mapping[str, Any], form: str, fields: Fields, where: str) 
                 "give it as messages"
             )
         found = asked + answer
-    return [said("system", "system"), *found] if line.get("system") else found
+    return [said("system", "system"), *found] if line.get("system") not in (None, "") else found
 
 
 def from_json(given: Any, what: str) -> Any:
     """The value of a text of JSON, and anything else as it is. Raises UnusableText."""
     try:
-        return (json.loads(given) if given.strip() else None) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
+        return (parse(given) if given.strip() else None) if isinstance(given, str) else given
+    except ValueError as error:
         raise UnusableText(f"{what} that can't be read as JSON ({' '.join(str(error).split())[:120]})") from None
 
 
@@ -178,6 +178,8 @@ def _turn(turn: Any, fields: Fields, where: str) -> Any:
         raise UnusableText(
             f"{where}: a message has no field {names[absent[-1]]}, which --chat-fields names; it has {has}"
         )
+    if twice := next((one for one in names if names[one] != one and turn.get(one) is not None), None):
+        raise UnusableText(f"{where}: has a turn with {twice} beside {names[twice]}; leave that out")
     message = {name: value for name, value in turn.items() if name not in names.values() and name not in names}
     message |= {ours: turn[theirs] for ours, theirs in names.items() if theirs in turn}
     roles = {fields[ours]: ours for ours in OF_ROLE & fields.keys()}

@@ -17,6 +17,7 @@ from typing import Any
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.forms import LEARNED, Fields, from_json, messages_of, renamed, unread
 from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.written import Refused, parse
 
 NAME_CONTENT = "leave it out, or name its field, as --chat-fields role=from,content=value"
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
@@ -91,24 +92,30 @@ def _objects(given: Any, what: str) -> list[Any]:
     return objects
 
 
-def _object(function: Any) -> Any:
+def _object(function: Any, where: str) -> Any:
     """The object whose JSON text a function is called with; None if it isn't called with such a text."""
     text = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(text, str):
         return None
-    with suppress(ValueError, RecursionError):  # then it is no JSON, and stays the text that it is
-        value = json.loads(text)
-        return value if isinstance(value, dict) else None
-    return None
+    try:
+        value = parse(text)
+    except Refused as error:
+        raise UnusableText(f"{where}: arguments of a call: {error}") from None
+    except ValueError:  # it is no JSON, and stays the text that it is
+        return None
+    return value if isinstance(value, dict) else None
 
 
-def with_objects(messages: list[Any]) -> tuple[list[Any], list[str]]:
-    """A copy of messages whose calls have objects in the place of their JSON text, and those texts."""
+def with_objects(messages: list[Any], where: str) -> tuple[list[Any], list[str]]:
+    """A copy of messages whose calls have objects in the place of their JSON text, and those texts.
+
+    Raises UnusableText.
+    """
     texts: list[str] = []
 
     def called(call: Any) -> Any:
         function: Any = call.get("function", call) if isinstance(call, dict) else None
-        if (value := _object(function)) is None:
+        if (value := _object(function, where)) is None:
             return call
         texts.append(function["arguments"])
         function = {**function, "arguments": value}

@@ -24,7 +24,7 @@ from fsdp2_extra.text.places import File
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 9
+FORMAT = 10
 META = "meta.json"
 SPLITS = ("train", "test")
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names

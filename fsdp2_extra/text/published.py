@@ -6,14 +6,15 @@ description could name a URL. What it reads stays Arrow's: a row would become a 
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fsdp2.data.errors import UnusableText
@@ -23,8 +24,10 @@ from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.text.forms import NAME_THEM, OTHERS, Fields, form_of, formless, of_line
 from fsdp2_extra.text.places import HUB, PUBLISHED, File, below, suffix_of, with_split
-from fsdp2_extra.text.rows import Row, rows_in
+from fsdp2_extra.text.rows import Row, row_of, rows_in
+from fsdp2_extra.text.written import objects, records
 
+WRITTEN = {"json": objects, "csv": records}
 READERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 BESIDE = re.compile(r"(state|dataset_infos?|dataset_dict)\.json|cache-.*\.arrow")  # what `save_to_disk` and `map` add
 HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
@@ -135,7 +138,10 @@ def kind_of(source: Published, field: str, fields: Fields) -> str:
 def rows(file: File, field: str | Fields) -> Iterator[Row]:
     """Its documents or conversations, in the child. Raises UnusableText."""
     assert isinstance(file, Published), "another file has a reader of its own"
-    return rows_in(_opened(file)[1].with_format("arrow").iter(batch_size=256), file.columns, field, file.name)
+    found = _opened(file)
+    if found.tables is not None:
+        return rows_in(found.tables, file.columns, field, file.name)
+    return (row_of(content, field, where, size) for content, where, size in _written(found))
 
 
 @cache
@@ -148,27 +154,68 @@ def look(source: Published) -> Published:
 
 
 def _look(source: Published) -> Published:
-    version, found = _opened(source)
-    first: Any = next(iter(found.with_format("arrow").iter(batch_size=1)), None)
+    found = _opened(source)
+    first: Any = next(_written(found) if found.tables is None else iter(found.tables), None)
     if first is None:
         raise UnusableText(f"{source.name}: its split {source.split} is empty; give another")
-    return replace(source, state=source.state or version, columns=tuple(first.schema.names))
+    if found.tables is None and not isinstance(first[0], dict):
+        raise UnusableText(f"{first[1]}: is no object; give one of each document or conversation")
+    columns = tuple(first[0] if found.tables is None else first.schema.names)
+    return replace(source, state=source.state or found.version, columns=columns)
 
 
-def _opened(source: Published) -> tuple[str, Any]:
-    """Its version, and the split as the library streams it. Nothing of it is read yet."""
+class _Split(NamedTuple):
+    """A split as it is opened. Nothing of it is read yet.
+
+    Attributes:
+        version: "" if it isn't known.
+        written: the library's name of a form that is read here, and its files.
+        tables: of another form, Arrow's.
+    """
+
+    version: str
+    written: tuple[str, tuple[str, ...]]
+    tables: Iterable[Any] | None
+
+
+def _opened(source: Published) -> _Split:
+    if source.reader in WRITTEN and source.state and "://" not in source.files[0]:
+        return _Split(source.state, (source.reader, source.files), None)
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would tell a server of each use, of files of one's own too
     files = {source.split: list(source.files)}
     what: dict[str, Any] = {"path": source.reader, "data_files": files} if source.reader else {"path": source.files[0]}
     builder = datasets.load_dataset_builder(**what)
-    versions = [files.origin_metadata for files in (builder.config.data_files or {}).values()]
-    known = versions and all(all(one) for one in versions)
-    found = builder.as_streaming_dataset()
-    if source.split not in found:
-        raise UnusableText(f"{source.name}: has no split {source.split}; it has {', '.join(map(str, found))}; name one")
-    return identity_of(repr(versions).encode()) if known else "", found[source.split]
+    found = builder.config.data_files or {}
+    versions = [files.origin_metadata for files in found.values()]
+    version = identity_of(repr(versions).encode()) if versions and all(all(one) for one in versions) else ""
+    reader = type(builder).__name__.lower()
+    splits = found if reader in WRITTEN else builder.as_streaming_dataset()
+    if source.split not in splits:
+        has = ", ".join(map(str, splits))
+        raise UnusableText(f"{source.name}: has no split {source.split}; it has {has}; name one")
+    if reader in WRITTEN:
+        return _Split(version, (reader, tuple(map(str, found[source.split]))), None)
+    return _Split(version, ("", ()), splits[source.split].with_format("arrow").iter(batch_size=256))
+
+
+def _written(found: _Split) -> Iterator[tuple[Any, str, int]]:
+    """The values of files in a form that is read here, where each is, and its size. Raises UnusableText."""
+    reader, files = found.written
+    if "://" in files[0]:
+        from datasets import StreamingDownloadManager
+        from datasets.utils.file_utils import xopen
+
+        manager = StreamingDownloadManager()
+        files = tuple(manager.iter_files(manager.extract(list(files))))
+        opened: Callable[..., Any] = xopen
+    else:
+        opened = open
+    for file in files:
+        end = "" if reader == "csv" else "\n"  # as their readers want the ends of lines
+        with opened(file, "rb") as stream, io.TextIOWrapper(stream, "utf-8", newline=end) as text:
+            yield from WRITTEN[reader](text, file)
 
 
 def _reader(names: Any, place: str) -> str:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import codecs
 import importlib
 import io
-import json
 from collections.abc import Iterator
-from typing import Any
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.units import install
 from fsdp2_extra.text.forms import Fields
 from fsdp2_extra.text.places import PUBLISHED, File
-from fsdp2_extra.text.rows import Row, bounded, columns_of, rows_in, text_in
+from fsdp2_extra.text.rows import Row, bounded, columns_of, row_of, rows_in
+from fsdp2_extra.text.written import MARK, require_whole, value_of
 
 LONGEST_LINE = 64 << 20  # as JSON it may take thirty times as many bytes of memory
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
-MARK = "\ufeff"  # which editors of some systems write at the beginning of a file in UTF-8; it is none of its text
-
-
-class _Twice(ValueError):
-    """An object of JSON that has a key twice."""
 
 
 def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
@@ -37,7 +31,7 @@ def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
         file.require_unchanged()
     except UnusableText:
         raise
-    except (ValueError, RecursionError) as error:  # of UTF-8 and JSON
+    except ValueError as error:  # of UTF-8
         raise UnusableText(f"{file.name}: can't be read as text ({' '.join(str(error).split())[:120]})") from None
     except OSError as error:
         raise UnusableText(f"{file.name}: can't be read ({' '.join(str(error).split())[:120]})") from None
@@ -52,21 +46,10 @@ def _lines(file: File, field: str | Fields) -> Iterator[Row]:
             if number == 1:
                 line = line.removeprefix(MARK.encode())
             if line.strip():
-                try:
-                    content = json.loads(line.decode(), object_pairs_hook=_once)
-                except _Twice as error:
-                    raise UnusableText(f"{where}: {error}; keep one of them") from None
-                text = text_in(content, field, where) if isinstance(field, str) else _whole_in(content, line, where)
-                yield Row(text, where, size)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises _Twice for a key that stands in it twice, of which the last would count."""
-    if len(found := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise _Twice(f"an object has {twice[:40]!r} twice")
-    return found
+                content = value_of(written := line.decode(), where)
+                if not isinstance(field, str):
+                    require_whole(content, written, where)
+                yield row_of(content, field, where, size)
 
 
 def _table(file: File, field: str | Fields) -> Iterator[Row]:
@@ -102,13 +85,3 @@ def _pieces(file: File, field: str | Fields) -> Iterator[Row]:
             begins, at = at == 0, at + len(piece)
             text = decoder.decode(piece, final=at >= file.size)
             yield Row(text.removeprefix(MARK) if begins else text, file.name, len(piece), begins, at >= file.size)
-
-
-def _whole_in(content: Any, line: bytes, where: str) -> Any:
-    """Check a line's texts. Raises UnusableText if a text in it is none: only an escape gives half of a character."""
-    if b"\\ud" in line.lower():
-        try:
-            json.dumps(content, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise UnusableText(f"{where}: has half of a character, which no text has; leave it out") from None
-    return content

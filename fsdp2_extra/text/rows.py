@@ -10,6 +10,7 @@ from typing import Any
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.forms import READ, Fields, form_of, formless, of_line
 from fsdp2_extra.text.places import File
+from fsdp2_extra.text.written import value_of
 
 AT_A_TIME, BYTES_AT_A_TIME = 1000, 8 << 20
 
@@ -67,10 +68,29 @@ def rows_in(batches: Iterable[Any], names: Sequence[str], field: str | Fields, n
         for content in found.to_pylist():
             number += 1
             where = f"{name}, row {number}"
-            if isinstance(field, str):
-                yield Row(text := text_in(content, field, where), where, len(text))
-            else:
-                yield Row({**dict.fromkeys(names), **content}, where, size)  # what isn't read is named
+            content = {one.name: _of_row(content[one.name], one.type, where) for one in found.schema}
+            # What isn't read is named.
+            yield row_of(content if isinstance(field, str) else {**dict.fromkeys(names), **content}, field, where, size)
+
+
+def row_of(content: Any, field: str | Fields, where: str, size: int) -> Row:
+    """A document, or a conversation. Raises UnusableText."""
+    return Row(text_in(content, field, where) if isinstance(field, str) else content, where, size)
+
+
+def _of_row(value: Any, kind: Any, where: str) -> Any:
+    """A value of Arrow's as a row has it: a table has the keys of all rows in each, with null in those that lack one,
+    and what differs from row to row as the text of JSON."""
+    if value is None or (not kind.num_fields and not hasattr(kind, "extension_name")):
+        return value
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return value_of(value, where)
+    if isinstance(value, dict):
+        found = {one.name: _of_row(value[one.name], one.type, where) for one in kind}
+        return {name: one for name, one in found.items() if one is not None}
+    if isinstance(value, list) and hasattr(kind, "value_type"):  # of a map they are pairs
+        return [_of_row(one, kind.value_type, where) for one in value]
+    return value
 
 
 def columns_of(names: Sequence[str], field: str | Fields, name: str) -> list[str]:
