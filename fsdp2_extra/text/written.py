@@ -20,7 +20,7 @@ MARK = "\ufeff"  # which editors of some systems write at the beginning of a fil
 
 
 class Refused(ValueError):
-    """What is JSON, and isn't taken: a key twice in an object, of which the last would count, or lists too deep."""
+    """JSON that isn't taken: a key twice in an object, of which the last would count, or lists too deep."""
 
 
 def parse(text: str) -> Any:
