@@ -30,6 +30,12 @@ from fsdp2.checkpoint.store import (
     verify,
 )
 
+# What checkpoints of earlier versions, and optimizers of an older torch, lack: it stays as it is here.
+_NEWER = re.compile(r"app\.batches\.content$")
+_SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
+# What code raises that is given other values than it has saved.
+_BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+
 
 def open_together(
     checkpoint: Files, *, hashes: bool = True, sharers: tuple[int, int] | None = None
@@ -87,17 +93,10 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
     DamagedCheckpoint, or ValueError that lists what differs.
     """
     marker, reader = open_together(checkpoint, hashes=hashes, sharers=sharers)
-    saved = reader.read_metadata().state_dict_metadata
     if marker.get("imported"):
-        # Another program's: it holds the model and perhaps its optimizer, and of how a run stands at most the step.
-        has_optimizer = any(name.startswith("app.optim.") for name in saved)
-        known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
-        # An older torch's optimizers had fewer settings: those that it lacks are as they are here.
-        wanted = app.with_parts(known) if has_optimizer else WeightsOnly(app.model, app.source)
-        _load(wanted, reader, keep=_SETTINGS)
-        if has_optimizer and isinstance(progress := known.get("progress"), Progress):
-            require_step(checkpoint, progress.step, marker)
+        _restore_imported(checkpoint, app, marker, reader)
         return False
+    saved = reader.read_metadata().state_dict_metadata
     generators = app.parts["rng"].state_dict() if "rng" in app.parts else {}
     ours = [f"app.rng.{rank}.{name}" for rank, state in generators.items() for name in state]
     same_ranks = marker["world_size"] == dist.get_world_size()
@@ -108,6 +107,18 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
     if isinstance(progress := app.parts.get("progress"), Progress):
         require_step(checkpoint, progress.step, marker)
     return restorable
+
+
+def _restore_imported(checkpoint: Files, app: AppState, marker: Mapping[str, Any], reader: SafeReader) -> None:
+    """Load another program's checkpoint: the model, perhaps its optimizer, and of how a run stands at most the step."""
+    saved = reader.read_metadata().state_dict_metadata
+    if not any(name.startswith("app.optim.") for name in saved):
+        _load(WeightsOnly(app.model, app.source), reader)
+        return
+    known = {"progress": app.parts["progress"]} if "app.progress.step" in saved else {}
+    _load(app.with_parts(known), reader, keep=_SETTINGS)
+    if isinstance(progress := known.get("progress"), Progress):
+        require_step(checkpoint, progress.step, marker)
 
 
 def restore_newest(store: Store, app: AppState) -> int:
@@ -162,11 +173,6 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
     return len(fitting), left_out
 
 
-# What checkpoints of earlier versions lack.
-_NEWER = re.compile(r"app\.batches\.content$")
-_SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
-
-
 def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
     problem = None
     try:
@@ -186,7 +192,3 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         problem = str(error) if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})"
     if problems := _of_all_ranks(problem):
         raise ValueError(problems)
-
-
-# What code raises that is given other values than it has saved.
-_BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
