@@ -101,7 +101,11 @@ def test_a_row_of_a_table_has_its_own_keys(tmp_path: Path, reader: str) -> None:
     [
         ("messages", {"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "has 'content' twice"),
         ("messages", {"messages": [json.dumps(ASKED)[:-1] + ', "role": "tool"}']}, "has 'role' twice"),
-        ("conversations", {"conversations": [{"from": "human", "value": "a", "content": "b"}]}, "a turn with content beside value; leave that out"),
+        (
+            "conversations",
+            {"conversations": [{"from": "human", "value": "a", "content": "b"}]},
+            "a turn with content beside value; leave that out",
+        ),
         ("instruction", {"instruction": "add", "input": 0, "output": "a"}, "its input is no text"),
         ("instruction", {"instruction": "add", "input": [], "output": "a"}, "its input is no text"),
         ("prompt", {"system": False, "prompt": "a", "completion": "b"}, "its system is no text"),
