@@ -176,10 +176,13 @@ def test_a_run_names_no_source_elsewhere(name: str) -> None:
         require_named({"dataset": name}, {}, "config.json")
 
 
-def test_a_share_that_makes_no_epoch_is_refused(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("small", "large"), [("0.001", "0.999"), ("1e-320", "1"), ("1e-308", "1e308")])
+def test_a_share_that_makes_no_epoch_is_refused(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, small: str, large: str
+) -> None:
     monkeypatch.setattr(mixture, "MOST", 10**4)
     with pytest.raises(UnusableText, match=rf"text:{files[1]}: its share makes an epoch of [\d,]+ sequences"):
-        load(f"text:{files[0]}@0.001,text:{files[1]}@0.999")
+        load(f"text:{files[0]}@{small},text:{files[1]}@{large}")
 
 
 def test_a_mixture_of_conversations_has_no_token_before_a_document(tmp_path: Path) -> None:

@@ -238,6 +238,16 @@ def test_a_tokenizer_that_transformers_reads_differently_is_named(
         assert [str(part) in line for line in warned] == [True] * (part is not None)
 
 
+def test_a_class_that_begins_a_text_differently_is_named(tmp_path: Path) -> None:
+    """GPT-NeoX' takes the place of the post-processor of tokenizer.json, which the run follows."""
+    pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "tokenizer", None, "<s>")
+    file = folder / "tokenizer_config.json"
+    for name, told in ((None, False), ("GPTNeoXTokenizer", True)):
+        file.write_text(json.dumps({**json.loads(file.read_bytes()), "tokenizer_class": name}))
+        assert ("of 'Hello' with what begins and ends a text" in open_tokenizer(str(folder)).unlike()) == told
+
+
 def test_truncation_shows_at_a_glance(words: Path) -> None:
     """It is off, which a line says; were it in force, all documents would be of one length, and of many characters."""
     file = words.parent / "tokenizer.json"

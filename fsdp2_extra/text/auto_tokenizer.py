@@ -40,11 +40,13 @@ def unlike(folder: Path, tokenizer: Any, special: str) -> str:
     try:
         with installed_code_only(folder):
             auto = opened(folder)
-            for text in (*PROBES, *([f"Hello{special}"] if special else [])):
-                ours = tokenizer.encode(text, add_special_tokens=False).ids
-                theirs = auto(text, add_special_tokens=False)["input_ids"]
+            probes = [(text, False) for text in (*PROBES, *[f"Hello{special}"] * bool(special))]
+            for text, whole in (*probes, (PROBES[0], True)):
+                ours = tokenizer.encode(text, add_special_tokens=whole).ids
+                theirs = auto(text, add_special_tokens=whole)["input_ids"]
                 if ours != theirs:
-                    return f"{type(auto).__name__} makes {theirs[:8]} of {text!r}, and tokenizer.json {ours[:8]}"
+                    what = f"{text!r}" + " with what begins and ends a text" * whole
+                    return f"{type(auto).__name__} makes {theirs[:8]} of {what}, and tokenizer.json {ours[:8]}"
     except Exception:  # its errors are of no class of their own, and tokenizer.json can be read without it
         return ""
     return ""

@@ -114,12 +114,13 @@ def adapters_of(place: str) -> Adapters | None:
     return read_adapters(content, place)
 
 
-def card_of(place: str, form: str) -> Callable[[int | None], bytes] | None:
+def card_of(place: str, form: str, *, average: bool) -> Callable[[int | None], bytes] | None:
     """A function that makes a card for the weights of a run; None where there is no run. Raises Refused."""
     file = model_file(place, "config.json")
     if file is None or not (said := _said(file.parents[1] / "config.json")):
         return None
-    return lambda step: card(file.parents[1], said, step, "peft" if form == "peft" else "transformers")
+    library = "peft" if form == "peft" else "transformers"
+    return lambda step: card(file.parents[1], said, step, library, average=average)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -150,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
             adapters=adapters_of(arguments.place),
             base=arguments.base,
             average=arguments.ema,
-            card=card_of(arguments.place, arguments.format),
+            card=card_of(arguments.place, arguments.format, average=arguments.ema),
         )
         line += f"; {without}" if without else ""
         print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}", flush=True)

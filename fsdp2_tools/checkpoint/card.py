@@ -23,21 +23,25 @@ NAME = "README.md"
 AT_MOST = 1 << 20  # bytes of metrics.jsonl, from its end
 LEFT_OUT = ("run-dir", "resume")
 VERSIONS = ("python", "torch", "git", "world_size", "machine", "gpu")  # of what `environment` of a run says
-_FOLDERS = re.compile(r"(^|[:,])/(?!/)(?:[^/,:]+/)*")  # of an absolute path, also of each in a --dataset
+# Of a path that says where it begins, also of each in a --dataset; and what a URL may hold of whoever gives it.
+_FOLDERS = re.compile(r"(^|[:,=\"])(?:~[^/,:]*|\.\.?)?/(?!/)(?:[^/,:]+/)*(?=[^/,:])")
+_SECRETS = re.compile(r"(://)(?:[^/@\s]*@)?([^?#,\s]*)(?:[?#][^,\s]*)?")
 
 
-def card(run: Path, said: Mapping[str, Any], step: int | None, library: str) -> bytes:
+def card(run: Path, said: Mapping[str, Any], step: int | None, library: str, *, average: bool = False) -> bytes:
     """The card of the weights after `step`, or those at the end of the run.
 
     Args:
         said: the run's config.json.
         library: that loads the weights, as the hub knows it.
+        average: whether they are the average of the weights, which no loss is of.
     """
     flags, versions = (said.get(name) for name in ("flags", "environment"))
     lines = ["---", f"library_name: {library}", "---", f"# {_text(run.name)[1:-1]}", ""]
     lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
     lines += ["licence it may be used, nobody has written here yet.", ""]
-    lines += _table("result", _results(run / "metrics.jsonl", step))
+    of_average = {"step": step, "weights": "their moving average"}
+    lines += _table("result", of_average if average else _results(run / "metrics.jsonl", step))
     lines += _table("flag", _chosen(flags if isinstance(flags, dict) else {}))
     lines += _table("version", {name: versions.get(name) for name in VERSIONS} if isinstance(versions, dict) else {})
     return "\n".join(lines).encode()
@@ -63,17 +67,17 @@ def _chosen(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(metrics: Path, step: int | None) -> dict[str, Any]:
-    """Figures of the last records of a step and of an evaluation, no later than `step`."""
+    """Figures of these weights alone: of the step that made them, and of an evaluation behind it."""
     last: dict[str, dict[str, Any]] = {}
     for record in _records(metrics):
-        if record["kind"] in ("train", "eval") and (step is None or record["step"] <= step):
+        if record["kind"] in ("train", "eval") and step in (None, record["step"]):
             last[record["kind"]] = record
-    found = {"step": step}
-    for kind, names in (("train", ("step", "loss")), ("eval", ("loss", "perplexity", "accuracy"))):
-        for name in names:
-            value = last.get(kind, {}).get(name)
-            if type(value) in (int, float):
-                found[name if name == "step" else f"{kind} {name}"] = value
+    found: dict[str, Any] = {"step": last.get("train", {}).get("step") if step is None else step}
+    for kind, names in (("train", ("loss",)), ("eval", ("loss", "perplexity", "accuracy"))):
+        record = last.get(kind, {})
+        if record.get("step") == found["step"]:
+            known = (name for name in names if type(record.get(name)) in (int, float))
+            found |= {f"{kind} {name}": record[name] for name in known}
     return found
 
 
@@ -91,5 +95,5 @@ def _records(metrics: Path) -> Iterator[dict[str, Any]]:
 def _text(value: Any) -> str:
     """A value as code in a cell, a path by its last name."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = _FOLDERS.sub(r"\1", text)
+    text = _SECRETS.sub(r"\1\2", _FOLDERS.sub(r"\1", text))
     return f"`{shown(printable(text)).replace('`', chr(39)).replace('|', '/')}`"

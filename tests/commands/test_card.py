@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp2_tools.checkpoint import card
 from tests.commands.common import Cli, checkpoint
 from tests.harness import Ranks, main_in_ranks, small
 from tests.test_resume import metrics_of
@@ -20,7 +22,8 @@ def llama(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("secret-folder")
     (place / "notes.txt").write_text("To be, or not to be. " * 200)
     flags = ["--model=llama", "--model-size=debug", f"--dataset=text:{place}/notes.txt", "--tokenizer=bytes"]
-    flags += ["--seq-len=32", "--max-steps=4", "--checkpoint-every=2", "--lr=0.01", "--batch-size=2"]
+    flags += ["--seq-len=32", "--max-steps=4", "--checkpoint-every=1", "--lr=0.01", "--batch-size=2"]
+    flags += ["--ema=0.9", "--keep=9"]
     ranks.run(main_in_ranks, [*small(place / "run"), *flags])
     return place / "run"
 
@@ -30,7 +33,7 @@ def rows_of(text: str) -> dict[str, str]:
     return {row[0].strip("`"): row[1].strip("`") for row in cells}
 
 
-@pytest.mark.parametrize("step", [2, None])
+@pytest.mark.parametrize("step", [2, 3, None])
 def test_it_says_steps_losses_flags_and_versions(llama: Path, tmp_path: Path, cli: Cli, step: int | None) -> None:
     place = llama if step is None else checkpoint(llama, step)
     status, *_ = cli("export", place, tmp_path / "out", "--format", "hf")
@@ -40,12 +43,40 @@ def test_it_says_steps_losses_flags_and_versions(llama: Path, tmp_path: Path, cl
     rows, records = rows_of(text), metrics_of(llama)
     (loss,) = (one["loss"] for one in records if one["kind"] == "train" and one["step"] == (step or 4))
     assert (rows["step"], float(rows["train loss"])) == (str(step or 4), loss)
-    evaluated = [one for one in records if one["kind"] == "eval" and one["step"] <= (step or 4)]
+    evaluated = [one for one in records if one["kind"] == "eval" and one["step"] == (step or 4)]
     assert ("eval perplexity" in rows) == bool(evaluated)
     assert (rows["model"], rows["lr"], rows["dataset"]) == ("llama", "0.01", "text:notes.txt")
     assert rows["torch"] == json.loads((llama / "config.json").read_bytes())["environment"]["torch"]
     assert "seed" not in rows, "what is as by default isn't listed"
     assert "secret" not in text
+
+
+def test_figures_are_of_the_exported_weights_alone(llama: Path, tmp_path: Path, cli: Cli) -> None:
+    """An evaluation before them is of others, as are all of those that an average is made of."""
+    lines = [json.loads(line) for line in (llama / "metrics.jsonl").read_text().splitlines()]
+    (evaluated,) = [one for one in lines if one["kind"] == "eval"][-1:]
+    run = Path(shutil.copytree(llama, tmp_path / "run"))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*lines, {**evaluated, "step": 1}]))
+    for step, flags, wanted in ((1, [], True), (2, [], False), (1, ["--ema"], False)):
+        out = tmp_path / f"{step}{wanted}"
+        assert cli("export", checkpoint(run, step), out, "--format", "hf", *flags)[0] == 0
+        rows = rows_of((out / "README.md").read_text())
+        assert (rows["step"], "eval loss" in rows, "train loss" in rows) == (str(step), wanted, not flags)
+        assert rows.get("weights") == ("their moving average" if flags else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("hf:/home/me/model/", "hf:model/"),
+        ("text:~/a b/notes.txt,../../me/more.txt", "text:notes.txt,more.txt"),
+        ("hf:owner/name", "hf:owner/name"),
+        ("datasets:https://me:secret@host/a.parquet?Signature=secret", "datasets:https://host/a.parquet"),
+        (["/home/me/a"], '["a"]'),
+    ],
+)
+def test_a_path_has_its_last_name_and_a_url_no_secret(given: Any, shown: str) -> None:
+    assert card._text(given) == f"`{shown}`"
 
 
 def test_a_strangers_run_puts_no_markup_into_it(llama: Path, tmp_path: Path, cli: Cli) -> None:
