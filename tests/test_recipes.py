@@ -35,5 +35,5 @@ def test_a_recipe_trains_from_weights(train: Train, tmp_path: Path, name: str) -
 def test_each_recipe_is_on_the_page_with_its_memory() -> None:
     table = PAGE.read_text().partition(BEGIN)[2]
     for name in RECIPES:
-        (row,) = re.findall(rf"^\| `{name}\.toml` \|.*$", table, re.MULTILINE)
+        (row,) = re.findall(rf"^\| `configs/{name}\.toml` \|.*$", table, re.MULTILINE)
         assert len(re.findall(r" [\d.]+ GB ", row)) == len(RANKS)
