@@ -1,4 +1,6 @@
-"""What the site adds to the pages: a tab for Ray beside each command of torchrun, and short code that isn't broken.
+"""What the site adds to the pages: a tab for Ray beside each command of torchrun, and what a phone needs.
+
+Short code and flags aren't broken, and a cell with long text has a class, so that it isn't made as narrow as others.
 
 A command is shown in tabs where the other launcher does the same: `torchrun --nproc_per_node N -m fsdp2.train FLAGS`.
 """
@@ -39,17 +41,34 @@ class _Tabs(Preprocessor):
         return tabs("\n".join(lines)).split("\n")
 
 
-class _Unbroken(Postprocessor):
-    """A browser breaks a line after any hyphen: --|keep."""
+SHORT, LONG = 24, 60  # letters of code, and of a cell
 
+
+def for_phones(html: str) -> str:
+    """A page on which a browser breaks no line after a hyphen of short code or of a flag, as --|keep."""
+
+    def code(found: re.Match[str]) -> str:
+        if len(found[1]) <= SHORT:
+            return f'<code class="unbroken">{found[1]}</code>'
+        flags = re.sub(r"--[a-z][a-z-]*(?:=\w+)?", r'<span class="unbroken">\g<0></span>', found[1])
+        return f"<code>{flags}</code>"
+
+    def cell(found: re.Match[str]) -> str:
+        text = re.sub("<[^>]*>", "", found[1])
+        return f'<td class="long">{found[1]}</td>' if len(text) > LONG else found[0]
+
+    return re.sub(r"<td>(.*?)</td>", cell, re.sub(r"<code>([^<\n]+)</code>", code, html), flags=re.DOTALL)
+
+
+class _ForPhones(Postprocessor):
     def run(self, text: str) -> str:
-        return re.sub(r"<code>([^<\n]{1,24})</code>", r'<code class="unbroken">\1</code>', text)
+        return for_phones(text)
 
 
 class LauncherTabs(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_Tabs(md), "launcher-tabs", 45)  # before the fences become HTML
-        md.postprocessors.register(_Unbroken(md), "unbroken", 0)  # when all of it is HTML
+        md.postprocessors.register(_ForPhones(md), "for-phones", 0)  # when all of it is HTML
 
 
 def makeExtension(**options: object) -> LauncherTabs:

@@ -15,7 +15,7 @@ from fsdp2 import minimal
 from launchers.ray_options import parse
 from tests.docs import commands, reference
 from tests.docs.reference import DOCS, PAGES, RECORDS, ROOT, VARIABLES
-from tests.docs.tabs import of_ray, tabs
+from tests.docs.tabs import for_phones, of_ray, tabs
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -105,6 +105,19 @@ def test_tabs_are_of_one_command_and_ray_takes_its_flags() -> None:
     for command in re.findall(r"^ +python -m launchers\.ray_train (.*)$", tabs(pages), re.MULTILINE):
         parse(shlex.split(command, comments=True), "launchers.ray_train")
     assert of_ray("torchrun --nproc_per_node 8 -m fsdp2.train -x") == "python -m launchers.ray_train --num-workers 8 -x"
+
+
+def test_a_phone_breaks_neither_short_code_nor_a_flag_and_gives_sentences_room() -> None:
+    flag, sentence = (
+        "python -m fsdp2.train --max-steps=3 --lora",
+        "this is read in a row of words, and not in a column of them",
+    )
+    assert for_phones("<code>--keep 3</code>") == '<code class="unbroken">--keep 3</code>'
+    assert re.findall(r'"unbroken">(.*?)</span>', for_phones(f"<code>{flag}</code>")) == ["--max-steps=3", "--lora"]
+    block = "<pre><code>torchrun --nproc_per_node 2\n  -m fsdp2.train --run-dir runs/a\n</code></pre>"
+    assert for_phones(block) == block, "whatever is copied stays as it is"
+    assert for_phones("<td>yes</td>") == "<td>yes</td>"
+    assert for_phones(f"<td>{sentence} <em>each</em></td>") == f'<td class="long">{sentence} <em>each</em></td>'
 
 
 FIGURE = re.compile(r"(?<![\w.,-])\d[\d.,]*(?:–[\d.]+)? (?:ms|µs|kB|MB|GB|s|%)(?![\w/])")
