@@ -174,7 +174,7 @@ class Checkpoints:
         self.run.upload_metrics(position)
         self.job.still_ours()
 
-    def _write_full_model(self, *, changed: bool) -> bool:
+    def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
 
         Not where it is and nothing has `changed` since. False if it isn't wanted, as with --no-save-model.
@@ -282,7 +282,7 @@ class Checkpoints:
         trained last is not in a checkpoint.
         """
         too_large = too_large_unasked(self.config, self.config.spec) if finished else None
-        full_model = finished and too_large is None and self._write_full_model(changed=changed)
+        full_model = finished and too_large is None and self.write_full_model(changed=changed)
         with self._watch.phase("save"):
             self._end(self._failed or self._saver.wait())
         self._saver.close()
