@@ -220,6 +220,8 @@ def test_a_beginning_shows_at_a_glance(words: Path, capsys: pytest.CaptureFixtur
     [
         ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "GPT2Tokenizer makes [209, "),
         ({"split_special_tokens": True}, "of 'Hello<|end|>', and tokenizer.json [39, "),
+        ({"extra_special_tokens": ["c"]}, "of 'bc', and tokenizer.json ["),
+        ({"pad_token": "h"}, "of 'Helloh hs', and tokenizer.json ["),
         ({}, None),
     ],
 )

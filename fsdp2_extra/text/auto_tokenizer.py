@@ -7,6 +7,7 @@ tokens than those it was trained on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from fsdp2_extra.foreign.code import installed_code_only
 
 # Texts that classes are known to read in their own ways: letters, case, accents, spaces, numbers, lines, other scripts.
+MOST = 64  # of declared tokens that are tried
 PROBES = ("Hello", "It's naïve, ÉCOLE", "a  b\t12345", "def f(x):\n    return x\n", "東京 данные 🙂")
 
 
@@ -26,7 +28,7 @@ def opened(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def unlike(folder: Path, tokenizer: Any, special: str) -> str:
+def unlike(folder: Path, tokenizer: Any, special: str, declared: Sequence[str] = ()) -> str:
     """Tell in a clause how AutoTokenizer reads a probe text differently; "" where it doesn't, or can't be asked.
 
     It can't where transformers isn't installed, or doesn't open the folder without code that isn't.
@@ -34,13 +36,21 @@ def unlike(folder: Path, tokenizer: Any, special: str) -> str:
     Args:
         tokenizer: a `tokenizers.Tokenizer` of the folder's tokenizer.json.
         special: the text of a token that ends a document, or "".
+        declared: ordinary tokens of tokenizer.json that the files beside it declare: transformers cuts words at them.
     """
     if find_spec("transformers") is None:
         return ""
     try:
         with installed_code_only(folder):
             auto = opened(folder)
-            probes = [(text, False) for text in (*PROBES, *[f"Hello{special}"] * bool(special))]
+            words = tokenizer.get_vocab() if declared else {}
+            cut = [f"Hello{one} {one}s" for one in declared[:MOST]]
+            for one in declared[:MOST]:
+                longer = sorted(
+                    (word for word in words if one in word and one != word), key=lambda word: (len(word), word)
+                )
+                cut += [tokenizer.decode([words[word]], skip_special_tokens=False) for word in longer[:4]]
+            probes = [(text, False) for text in (*PROBES, *[f"Hello{special}"] * bool(special), *cut)]
             for text, whole in (*probes, (PROBES[0], True)):
                 ours = tokenizer.encode(text, add_special_tokens=whole).ids
                 theirs = auto(text, add_special_tokens=whole)["input_ids"]

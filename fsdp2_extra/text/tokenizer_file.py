@@ -101,6 +101,9 @@ class FromFile:
             if not known or len(self._tokenizer.encode(one, add_special_tokens=False).ids) != 1:
                 raise _split(one, where, file)
         self.end, first = (self._token(declared, name, file) for name in ("eos_token", "bos_token"))
+        special = [text for name in NAMED if isinstance(text := declared.named(name)[0], str)]
+        own = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} | {""}
+        self._ordinary = sorted({*special, *(text for text, _ in declared.others())} - own)
         if bos == "always" and not front:
             if first is None:
                 raise UnusableText(f"--bos always: {file} has no token that begins a text; drop --bos")
@@ -137,7 +140,9 @@ class FromFile:
         """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
         from fsdp2_extra.text.auto_tokenizer import unlike
 
-        return unlike(self._folder, self._tokenizer, "" if self.end is None else self.decode([self.end]))
+        return unlike(
+            self._folder, self._tokenizer, "" if self.end is None else self.decode([self.end]), self._ordinary
+        )
 
     @property
     def names(self) -> Sequence[str]:
@@ -166,6 +171,7 @@ def _front(tokenizer: Any) -> tuple[int, ...]:
     return tuple(found[: found.index(mark)])
 
 
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKENS = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 
 
