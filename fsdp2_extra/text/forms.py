@@ -18,6 +18,7 @@ FORMS: dict[str, tuple[set[str], set[str], str]] = {
         "instruction and input as question, output as answer",
     ),
     "prompt": ({"prompt", "completion"}, {"system"}, "prompt as question, completion as answer"),
+    "pairs": ({"chosen", "rejected"}, {"prompt", "system"}, "chosen and rejected as answers"),  # for `pairs` alone
 }
 # Keys by which others leave something out of the loss, and of a line, those that they give to the template.
 LEARNED = {"weight", "train", "training", "loss"}
@@ -97,10 +98,11 @@ def unread(form: str, fields: Fields) -> set[str]:
 
 def formless(there: Iterable[str], fields: Fields) -> str:
     """Why a line with these fields has no form, and what to do."""
-    absent = [theirs for theirs in of_line(fields).values() if theirs not in there]
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
-    if absent:
-        return f"has no field {absent[0]}, which --chat-fields names; {has}"
+    for ours, theirs in of_line(fields).items():
+        if theirs not in there:
+            why = f"; name it, as {ours}=NAME" if ours == theirs else ", which --chat-fields names"
+            return f"has no field {theirs}{why}; {has}"
     return f'has no "messages": [{{"role": …, "content": …}}, …], {OTHERS}; {has}; {NAME_THEM}'
 
 
@@ -129,6 +131,8 @@ def messages_of(line: Mapping[str, Any], form: str, fields: Fields, where: str) 
         what = f"{where}: its {fields.get(name, name)}"
         return [_turn(one, fields, where) for one in _items(line[name], what)]
 
+    if form == "pairs":
+        raise UnusableText(f"{where}: has a chosen and a rejected answer; examples/dpo.py learns from such pairs")
     if form in ("messages", "conversations"):
         found = turns(form)
     elif form == "instruction":

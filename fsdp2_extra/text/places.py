@@ -137,7 +137,8 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
         found += files
     if strange := next((file.name for file in found if file.suffix not in suffixes), None):
-        raise UnusableText(f"{strange}: isn't of a type that is read here: {', '.join(suffixes)}")
+        fix = f"; give it as {PUBLISHED}PATH" if suffix_of(strange) in (".json", ".arrow", ".csv") else ""
+        raise UnusableText(f"{strange}: isn't of a type that is read here: {', '.join(suffixes)}{fix}")
     return found
 
 

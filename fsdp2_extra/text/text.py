@@ -85,10 +85,10 @@ def opened(
     return place, encoder_of(kind, tokenizer, field, bos, fields)
 
 
-def found(place: str, encoder: Encoder) -> list[File]:
+def found(place: str, suffixes: tuple[str, ...]) -> list[File]:
     """The files of a place, which may be one of `datasets`. Raises UnusableText."""
     if not place.startswith(PUBLISHED):
-        return find(place, encoder.suffixes)
+        return find(place, suffixes)
     from fsdp2_extra.text import published
 
     return [published.find(place.removeprefix(PUBLISHED))]
@@ -105,7 +105,7 @@ def load(
 
     Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
     """
-    _require_fit(encoder, vocab_size)
+    require_fit(encoder, vocab_size)
     folder = Path(place) if is_prepared(place) else cached(place, encoder, say, fetch=fetch)
     meta = read_meta(folder)
     require_made_with(encoder, folder, meta)
@@ -130,12 +130,12 @@ def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart:
     Args:
         read: look at the text too: all of it if it is little, else at the first document of each file on this machine.
     """
-    _require_fit(encoder, vocab_size)
+    require_fit(encoder, vocab_size)
     if is_prepared(place):
         require_made_with(encoder, Path(place), read_meta(Path(place)))
         files = []
     else:
-        files = found(place, encoder)
+        files = found(place, encoder.suffixes)
     if not read:
         return
     if sum(file.size for file in files) <= SOON:
@@ -145,7 +145,8 @@ def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart:
         list(encoder.encode(list(islice(rows_of(file, encoder.field), 1))))
 
 
-def _require_fit(encoder: Encoder, vocab_size: int) -> None:
+def require_fit(encoder: Encoder | Tokenizer, vocab_size: int) -> None:
+    """Raise UnusableText if a model has no row for each token."""
     if encoder.size > vocab_size:
         raise UnusableText(
             f"its tokenizer has {encoder.size} tokens, and the model's vocabulary {vocab_size}; give the model's own"
@@ -156,7 +157,7 @@ def cached(place: str, encoder: Encoder, say: Say = silent, *, fetch: bool = Tru
     """The prepared form of files, made in the cache folder if it isn't there. Raises UnusableText, NotHere."""
     from fsdp2.data.mnist import cache_folder
 
-    files = found(place, encoder)
+    files = found(place, encoder.suffixes)
     folder = cache_folder() / f"text-{source_of(files, encoder)}"
     if not is_prepared(folder):
         if not fetch:

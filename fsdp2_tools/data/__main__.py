@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     out = Path(arguments.out).absolute()
     try:
         ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos, arguments.chat_fields)
-        files = [file for place in arguments.places for file in found(place, encoder)]
+        files = [file for place in arguments.places for file in found(place, encoder.suffixes)]
         meta = prepare(files, out, encoder, say=_say)
         warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
         kind, what = encoder.kind, {"chat": "conversations", "text": "documents"}[encoder.kind]

@@ -24,7 +24,7 @@ def _taken(folder: str, *, steps: int = 2) -> int:
     with Ledger() as ledger:
         policy, reference = (dpo.sharded(folder, cpu, trained=trained) for trained in (True, False))
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-        rows = [[torch.ones(PAIRS, LENGTH, dtype=torch.long) for _ in range(2)] for _ in range(2)]
+        rows = [torch.ones(PAIRS, 2, LENGTH, dtype=torch.long) for _ in range(2)]  # tokens and targets
         for _ in range(steps):
             dpo.loss_of(policy, reference, *rows).backward()
             optimizer.step()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-import runpy
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import dpo, own_loop
+from fsdp2.data.loader import Batches
+from fsdp2_extra.text import pairs
 from tests.harness import Ranks, same
 from tests.others.common import plain, save
 from tests.programs import on_ranks_of_its_own
+from tests.test_chat import PLAIN, make_tokenizer, talk
 
 CPU = torch.device("cpu")
+PAIRS = Path(dpo.__file__).with_name("pairs.jsonl")
 
 
 def test_it_fits_on_a_screen() -> None:
@@ -66,18 +67,20 @@ def test_own_loop(ranks: Ranks, tmp_path: Path) -> None:
     assert torch.equal(exported(input_ids=tokens).logits, trained.eval()(input_ids=tokens).logits)
 
 
-def _dpo_on_two_ranks(folder: str) -> dict[str, Any]:
-    """The example's losses, and of one step by hand its gradients and what has become of the reference."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(dist, "init_process_group", lambda: None)  # there is one
-        patch.setattr(dist, "destroy_process_group", lambda: None)
-        patch.setattr(sys, "argv", ["dpo.py", folder])
-        runpy.run_path(dpo.__file__, run_name="__main__")
+def _pairs(folder: str) -> pairs.Pairs:
+    return pairs.load(str(PAIRS), folder, 64, 256)
+
+
+def _dpo_on_ranks(folder: str, out: Path, steps: int) -> list[float]:
+    return dpo.train(folder, _pairs(folder), out, CPU, steps, 1e-3)
+
+
+def _dpo_by_hand(folder: str) -> dict[str, Any]:
+    """Of one step its gradients, and what has become of the reference."""
     policy, reference = (dpo.sharded(folder, CPU, trained=trained) for trained in (True, False))
-    chosen, rejected = ([part.chunk(2)[dist.get_rank()] for part in dpo.rows(answer)] for answer in (1, 2))
-    (dpo.loss_of(policy, reference, chosen, rejected) / len(dpo.PAIRS) * 2).backward()
+    (batch,) = next(iter(_batches(folder, dist.get_rank())))
+    (dpo.loss_of(policy, reference, batch.inputs, batch.targets) / batch.samples * 2).backward()
     return {
-        "losses": json.loads(printed.getvalue()),
         "gradients": {name: one.grad.full_tensor() for name, one in policy.named_parameters()},
         "reference is sharded": all(isinstance(one, DTensor) for one in reference.parameters()),
         "reference": {name: one.full_tensor() for name, one in reference.named_parameters()},
@@ -85,16 +88,22 @@ def _dpo_on_two_ranks(folder: str) -> dict[str, Any]:
     }
 
 
+def _batches(folder: str, rank: int) -> Batches:
+    return Batches(_pairs(folder), global_batch=dpo.BATCH, accumulation=1, seed=1, rank=rank, world_size=2, device=CPU)
+
+
 def _dpo_alone(folder: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and the first step's gradients in one process, with what each of two ranks gets in turn."""
     policy, reference = plain(folder), plain(folder)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    losses, first = [], {}
+    both, losses, first = [_batches(folder, rank) for rank in (0, 1)], [], {}
     for step in range(steps):
         parts = []
-        for rank in (0, 1):
-            chosen, rejected = ([part.chunk(2)[rank] for part in dpo.rows(answer)] for answer in (1, 2))
-            parts.append(dpo.loss_of(policy, reference, chosen, rejected) / len(dpo.PAIRS))
+        for batches in both:
+            if batches.at_end():
+                batches.next_epoch()
+            (batch,) = next(iter(batches))
+            parts.append(dpo.loss_of(policy, reference, batch.inputs, batch.targets) / batch.samples)
             parts[-1].backward()
         losses.append((parts[0] + parts[1]).item())
         if step == 0:
@@ -106,15 +115,52 @@ def _dpo_alone(folder: str, steps: int) -> tuple[list[float], dict[str, Tensor]]
 
 def test_dpo(ranks: Ranks, tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
-    losses, gradients = _dpo_alone(folder, 5)
+    losses, gradients = _dpo_alone(folder, 6)  # three epochs, whose second steps have two pairs of six
     untouched = dict(plain(folder).named_parameters())
     assert losses[-1] < losses[0]
-    for found in ranks.run(_dpo_on_two_ranks, folder):
-        assert found["losses"] == losses
+    whole = ranks.run(_dpo_on_ranks, folder, tmp_path / "whole", 6)
+    assert whole == [losses] * 2
+    assert (tmp_path / "whole" / "model-6" / "config.json").is_file()
+    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 3) == [losses[:3]] * 2
+    shutil.copytree(tmp_path / "out", tmp_path / "alone")
+    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 6) == [losses[3:]] * 2
+    for some in (1, 3):  # of three ranks, one has no pair of two
+        shutil.copytree(tmp_path / "alone", tmp_path / f"on-{some}")
+        for rest in ranks.run(_dpo_on_ranks, folder, tmp_path / f"on-{some}", 6, ranks=some):
+            assert rest == pytest.approx(losses[3:], rel=1e-5)
+    for found in ranks.run(_dpo_by_hand, folder):
         assert same(found["gradients"], gradients)
         assert found["reference is sharded"]
         assert same(found["reference"], untouched)
         assert found["its gradients"] == []
+
+
+def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
+    """On conversations, by a model's own template; what can't be used is one line."""
+    folder, file = save("llama", tmp_path / "model", vocab_size=300).removeprefix("hf:"), tmp_path / "pairs.jsonl"
+    make_tokenizer(Path(folder), PLAIN)
+    lines = [
+        {"chosen": talk(f"q{n}", "yes")["messages"], "rejected": talk(f"q{n}", "no")["messages"]} for n in range(6)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = str(tmp_path / "out")
+    status, printed = on_ranks_of_its_own(2, dpo.__file__, [folder, str(file), out], tmp_path, {})
+    assert status == 0, printed
+    first, second = (json.loads(line) for line in re.findall(r"\[\d[\d., ]+\]", printed))
+    assert first == second
+    assert len(first) == 2
+    assert {"config.json", "tokenizer.json"} <= {one.name for one in (tmp_path / "out" / "model-2").iterdir()}
+    (tmp_path / "others.jsonl").write_text(file.read_text().replace("yes", "yea"))
+    for words, part in (
+        ([folder, str(tmp_path / "others.jsonl"), out], "--dataset: the checkpoint's data differs from this run's"),
+        ([folder, str(tmp_path / "none.jsonl"), out], "none.jsonl: there is no file of text"),
+        ([folder, str(file), out, "chosen=good"], "pairs.jsonl, line 1: has no field good, which --chat-fields names"),
+    ):
+        status, printed = on_ranks_of_its_own(2, dpo.__file__, words, tmp_path, {})
+        assert status == 2
+        assert next(line for line in printed.splitlines() if "error" in line).startswith("fsdp2: error: ")
+        assert part in printed
+        assert "Traceback" not in printed
 
 
 def test_own_loop_runs_as_a_program(tmp_path: Path) -> None:

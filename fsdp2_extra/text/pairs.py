@@ -1,0 +1,163 @@
+"""Preference pairs: of each a question, the answer that people chose and the one that they rejected, as rows of tokens.
+
+A pair is a line of .jsonl or a row of a table, in a form of https://huggingface.co/docs/trl/dataset_formats#preference:
+texts, or messages for the chat template, with the question as `prompt` or as what both answers begin with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.splits import IGNORED, Rows, identity_of
+from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.forms import Fields, messages_of, one_form, renamed
+from fsdp2_extra.text.places import PUBLISHED, published
+from fsdp2_extra.text.prepared import Encoder
+from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.text import found, require_fit
+from fsdp2_extra.text.tokenizer import document
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
+
+ANSWERS = ("chosen", "rejected")
+
+Encoded = tuple[numpy.ndarray, numpy.ndarray]
+"""Tokens, (n,), and as many booleans: whether a model is to write this one."""
+
+
+class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
+    """Pairs as a `Split`: `fsdp2.data.loader.Batches` gives them one order on any number of ranks, and goes on in it.
+
+    A list of indices gives tokens and targets, (N, 2, longest) each, int64: of each pair the chosen answer first. A
+    target is the token itself, and `IGNORED` where no answer stands; behind a row are tokens 0.
+    """
+
+    targets_per_sample = 1
+
+    def __init__(self, pairs: Sequence[Sequence[Encoded]]) -> None:
+        self._pairs, self._longest = pairs, max(len(tokens) for pair in pairs for tokens, _ in pair)
+        self.content = identity_of(b"".join(part.tobytes() for pair in pairs for one in pair for part in one))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self.__getitems__([index])
+        return tokens[0], targets[0]
+
+    def __getitems__(self, indices: Rows) -> tuple[Tensor, Tensor]:
+        inputs = numpy.zeros((len(indices), 2, self._longest), dtype=numpy.int64)
+        targets = numpy.full_like(inputs, IGNORED)
+        for at, index in enumerate(indices):
+            for answer, (tokens, learn) in enumerate(self._pairs[int(index)]):
+                inputs[at, answer, : len(tokens)] = tokens
+                targets[at, answer, : len(tokens)][learn] = tokens[learn]
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def load(place: str, folder: str, length: int, vocab_size: int, fields: Fields | None = None) -> Pairs:
+    """The pairs of a place, all of them, in its order.
+
+    Args:
+        place: as `--dataset chat:` takes it, or `datasets:` and what that reads.
+        folder: of a model, whose tokenizer and chat template count; bytes are tokens where it has none.
+        length: the most tokens that a question with an answer may have; none is cut.
+        vocab_size: the model's.
+        fields: how the file calls its fields, as `--chat-fields` has them; `chosen` and `rejected` too.
+
+    Raises UnusableText, in one line that names the row.
+    """
+    encode = _Encode(folder, {**dict(zip(ANSWERS, ANSWERS, strict=True)), **(fields or {})})
+    require_fit(encode.texts, vocab_size)
+    if place.startswith(PUBLISHED):
+        place = PUBLISHED + published(place.removeprefix(PUBLISHED))
+    files = found(place, (".jsonl", ".parquet"))
+    rows = [(row.where, encode(row)) for file in files for row in rows_of(file, encode.fields)]
+    for wrong, what in (
+        (lambda pair: max(len(tokens) for tokens, _ in pair) > length, f"more than {length} tokens, and none is cut"),
+        (lambda pair: not all(learn[1:].any() for _, learn in pair), "an answer without a token"),
+        (lambda pair: numpy.array_equal(pair[0][0], pair[1][0]), "one answer as chosen and rejected"),
+    ):
+        if places := [where for where, pair in rows if wrong(pair)]:
+            raise UnusableText(f"{places[0]}: has {what}, as {len(places)} of {len(rows)} pairs have; leave them out")
+    if not rows:
+        raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
+    return Pairs([pair for _, pair in rows])
+
+
+class _Encode:
+    """Makes tokens of pairs, whose fields have these names."""
+
+    def __init__(self, folder: str, fields: Fields) -> None:
+        self._folder, self.fields = folder, fields
+        self.has_own = os.path.isfile(os.path.join(folder, "tokenizer.json"))
+        self.texts = open_tokenizer(folder if self.has_own else "bytes")
+        self._chat: Encoder | None = None
+
+    def __call__(self, row: Row) -> list[Encoded]:
+        """The rows of both answers. Raises UnusableText."""
+        one_form(row.content, None, self.fields, row.where)
+        line = {name: value for name, value in renamed(row.content, self.fields).items() if value is not None}
+        if all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS)):
+            return self._of_texts(line, row.where)
+        if not self.has_own:
+            fix = f"put its tokenizer.json and a chat template into {self._folder}, or give texts"
+            raise UnusableText(f"{row.where}: is not of texts, and for messages the model has no chat template; {fix}")
+        self._chat = self._chat or open_chat(self._folder)
+        talks = [{"messages": one, "tools": line.get("tools")} for one in self._messages(line, row.where)]
+        where = [f"{row.where}, {answer}" for answer in ANSWERS]
+        encoded = self._chat.encode([Row(talk, at, row.size) for talk, at in zip(talks, where, strict=True)])
+        return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
+
+    def _of_texts(self, line: dict[str, Any], where: str) -> list[Encoded]:
+        if line.get("system") or line.get("tools"):
+            raise UnusableText(f"{where}: has system or tools, which texts don't show; give its answers as messages")
+        chosen, rejected = (str(line[answer]) for answer in ANSWERS)
+        question = line.get("prompt")
+        if question is None:  # up to a word's space, as TRL has it
+            alike = "".join(a for a, _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+            question = alike.removesuffix(" ")
+            chosen, rejected = chosen[len(question) :], rejected[len(question) :]
+        if not question:
+            raise UnusableText(f"{where}: has no question, in prompt or as what both answers begin with; give one")
+        asked, *answers = self.texts.encode([question, chosen, rejected])
+        asked = document(asked, self.texts.begin, None)
+        rows = [numpy.concatenate([asked, document(answer, (), self.texts.end)]) for answer in answers]
+        return [(tokens, numpy.arange(len(tokens)) >= len(asked)) for tokens in rows]
+
+    def _messages(self, line: dict[str, Any], where: str) -> list[list[Any]]:
+        """The whole conversation with either answer. Raises UnusableText."""
+
+        def read(name: str, role: str) -> list[Any]:
+            if isinstance(line[name], str) and not line[name].lstrip().startswith("["):
+                return [{"role": role, "content": line[name]}]
+            names = {**self.fields, "messages": self.fields.get(name, name)}
+            return messages_of({"messages": line[name]}, "messages", names, where)
+
+        asked = read("prompt", "user") if "prompt" in line else []
+        answers = [read(answer, "assistant") for answer in ANSWERS]
+        if not all(isinstance(one[0], dict) and one[0].get("role") == "assistant" for one in answers):
+            if any(one not in answer for one in asked for answer in answers):
+                raise UnusableText(f"{where}: has a prompt that isn't in the messages of its answers; drop it")
+            asked = []  # its answers have it
+        system = [{"role": "system", "content": line["system"]}] if line.get("system") else []
+        return [system + asked + answer for answer in answers]
+
+
+def _apart(pair: list[Encoded]) -> list[Encoded]:
+    """Two conversations, of which the answers before the last that differs are the question's."""
+    length = min(len(tokens) for tokens, _ in pair)
+    (differ,) = numpy.nonzero(pair[0][0][:length] != pair[1][0][:length])
+    at = int(differ[0]) if len(differ) else length
+    while at and any(learn[at - 1] for _, learn in pair):
+        at -= 1  # both answers begin with the same words
+    return [(tokens, learn & (numpy.arange(len(learn)) >= at)) for tokens, learn in pair]

@@ -1,0 +1,175 @@
+"""Preference pairs: each form that people publish is the same two rows of tokens, or one line that names the row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.config import parse
+from fsdp2.data.errors import UnusableText
+from fsdp2.data.loader import Batches
+from fsdp2.data.splits import IGNORED
+from fsdp2.options.errors import ConfigError
+from fsdp2.run.preflight import check_data
+from fsdp2_extra.text import pairs
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
+from tests.hostile.common import one_line
+from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
+
+TEXTS = {"prompt": "What is it?", "chosen": " a bird", "rejected": " a b"}
+
+
+def load(folder: Path, *rows: Any, **more: Any) -> pairs.Pairs:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return pairs.load(str(file), str(folder), more.pop("length", 64), 300, **more)
+
+
+def said(folder: Path, split: pairs.Pairs, index: int = 0) -> list[tuple[str, str]]:
+    """The text of either row, and what of it is to be written."""
+    tokenizer = open_tokenizer(str(folder) if (folder / "tokenizer.json").exists() else "bytes")
+    tokens, targets = split[index]
+    for row, target in zip(tokens, targets, strict=True):
+        assert torch.equal(row[target != IGNORED], target[target != IGNORED])
+    learned = [row[row != IGNORED].tolist() for row in targets]
+    ends = [int((row != IGNORED).nonzero().max()) + 1 for row in targets]
+    return [
+        (tokenizer.decode(row[:end].tolist()), tokenizer.decode(own))
+        for row, end, own in zip(tokens, ends, learned, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_texts_are_a_question_and_two_answers(tmp_path: Path, implicit: bool) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN, "<s>")
+    row = {"prompt": "What is it?", "chosen": " a bird", "rejected": " cats"}
+    if implicit:
+        row = {answer: row["prompt"] + row[answer] for answer in pairs.ANSWERS}
+    assert said(tmp_path, load(tmp_path, row)) == [
+        ("<s>What is it? a bird<|end|>", " a bird<|end|>"),
+        ("<s>What is it? cats<|end|>", " cats<|end|>"),
+    ]
+
+
+def test_bytes_are_tokens_where_a_model_has_none(tmp_path: Path) -> None:
+    split = load(tmp_path, TEXTS, {**TEXTS, "prompt": "é"})
+    assert said(tmp_path, split) == [("What is it? a bird", " a bird"), ("What is it? a b", " a b")]
+    assert said(tmp_path, split, 1) == [("é a bird", " a bird"), ("é a b", " a b")]
+
+
+ASKED, ANSWER, OTHER = talk("a", "b", "c")["messages"], talk("", "de")["messages"][1:], talk("", "df")["messages"][1:]
+FORMS: dict[str, tuple[Any, dict[str, str]]] = {
+    "a prompt of messages": ({"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}, {}),
+    "none": ({"chosen": ASKED + ANSWER, "rejected": ASKED + OTHER}, {}),
+    "UltraFeedback's": ({"prompt": "c", "chosen": ASKED + ANSWER, "rejected": ASKED + OTHER, "score_chosen": 1}, {}),
+    "both": ({"prompt": ASKED, "chosen": ASKED + ANSWER, "rejected": ASKED + OTHER}, {}),
+    "answers of text": ({"prompt": ASKED, "chosen": "de", "rejected": "df"}, {}),
+    "JSON text": ({"chosen": json.dumps(ASKED + ANSWER), "rejected": json.dumps(ASKED + OTHER), "prompt": ASKED}, {}),
+    "other names": (
+        {"history": ASKED, "good": "de", "bad": "df"},
+        {"prompt": "history", "chosen": "good", "rejected": "bad"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("template", [PLAIN, GENERATION], ids=["plain", "marked"])
+def test_messages_are_what_the_template_prints(tmp_path: Path, name: str, template: str) -> None:
+    """Of the answers in them, the last counts, from its beginning: both have the others."""
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, template)
+    row, fields = FORMS[name]
+    before = "<s><|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n"
+    assert said(tmp_path, load(tmp_path, row, fields=fields)) == [
+        (f"{before}de<|end|>\n", "de<|end|>\n"),
+        (f"{before}df<|end|>\n", "df<|end|>\n"),
+    ]
+
+
+def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
+    library = pytest.importorskip("datasets")
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    rows = [{"chosen": talk(f"q{n}", f"a{n}")["messages"], "rejected": talk(f"q{n}", f"b{n}")["messages"], "id": n}
+            for n in range(20)]  # fmt: skip
+    wanted = load(tmp_path, *rows)
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    library.Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
+    library.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for place in ("{}/pairs.parquet", "datasets:{}/pairs.parquet", "datasets:{}/pairs.json", "datasets:{}/saved"):
+        assert pairs.load(place.format(tmp_path), str(tmp_path), 64, 300).content == wanted.content
+
+
+def test_their_order_is_one_on_any_number_of_ranks(tmp_path: Path) -> None:
+    split = load(tmp_path, *({**TEXTS, "prompt": chr(97 + n)} for n in range(10)))
+
+    def order(world_size: int, position: int = 0) -> list[list[int]]:
+        ranks = [
+            Batches(
+                split,
+                global_batch=4,
+                accumulation=1,
+                seed=1,
+                rank=rank,
+                world_size=world_size,
+                device=torch.device("cpu"),
+            )
+            for rank in range(world_size)
+        ]
+        for one in ranks:
+            one.position = position
+        steps = zip(*([next(step) for step in one] for one in ranks), strict=True)
+        return [[int(row[0, 0]) for part in step if part.valid for row in part.inputs] for step in steps]
+
+    whole = order(1)
+    assert sorted(place for step in whole for place in step) == [97 + n for n in range(10)]
+    assert whole == order(2) == order(3)
+    assert order(2, 4) == whole[1:]
+
+
+SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        ([TEXTS, {"q": "a", "chosen": "b"}], "line 2: has no field rejected; name it, as rejected=NAME; it has q, ch"),
+        ([{**TEXTS, "rejected": None}], "line 1: has no field rejected"),
+        ([[1]], "line 1: has no field chosen; name it, as chosen=NAME; it has none"),
+        ([{"chosen": "a", "rejected": "b"}], "line 1: has no question, in prompt or as what both answers begin with"),
+        ([{**TEXTS, "system": "be"}], "line 1: has system or tools, which texts don't show"),
+        ([{**TEXTS, "chosen": talk("a", "b")["messages"]}], "line 1: is not of texts, and for messages the "),
+        ([TEXTS, SAME, SAME], "line 2: has one answer as chosen and rejected, as 2 of 3 pairs have; leave them out"),
+        ([TEXTS, {**TEXTS, "chosen": ""}], "line 2: has an answer without a token, as 1 of 2"),
+        ([{**TEXTS, "chosen": "a" * 64}], "line 1: has more than 64 tokens, and none is cut, as 1 of 1"),
+        ([], "holds no pairs; give lines with prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pair_is_one_line(tmp_path: Path, rows: list[Any], part: str) -> None:
+    with pytest.raises(UnusableText, match=part) as caught:
+        load(tmp_path, *rows)
+    one_line(caught.value, str(tmp_path / "pairs.jsonl"))
+
+
+def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    other = {"prompt": "x", "chosen": ASKED + ANSWER, "rejected": ASKED + OTHER}
+    with pytest.raises(UnusableText, match="line 1: has a prompt that isn't in the messages of its answers; drop it"):
+        load(tmp_path, other)
+    with pytest.raises(UnusableText, match="its tokenizer has 252 tokens, and the model's vocabulary 64"):
+        pairs.load(str(tmp_path / "pairs.jsonl"), str(tmp_path), 64, 64)
+    with pytest.raises(UnusableText, match="line 1: its prompt must be a list; give"):
+        load(tmp_path, {**TEXTS, "prompt": 5})
+    load(tmp_path, {**TEXTS, "prompt": "a"})
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(UnusableText, match=r"a\.json: isn't of a type .*; give it as datasets:PATH"):
+        pairs.load(str(tmp_path / "a.json"), str(tmp_path), 64, 300)
+    line = ["--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):
+        check_data(parse(line))
