@@ -186,7 +186,7 @@ def test_each_source_of_a_mixture_may_have_fields_of_its_own(tmp_path: Path) -> 
     [
         ("prompt", "must be OURS=THEIRS,…, such as"),
         ("prompt=", "must be OURS=THEIRS"),
-        ("ask=question", "ours are assistant, completion, content"),
+        ("ask=question", "ours are assistant, chosen, completion, "),
         ("prompt=a,prompt=b", "names prompt twice"),
         ("prompt=a,completion=a", "names a twice"),
         ("prompt=a,output=b", "names fields of several forms"),
