@@ -33,7 +33,7 @@ from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.trained import opened
-from fsdp2.units import short
+from fsdp2.units import printable, short
 
 SAMPLES = 10
 # The flags with a value: its word, default, check and meaning.
@@ -85,7 +85,7 @@ def show(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
         predicted, actual = sample["predicted"], sample["actual"]
         print(f"{mark} sample {sample['sample']}: predicted {predicted:<12} actual {actual:<12}{after}")
     right = sum(sample["correct"] for sample in samples)
-    print(f"{right} of {len(samples)} samples right")
+    print(f"{right} of {len(samples)} {'samples' if inputs[0].dim() == 3 else 'last tokens'} right")
     picture = run.path / "predictions.png"
     try:
         require("matplotlib", "plots", "picture")
@@ -136,7 +136,7 @@ def go_on(
             text = tokenizer.decode(written)
             # What a token ends may be the rest of a character.
             if run.world.rank == 0 and not text.endswith("\ufffd"):
-                print(text.removeprefix(before.rstrip("\ufffd")), end="", flush=True)
+                print(printable(text.removeprefix(before.rstrip("\ufffd")), "\n\t"), end="", flush=True)
         if run.world.rank == 0:
             print()
         return {"prompt": prompt, "text": tokenizer.decode(written), "weights": run.weights}

@@ -15,9 +15,9 @@ def size(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def printable(text: str) -> str:
-    """Names come from strangers: nothing in them may move the cursor or colour the screen."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+def printable(text: str, keep: str = "") -> str:
+    """Names come from strangers: nothing in them, but for what is kept, may move the cursor or colour the screen."""
+    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
 
 
 def install(extra: str) -> str:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import infer
 from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
-from fsdp2.report.predictions import samples_of
+from fsdp2.report.predictions import context_of, samples_of
 from fsdp2.run import trained
-from fsdp2.units import install
+from fsdp2.units import install, printable
 from tests.harness import Ranks, flip_a_bit, main_in_ranks, of_kind, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -222,3 +222,11 @@ def test_a_class_that_the_data_do_not_name_is_shown_by_its_number() -> None:
     # All of its documents are of one token, and the first of a document is no target.
     (sample,) = samples_of(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[IGNORED]]), dataset)
     assert (sample["predicted"], sample["actual"], sample["correct"]) == ("a", "nothing", False)
+
+
+def test_tokens_of_a_strangers_tokenizer_do_nothing_to_the_terminal() -> None:
+    dataset: Any = SimpleNamespace(classes=["a\x1b]0;b\x07", "\n"])
+    (sample,) = samples_of(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), dataset)
+    assert (sample["predicted"], sample["actual"]) == (r"\n", r"a\x1b]0;b\x07")
+    assert context_of(torch.tensor([0, 1]), dataset) == r"a\x1b]0;b\x07\n"
+    assert printable("a\n\tb\x1b[2J", "\n\t") == "a\n\tb\\x1b[2J"

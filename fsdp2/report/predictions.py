@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.data.splits import IGNORED, Dataset
+from fsdp2.units import printable
 
 
 def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
@@ -34,7 +35,7 @@ def _class(number: int, dataset: Dataset) -> str:
     """The name of a class. A model can have more than the data, such as rows of an embedding beyond the tokenizer's."""
     if number == IGNORED:  # all documents of the sample are of one token
         return "nothing"
-    return dataset.classes[number] if number < len(dataset.classes) else f"<{number}>"
+    return printable(dataset.classes[number]) if number < len(dataset.classes) else f"<{number}>"
 
 
 def last_target(targets: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def shown(inputs: Any, targets: Tensor) -> list[Tensor]:
 
 def context_of(tokens: Tensor, dataset: Dataset) -> str:
     """The end of a sample of tokens, as text."""
-    return "".join(dataset.classes[int(token)] for token in tokens[-24:])
+    return printable("".join(dataset.classes[int(token)] for token in tokens[-24:]))
 
 
 def draw(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: Dataset, path: Path) -> None:
