@@ -1,8 +1,8 @@
 """Direct preference optimisation:  torchrun --nproc_per_node 2 examples/dpo.py MODEL PAIRS OUT [OURS=THEIRS,…]
 
 Two models are sharded: a policy that is trained, and the frozen reference that it came from. Each step compares answers
-that people chose with those they rejected (https://arxiv.org/abs/2305.18290). MODEL is a folder of Hugging Face's, PAIRS
-a file of pairs (docs/data.md). Run again, on any number of ranks, it goes on.
+that people chose with those they rejected (https://arxiv.org/abs/2305.18290). MODEL is a folder of Hugging Face's,
+PAIRS a file of pairs (docs/data.md). Run again, on any number of ranks, it goes on.
 """
 
 import sys

@@ -340,12 +340,12 @@ def test_the_loss_is_the_mean_over_the_tokens_of_answers(ranks: Ranks, corpus: P
 
 
 def test_a_conversation_is_never_cut(corpus: Path) -> None:
-    with pytest.raises(UnusableText, match=r"of 90 conversations are longer than --seq-len 40.*raise it, to 61"):
+    with pytest.raises(UnusableText, match=r"jsonl: \d+ of 90 conversations are longer than --seq-len 40.* to 61"):
         _splits(str(corpus), 40)
     train, test = _splits(str(corpus), 61)
     assert len(train.ends) + len(test.ends) == 92  # with the beginnings
     corpus.write_text(json.dumps(talk("a", "b")) + "\n")
-    with pytest.raises(UnusableText, match="holds one conversation; give at least two"):
+    with pytest.raises(UnusableText, match=r"jsonl: holds one conversation; give at least two"):
         _splits(str(corpus), 61)
     corpus.write_text((json.dumps(talk("a", "b")) + "\n") * 5)  # all of one split
     assert [len(split.ends) - 1 for split in _splits(str(corpus), 61)] == [4, 1]

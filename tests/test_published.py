@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no split": (
         lambda to: (write(to / "a" / "dev.csv", TEXTS), write(to / "a" / "test.csv", TEXTS)),
         "a",
-        r"is of the split train; name another behind a colon; it has dev\.csv, test\.csv",
+        r"is of the split train; name another behind a colon, or none; it has dev\.csv, test\.csv",
     ),
     "kinds": (
         lambda to: (write(to / "a" / "a.csv", TEXTS), write(to / "a" / "b.json", TEXTS)),

@@ -56,10 +56,15 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
-        ("empty.txt", b"", "hold no text"),
+        ("empty.txt", b"", "there is no text in it; give files that have some"),
         ("bytes.txt", b"\xff\xfe\x00", "can't be read as text"),
         ("torn.jsonl", b'{"text": "a"}\n{"tex', "line 2: can't be read as JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
+        (
+            "talks.jsonl",
+            b'{"messages": []}\n',
+            "line 1: has no text .*; it has messages; give conversations as chat:PATH",
+        ),
         ("null.jsonl", b'{"text": null}\n', "line 1: has no text in its field text, but null; leave that one out"),
         ("short.txt", b"abc", "which fill no sequence of 8"),
         ("half.jsonl", b'{"text": "a\\ud800"}\n', "line 1: has half of a character in its field text"),

@@ -168,15 +168,15 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
 
 
 def open_splits(
-    folder: Path, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
+    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
 ) -> list[Documents | Conversations]:
-    """Train and test split, mapped. Raises UnusableText, and a split does where a token isn't below `size`.
+    """Train and test split of a source, mapped. Raises UnusableText, and a split does where a token isn't below `size`.
 
     Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
     """
 
     try:
-        return _open_splits(folder, meta, seq_len, size, apart=apart)
+        return _open_splits(folder, name, meta, seq_len, size, apart=apart)
     except UnusableText:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -184,7 +184,7 @@ def open_splits(
 
 
 def _open_splits(
-    folder: Path, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
+    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
 ) -> list[Documents | Conversations]:
     def column(split: str, name: str, dtype: str) -> numpy.ndarray:
         file = folder / f"{split}{name}.bin"  # an empty one can't be mapped
@@ -219,7 +219,7 @@ def _open_splits(
     if answers != sum(map(sum, meta["turns"].values())):
         raise ValueError(f"it has {answers} answers, and not as many as it says")
     if chat:
-        _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len)
+        _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len, name)
     part: Callable[[str, int, int, numpy.ndarray], Documents | Conversations] = conversations if chat else documents
     counts = meta["documents" if chat else "tokens"]
     if all(counts.values()):
@@ -227,7 +227,7 @@ def _open_splits(
     (split,) = (split for split in SPLITS if counts[split])
     count = counts[split]
     if chat and count < 2:
-        raise UnusableText(f"{folder}: holds one conversation; give at least two, as one is for evaluation")
+        raise UnusableText(f"{name}: holds one conversation; give at least two, as one is for evaluation")
     cut = count - max(count // 10, int(chat))
     return [part(split, 0, cut, ends[split]), part(split, cut, count, ends[split])]
 
@@ -252,11 +252,11 @@ def _answers(split: str, ends: numpy.ndarray, learn: numpy.ndarray, targets: num
     return int(begun + numpy.count_nonzero(learn[first[1:]] & learn[first[1:] - 1]))
 
 
-def _require_short(lengths: Sequence[numpy.ndarray], seq_len: int) -> None:
+def _require_short(lengths: Sequence[numpy.ndarray], seq_len: int, name: str) -> None:
     """Raises UnusableText if there is a conversation that fits into no sequence."""
     found = numpy.concatenate(lengths)
     if long := int((found > seq_len).sum()):
         raise UnusableText(
-            f"{long} of {len(found)} conversations are longer than --seq-len {seq_len}, and none is cut; raise it, to "
-            f"{found.max()} for the longest, or leave them out of the file"
+            f"{name}: {long} of {len(found)} conversations are longer than --seq-len {seq_len}, and none is cut; raise "
+            f"it, to {found.max()} for the longest, or leave them out of the file"
         )

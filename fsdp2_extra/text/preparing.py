@@ -138,7 +138,8 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
             f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it there"
         )
     if not sum(output.tokens.values()):
-        raise UnusableText(f"{files[0].name}: {len(files)} files hold no text")
+        others = f", nor in {len(files) - 1} others" if len(files) > 1 else ""
+        raise UnusableText(f"{files[0].name}: there is no text in it{others}; give files that have some")
     meta = {
         "format": FORMAT,
         "kind": encoder.kind,

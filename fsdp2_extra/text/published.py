@@ -88,9 +88,9 @@ def _listed(place: str) -> Published:
     else:
         of_split = [file for name, file in by_name.items() if _is_of(split, name)]
     if not of_split and (named or any(_is_of(other, name) for name in by_name for other in HELD_OUT)):
-        has = ", ".join([*by_name][:5])
+        has = ", ".join([name if name != "." else os.path.basename(path) for name in by_name][:5])
         raise UnusableText(
-            f"{path}: no name of a file is of the split {split}; name another behind a colon; it has {has}"
+            f"{path}: no name of a file is of the split {split}; name another behind a colon, or none; it has {has}"
         )
     files = of_split or list(by_name.values())
     if not files:

@@ -98,7 +98,7 @@ def columns_of(names: Sequence[str], field: str | Fields, name: str) -> list[str
     if isinstance(field, str):
         found = [column for column in names if column == field]
         if not found:
-            raise UnusableText(f"{name}: has no column {field}; it has {', '.join(names[:8])}; see --text-field")
+            raise UnusableText(f"{name}: has no column {field}; it has {', '.join(names[:8])}; {_fix(names)}")
     else:
         found = [column for column in names if column in READ.union(of_line(field).values())]
         if form_of(found, field) is None or not {*names}.issuperset(of_line(field).values()):
@@ -108,13 +108,18 @@ def columns_of(names: Sequence[str], field: str | Fields, name: str) -> list[str
     return found
 
 
+def _fix(fields: Any) -> str:
+    talks = isinstance(fields, dict | list | tuple) and form_of(map(str, fields), {})
+    return "give conversations as chat:PATH" if talks else "see --text-field"
+
+
 def text_in(row: Any, field: str, where: str) -> str:
     """The text of a field. Raises UnusableText if there is none."""
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = f"; it has {', '.join(list(map(str, row))[:5])}" if isinstance(row, dict) else ""
         if isinstance(row, dict) and field in row:
             has = f", but {'null' if row[field] is None else f'a {type(row[field]).__name__}'}; leave that one out"
-        raise UnusableText(f"{where}: has no text in its field {field}{has}; see --text-field")
+        raise UnusableText(f"{where}: has no text in its field {field}{has}; {_fix(row)}")
     text: str = row[field]
     try:
         text.encode()

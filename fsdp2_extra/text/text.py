@@ -109,7 +109,7 @@ def load(
     folder = Path(place) if is_prepared(place) else cached(place, encoder, say, fetch=fetch)
     meta = read_meta(folder)
     require_made_with(encoder, folder, meta)
-    train, test = open_splits(folder, meta, seq_len, encoder.size, apart=apart)
+    train, test = open_splits(folder, place, meta, seq_len, encoder.size, apart=apart)
     for name, split in zip(SPLITS, (train, test), strict=True):
         if not len(split):
             raise UnusableText(
