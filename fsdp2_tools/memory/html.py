@@ -35,6 +35,7 @@ def themed(title: str, before: str, figures: Sequence[Any], after: str = "") -> 
             margin={"l": 80, "r": 20, "t": 30, "b": 50},
             paper_bgcolor="rgba(0,0,0,0)",
             plot_bgcolor="rgba(0,0,0,0)",
+            modebar={"bgcolor": "rgba(0,0,0,0)"},
         )
         drawn.append(figure.to_html(full_html=False, include_plotlyjs=number == 0, div_id=f"figure{number}"))
     return _HEAD.replace("TITLE", escape(title)) + before + "".join(drawn) + after + _FOOT
@@ -59,6 +60,7 @@ td, th { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px so
   white-space: nowrap; }
 i { display: inline-block; width: .8em; height: .8em; margin-right: .45em; border-radius: 2px; }
 div.wide { overflow-x: auto; }
+@media (max-width: 600px) { .modebar-container { display: none; } }
 button { float: right; font: inherit; color: inherit; background: none; border: 1px solid var(--rule);
   border-radius: 4px; }
 </style>
@@ -70,15 +72,19 @@ _FOOT = """
 <script>
 const root = document.documentElement, charts = document.querySelectorAll(".js-plotly-plot");
 const narrow = matchMedia("(max-width: 600px)");
-// On a phone a legend beside the plot would leave it a strip: it stands below, and the figure is higher by its rows.
-function place() {
+// On a phone a legend beside the plot would leave it a strip: it stands below, and the figure is higher by its height.
+const plot = 420, axis = 60;
+async function place() {
   for (const chart of charts) {
-    const rows = chart._fullLayout.showlegend ? Math.ceil(chart.data.length / 2) : 0;
-    const below = {"legend.orientation": "h", "legend.x": 0, "legend.y": -0.15, "legend.yanchor": "top",
-      "margin.l": 55, "margin.r": 10, height: 460 + 22 * rows};
-    const beside = {"legend.orientation": "v", "legend.x": 1.02, "legend.y": 1, "legend.yanchor": "top",
-      "margin.l": 80, "margin.r": 20, height: 560};
-    Plotly.relayout(chart, narrow.matches ? below : beside);
+    const below = {"legend.orientation": "h", "legend.x": 0, "legend.yref": "container", "legend.y": 0,
+      "legend.yanchor": "bottom", "margin.l": 55, "margin.r": 10, height: 2 * plot};
+    const beside = {"legend.orientation": "v", "legend.x": 1.02, "legend.yref": "paper", "legend.y": 1,
+      "legend.yanchor": "top", "margin.l": 80, "margin.r": 20, "margin.b": 50, height: 560};
+    const now = narrow.matches;
+    await Plotly.relayout(chart, now ? below : beside);
+    const rows = now && chart._fullLayout.showlegend ? chart.querySelector(".legend").getBBox().height : 0;
+    if (now) await Plotly.relayout(chart, {"margin.b": axis + rows, height: plot + rows});
+    chart.style.height = chart.parentElement.style.height = `${chart.layout.height}px`;  // what is below moves, too
   }
 }
 narrow.addEventListener("change", place);
@@ -86,7 +92,7 @@ place();
 function paint() {
   const style = getComputedStyle(root), ink = style.getPropertyValue("--ink"), rule = style.getPropertyValue("--rule");
   const paper = style.getPropertyValue("--paper");
-  const look = {"font.color": ink, "hoverlabel.bgcolor": paper, "hoverlabel.font.color": ink};
+  const look = {"font.color": ink, "modebar.color": ink, "hoverlabel.bgcolor": paper, "hoverlabel.font.color": ink};
   for (const chart of charts) {
     const axes = Object.keys(chart.layout).filter((name) => /^[xy]axis/.test(name));
     const lines = axes.flatMap((axis) => [[axis + ".gridcolor", rule], [axis + ".zerolinecolor", rule]]);

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp2.options.errors import ConfigError
-from fsdp2_extra.allocations.ledger import Allocation, Phase
+from fsdp2_extra.allocations.ledger import KINDS, Allocation, Phase
 from fsdp2_extra.allocations.profile import CPU, timeline_of
 from fsdp2_extra.allocations.timeline import Timeline, file_name, load
 from fsdp2_tools.memory import __main__ as memory
@@ -97,20 +97,21 @@ def test_the_page_of_very_many_events_opens_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [500, 1200])
 def test_on_a_phone_the_legend_stands_below_a_plot_of_the_page_s_width(tmp_path: Path, width: int) -> None:
     measure = (
-        "<script>const plot = charts[0]._fullLayout.xaxis._length;"
+        "<script>place().then(() => { const plot = charts[0]._fullLayout.xaxis._length;"
         "const [legend, drawn] = ['.legend', '.xy'].map((one) => charts[0].querySelector(one).getBoundingClientRect());"
-        "document.body.dataset.found = [innerWidth, plot, legend.top > drawn.bottom]</script>"
+        "const end = charts[0].parentElement.getBoundingClientRect().bottom;"
+        "document.body.dataset.found = [innerWidth, plot, legend.top > drawn.bottom, legend.bottom <= end] })</script>"
     )
     opened = in_browser(page(many_allocations(300), "a test") + measure, tmp_path, f"--window-size={width},900")
-    found = re.search(r'data-found="(\d+),([\d.]+),(true|false)"', opened)
+    found = re.search(r'data-found="(\d+),([\d.]+),(true|false),(true|false)"', opened)
     assert found is not None
     window, plot, below = int(found[1]), float(found[2]), found[3] == "true"
     assert plot > 0.7 * min(window, 1200)
     assert below == (window <= 600)
+    assert found[4] == "true", "the legend lies over what stands below the plot"
 
 
 def many_allocations(count: int) -> Timeline:
-    kinds = ("activations", "temporary", "gradients")
     allocations = [
         Allocation(
             1000 + i % 777,
@@ -118,7 +119,7 @@ def many_allocations(count: int) -> Timeline:
             1 + i * 60 // count,
             f"<script>boom{i % 50}",
             "mm.default",
-            kinds[i % 3],
+            KINDS[i % len(KINDS)],
             i / 1000 + 1,
         )
         for i in range(count)
