@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2.checkpoint.files import open_files, publish
+from fsdp2.checkpoint.files import publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags, words_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp2 import infer
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError

@@ -1,6 +1,6 @@
 """The file operations of the store, in one small object that a test can replace.
 
-`LocalFiles` is a folder; `RemoteFiles`, of `fsdp2_extra/remote/`, is a prefix on an object store. Both name what is in
+`LocalFiles` is a folder; `RemoteFiles`, in `remote.py`, is a prefix on an object store. Both name what is in
 them relative to themselves, and refuse names that lead out: a stranger's checkpoint brings its own names.
 """
 
@@ -279,15 +279,3 @@ def publish(files: Files, name: str, content: bytes) -> None:
     files.fsync("")
     files.rename(aside, name)
     files.fsync("")
-
-
-def open_files(place: str | Path) -> Files:
-    """The files of a folder, or of a prefix on an object store if `place` is a URL.
-
-    Raises ValueError for a URL that can't be used, ImportError naming the extra that it needs.
-    """
-    if "://" not in str(place):
-        return LocalFiles(place)
-    from fsdp2_extra.remote.files import RemoteFiles  # here: a local run needs no fsspec
-
-    return RemoteFiles(str(place))

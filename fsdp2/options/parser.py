@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdp2.checkpoint.files import Files, open_files
+from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused, empty_word, without_links
 from fsdp2.models.names import on_hub
 from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown

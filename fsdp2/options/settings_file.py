@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
-from fsdp2.checkpoint.files import NotAFile, open_files
+from fsdp2.checkpoint.files import NotAFile
+from fsdp2.checkpoint.places import open_files
 
 LARGEST = 16 << 20  # bytes
 LARGEST_TOML = 1 << 20  # tomllib is Python, and reads 2 MB a second

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
 from fsdp2.units import printable, size

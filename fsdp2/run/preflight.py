@@ -15,7 +15,8 @@ from torch import nn
 from fsdp2 import data
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.disk import explained, temporary_folder
-from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there, open_files
+from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.options import strategies

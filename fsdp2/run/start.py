@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2.checkpoint import meaning
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.state import HOW, AppState, Part, Progress, RandomState, SchedulerState
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.config import Config

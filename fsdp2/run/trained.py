@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint import meaning
-from fsdp2.checkpoint.files import Files, LocalFiles, is_there, open_files
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import verdict, vouched_step
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_weights
 from fsdp2.checkpoint.state import WeightsOnly, plain_names
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checkpoint.disk import file_system
-from fsdp2.checkpoint.files import LocalFiles, open_files, publish
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.saver import Outcome, Saver
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify

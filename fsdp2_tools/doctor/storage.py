@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.options.values import is_step
 from fsdp2.run.directory.room import Sizes, run_directory

@@ -20,7 +20,8 @@ from fsdp2_tools.plan.options import parser
 if __name__ == "__main__":
     early.answer(parser().parse_args)
 
-from fsdp2.checkpoint.files import open_files, publish
+from fsdp2.checkpoint.files import publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import read_values, to_flags

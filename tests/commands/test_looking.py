@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from fsdp2.checkpoint.files import LocalFiles, open_files
+from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors, misses
 from fsdp2.checkpoint.store import HASH, MARKER, fingerprint, read_marker, verify, write_marker
 from fsdp2_tools.checkpoint.safetensors_write import write_safetensors

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.checkpoint.files import open_files
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import verify
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir

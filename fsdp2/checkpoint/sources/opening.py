@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp2.checkpoint.files import Files, LocalFiles, is_there, open_files
+from fsdp2.checkpoint.files import Files, LocalFiles, is_there
 from fsdp2.checkpoint.full_file import vouched_step
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.dcp_tensors import DcpTensors
 from fsdp2.checkpoint.sources.pt_file import open_pt

@@ -23,7 +23,8 @@ from torch import nn
 from fsdp2.checkpoint import full_model, meaning
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
-from fsdp2.checkpoint.files import LocalFiles, open_files, publish
+from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models.spec import ModelSpec
