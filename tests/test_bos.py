@@ -20,7 +20,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run import preflight
 from fsdp2.run.dataset import open_data
-from fsdp2.run.directory.rundir import shapes_of
+from fsdp2.run.directory.marker import shapes_of
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import runtime
 from fsdp2_extra.text.rows import Row

@@ -12,7 +12,6 @@ from typing import IO, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsdp2.checkpoint import full_dtensor
 from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of, disk_errors
 from fsdp2.checkpoint.files import LocalFiles
@@ -30,11 +29,13 @@ SECONDS_BETWEEN_SIGNS = 10.0
 
 def full_state_api(*, dcp_api: bool) -> Any:
     """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
-    if not dcp_api:
-        return full_dtensor
-    from fsdp2.checkpoint import full_dcp
+    if dcp_api:
+        from fsdp2.checkpoint import full_dcp
 
-    return full_dcp
+        return full_dcp
+    from fsdp2.checkpoint import full_dtensor
+
+    return full_dtensor
 
 
 def save_full(api: Any, app: AppState, path: Path, step: int, info: Mapping[str, Any] | None = None) -> None:

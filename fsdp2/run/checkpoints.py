@@ -19,7 +19,8 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.inspect import is_finite
 from fsdp2.parallel.meta import shared_names
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import checkpoint_info, large, too_large_unasked
+from fsdp2.run.directory.marker import checkpoint_info
+from fsdp2.run.directory.rundir import large, too_large_unasked
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped, broadcast, gather
 from fsdp2.run.watch.hangs import Watch

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2.checkpoint.full_dtensor import scatter
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
 from fsdp2.models.initial import reset_parameters, slices_of
@@ -59,6 +58,8 @@ class InitialValues:
         wanted = {name for name in saved if not brought(name)}
         targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
         if targets:
+            from fsdp2.checkpoint.full_dtensor import scatter
+
             scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
 
     def _drawn(self) -> dict[str, Tensor]:
@@ -93,6 +94,7 @@ class StartWeights:
         return config.lora is None or elsewhere(config)(name)  # of a model with adapters all but these
 
     def __call__(self, model: nn.Module) -> None:
+        from fsdp2.checkpoint.full_dtensor import scatter
         from fsdp2.checkpoint.weights import OtherWeights, load_weights
         from fsdp2.run.init_from import by_library, require_finite
 

@@ -29,8 +29,9 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.job import Job, Origin
 from fsdp2.run.directory.lock import SwapFiles
+from fsdp2.run.directory.marker import changed_files, changed_flags, kept_files, shapes_of
 from fsdp2.run.directory.room import check_room
-from fsdp2.run.directory.rundir import RunDir, changed_files, changed_flags, default_path, kept_files, large, shapes_of
+from fsdp2.run.directory.rundir import RunDir, default_path, large
 from fsdp2.run.process.runtime import World
 from fsdp2.run.schedule import Length, before
 

@@ -20,7 +20,8 @@ from fsdp2.data.splits import Dataset
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.directory.job import Job
-from fsdp2.run.directory.rundir import LINEAGE, kept_files, write_config
+from fsdp2.run.directory.marker import kept_files
+from fsdp2.run.directory.rundir import LINEAGE, write_config
 from fsdp2.run.preflight import damaged
 from fsdp2.run.process.runtime import World, world
 

@@ -30,7 +30,8 @@ from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
-from fsdp2.run.directory.rundir import RunDir, kept_files, read_config
+from fsdp2.run.directory.marker import kept_files
+from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.run.init_from import require_finite
 from fsdp2.run.initial_weights import InitialValues, StartWeights, elsewhere
 from fsdp2.run.parts import base_of

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     early.answer(parse)
 
 from fsdp2.options.errors import require
-from fsdp2.run.directory.rundir import environment
+from fsdp2.run.directory.marker import environment
 from fsdp2.run.process import ending
 from fsdp2.run.process.group import RunStopped
 from fsdp2.units import short

@@ -27,7 +27,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import read_values
-from fsdp2.run.directory.rundir import environment
+from fsdp2.run.directory.marker import environment
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import RunStopped

@@ -13,7 +13,7 @@ from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import parse_json, read_bytes
 from fsdp2.options.values import checked, location, whole
-from fsdp2.run.directory.rundir import shapes_of
+from fsdp2.run.directory.marker import shapes_of
 from fsdp2.units import printable
 from migration.checkpoints.back import back
 from migration.checkpoints.code import Code, optimizer_class

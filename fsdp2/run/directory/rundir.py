@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, cast
-
-import torch
-from torch import nn
 
 from fsdp2.checkpoint import full_model, meaning
 from fsdp2.checkpoint.dcp_files import HashingStream
@@ -32,6 +24,7 @@ from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
 from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
+from fsdp2.run.directory.marker import environment
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
 _OURS = re.compile(r"(config|deepspeed|memory|plan|tracking)\.json|metrics\.jsonl|hang\.txt|rank[0-9]+_")
@@ -185,41 +178,10 @@ def default_path(model: str) -> Path:
     return candidate
 
 
-def environment(world_size: int) -> dict[str, Any]:
-    """Versions and sizes that a reader of the results will ask for."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": version("torchvision"),
-        "git": _git_revision(),
-        "world_size": world_size,
-        "threads": torch.get_num_threads(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-@functools.cache
-def _git_revision() -> str | None:
-    try:
-        where = Path(__file__).parent
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
-
-
 def write_config(run: RunDir, config: Config, world_size: int) -> None:
     """config.json: the flags, which `--config` reads back, and the environment."""
     content = {"flags": to_flags(config), "environment": environment(world_size)}
     publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    """Name -> shape of everything in a model's state dict."""
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
@@ -231,74 +193,6 @@ def large(config: Config, spec: ModelSpec) -> int | None:
     """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
     needed = bytes_of(spec.described(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
-
-
-def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:
-    """Make what a checkpoint's marker says beside its files.
-
-    Names and shapes are there so that another model is recognised before anything is loaded.
-    """
-    model = spec.described(config.model_size)
-    return {
-        "config": to_flags(config),
-        "mesh": {"replicate": config.replicas, "shard": world_size // (config.replicas * config.tp), "tp": config.tp},
-        "environment": environment(world_size),
-        "model": shapes_of(model),
-        **{part: meaning.hashes(files) for part, files in kept_files(config).items()},
-        **_adapters(spec, config.model_size),
-    }
-
-
-def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
-    """The parts of a marker for files that a run keeps -> name -> content. Of adapters it has what they mean.
-
-    A model's own tokenizer is among its files. The one of `--tokenizer` is apart, so that the model stays as it was:
-    which token hides others, the tokenizer in its folder says, whichever one reads the text.
-    """
-    files, spec = dict(config.spec.files(str(config.model_size))), config.spec
-    if spec.lora is not None:
-        from fsdp2_extra.models import lora
-
-        files.pop(lora.FILE)
-    if config.tokenizer in (None, "bytes"):
-        return {meaning.PART: files}
-    from fsdp2_extra.text.tokenizer_file import tokenizer_files
-
-    return {meaning.PART: files, meaning.TOKENIZER: tokenizer_files(str(config.tokenizer))}
-
-
-# What a resumed run may change, and computes other numbers with.
-_COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
-
-
-def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """Say that the steps from here on compute differently from those before the checkpoint; None if they don't."""
-    then, now = marker.get("config", {}), to_flags(config)
-    words = [
-        f"--{flag} {now[flag] or 'off'} (before: {shown(then[flag] or 'off')})"
-        for flag in _COMPUTES
-        if flag in then and then[flag] != now[flag]
-    ]
-    return f"from here on {', '.join(words)}" if words else None
-
-
-def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """Name the files of a model or a tokenizer that have changed since: weights may mean something else then."""
-    words, files = [], kept_files(config)
-    for part, name in ((meaning.PART, config.model), (meaning.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
-        found = meaning.others(marker, files.get(part, {}), part)
-        if found and (part != meaning.PART or name.startswith("hf:")):
-            words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
-    return f"since the checkpoint {' and '.join(words)} changed" if words else None
-
-
-def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
-    """The meaning of adapters: their scale isn't in their tensors."""
-    if spec.lora is None:
-        return {}
-    from fsdp2_extra.models import lora
-
-    return {"adapters": json.loads(spec.files(size)[lora.FILE])}
 
 
 def read_config(run: RunDir, **named: Any) -> Config:
