@@ -64,8 +64,7 @@ class Between:
         jump = self._jumps.look(record)
         if jump is None:
             return
-        step = record["step"]
-        name, what = jump
+        step, (name, what) = record["step"], jump
         self._emit("anomaly", {"step": step, "about": name, "what": what})
         if self._config.on_anomaly == "stop":
             advice = "look at that step's data, --lr and --clip-grad-norm, or use --on-anomaly report"
@@ -75,7 +74,6 @@ class Between:
         """After the first step, and whenever torch has left out something new."""
         now = compiled()
         if self._compiled is None or now.left_out != self._compiled.left_out:
-            self._emit(
-                "compiled", {"step": step, "graphs": now.graphs, "left_out": list(now.left_out), "what": str(now)}
-            )
+            facts = {"graphs": now.graphs, "left_out": list(now.left_out), "what": str(now)}
+            self._emit("compiled", {"step": step, **facts})
             self._compiled = now
