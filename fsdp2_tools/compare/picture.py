@@ -129,6 +129,8 @@ def _scatter(found: Sequence[Measured]) -> Any:
 
     good = [row for row in found if row.failed is None]
     best = efficient(found)
+    sizes = [row.peak_bytes for row in good]
+    middle = (min(sizes) + max(sizes)) / 2 if sizes else 0  # a name goes towards it, where it isn't cut off
     figure = go.Figure()
     for rows, name, colour, symbol in (
         ([row for row in good if row not in best], "others", "#4477aa", "circle"),
@@ -146,7 +148,7 @@ def _scatter(found: Sequence[Measured]) -> Any:
                     "thickness": 1,
                 },
                 text=[row.name for row in rows],
-                textposition="top right",
+                textposition=["top left" if row.peak_bytes > middle else "top right" for row in rows],
                 mode="markers+text",
                 name=name,
                 marker={"size": 10, "color": colour, "symbol": symbol},

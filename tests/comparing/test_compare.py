@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,12 @@ def test_the_page_opens_in_a_browser_without_a_network(tmp_path: Path) -> None:
     opened = in_browser(page(FOUND, {}, ["advice"]), tmp_path)
     assert opened.count('class="main-svg"') >= 2
     assert "parameters" in opened
+
+
+def test_the_names_of_the_outermost_points_go_inwards() -> None:
+    sides = re.findall(r'"textposition":(\[.*?\])', page(FOUND, {}, []))
+    wide = [side for one in sides for side in json.loads(one)]
+    assert sorted(set(wide)) == ["top left", "top right"]
 
 
 def test_the_image_holds_any_number_of_rows(tmp_path: Path) -> None:
