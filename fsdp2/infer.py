@@ -127,19 +127,20 @@ def go_on(
             raise ConfigError("--prompt: holds no token; give some text")
         begin = torch.tensor(tokens.astype("int64"), device=run.device)
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
-        written: list[int] = []
+        known, said, text = tokens.tolist(), "", ""
+        asked = tokenizer.decode(known)  # decoded alone, what follows may lose the space before it
         if run.world.rank == 0:
             print(prompt, end="", flush=True)
         for token in generate(run.forward, spec, begin, window=config.seq_len, end=tokenizer.end, **settings):
-            before = tokenizer.decode(written)
-            written.append(token)
-            text = tokenizer.decode(written)
+            known.append(token)
+            text = tokenizer.decode(known)[len(asked) :]
             # What a token ends may be the rest of a character.
             if run.world.rank == 0 and not text.endswith("\ufffd"):
-                print(printable(text.removeprefix(before.rstrip("\ufffd")), "\n\t"), end="", flush=True)
+                print(printable(text.removeprefix(said), "\n\t"), end="", flush=True)
+                said = text
         if run.world.rank == 0:
             print()
-        return {"prompt": prompt, "text": tokenizer.decode(written), "weights": run.weights}
+        return {"prompt": prompt, "text": text, "weights": run.weights}
 
 
 @contextmanager

@@ -130,6 +130,22 @@ def test_training_and_a_prompt_begin_alike(corpus: Path, tmp_path: Path, monkeyp
         assert asked == [[*begin, 0, 1], [2, 0, 1]]
 
 
+def test_the_space_before_the_first_word_that_is_written_stays(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SentencePiece writes them: a word begins with its space, and a text's first word loses it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("▁once", -1.0), ("▁upon", -1.0)], 0))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = parse(["--model=llama", f"--dataset=text:{corpus}", f"--tokenizer={tmp_path}", "--bos=never"])
+    run = SimpleNamespace(config=config, device="cpu", world=runtime.world(), forward=None, weights="")
+    monkeypatch.setattr("fsdp2.infer.opened", lambda place, **_: nullcontext(run))
+    monkeypatch.setattr("fsdp2.infer.generate", lambda *_, **__: iter([2, 1]))
+    assert infer.go_on("run", "once", new_tokens=2, temperature=0.0, seed=1)["text"] == " upon once"
+    assert capsys.readouterr().out == "once upon once\n"
+
+
 def test_a_folder_prepared_with_another_beginning_is_refused(corpus: Path, tmp_path: Path) -> None:
     tokenizer = make_words(tmp_path, "template", {"bos_token": "<s>"})
     for bos, other, part in (
