@@ -125,7 +125,7 @@ class Dataset:
     """Train and test split, and how to name a class (a label's name, or a token's text).
 
     Attributes:
-        about: of text that was prepared, its counts and its tokenizer, which `fsdp2_extra.text.seen` tells of.
+        about: of text that was prepared, its counts and its tokenizer, which `fsdp2_extra.text.header_lines` tells of.
     """
 
     train: Split

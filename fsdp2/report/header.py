@@ -69,9 +69,9 @@ def _data(dataset: Dataset) -> list[str]:
     """Describe what is learned of text or conversations."""
     if not dataset.about:
         return []
-    from fsdp2_extra.text import seen
+    from fsdp2_extra.text import header_lines
 
-    return seen.lines(dataset)
+    return header_lines.lines(dataset)
 
 
 def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list[str]:

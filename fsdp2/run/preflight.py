@@ -248,7 +248,7 @@ def check_world(config: Config, world: World) -> None:
 
 def check_data(config: Config, *, read: bool = True) -> None:
     if config.dataset.startswith(data.OWN):
-        from fsdp2_extra.text.own_text import check_own_text
+        from fsdp2_extra.text.refusals import check_own_text
 
         check_own_text(config, read=read)
     if config.data_root is None:

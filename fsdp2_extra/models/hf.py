@@ -28,7 +28,7 @@ from fsdp2_extra.foreign.model_files import files_to_keep
 from fsdp2_extra.models.attending import attentions, by_flex
 from fsdp2_extra.models.blocks import find_blocks
 from fsdp2_extra.models.causal import sees_later
-from fsdp2_extra.models.tried import wrong_with
+from fsdp2_extra.models.meta_trial import wrong_with
 
 KEPT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "special_tokens_map.json"),

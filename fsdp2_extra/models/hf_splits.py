@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fsdp2.models.locally import OF_SOME_HEADS, WHOLE, Change, Locally, Read, gathered, in_parts, packed, part, summed
-from fsdp2_extra.models.seen_in_part import seen_in_part
+from fsdp2_extra.models.partial_activations import seen_in_part
 
 Plan = Mapping[str, str]
 

@@ -23,6 +23,7 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
+from fsdp2_extra.text.ends_of_turns import Turns
 from fsdp2_extra.text.forms import of_line, read_of, spelled
 from fsdp2_extra.text.places import File
 from fsdp2_extra.text.prepared import (
@@ -39,7 +40,6 @@ from fsdp2_extra.text.prepared import (
 )
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row, blocks
-from fsdp2_extra.text.turns import Turns
 
 SAY_SECONDS = 10.0
 

@@ -28,7 +28,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, reading_of
 from fsdp2.run.preflight import check_data
-from fsdp2_extra.text import seen
+from fsdp2_extra.text import header_lines
 from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.preparing import prepare
 from fsdp2_extra.text.text import found
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos, arguments.chat_fields)
         files = [file for place in arguments.places for file in found(place, encoder.suffixes)]
         meta = prepare(files, out, encoder, say=_say)
-        warnings = seen.warnings({**meta, **encoder.about}, encoder.names)
+        warnings = header_lines.warnings({**meta, **encoder.about}, encoder.names)
         kind, what = encoder.kind, {"chat": "conversations", "text": "documents"}[encoder.kind]
     except UnusableText as error:
         raise ConfigError(str(error)) from None
@@ -71,7 +71,7 @@ def show(config: Config, count: int) -> dict[str, Any]:
     dataset = open_data(config, config.spec)
     try:
         encoders = [one for _, one in opened(config.dataset, **reading_of(config))]
-        for line in seen.lines(dataset):
+        for line in header_lines.lines(dataset):
             print(line)
         parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]
         for part, encoder in zip(parts, encoders, strict=True):

@@ -13,13 +13,13 @@ import pytest
 from fsdp2 import data
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED
-from fsdp2_extra.text import seen, text
+from fsdp2_extra.text import header_lines, text
 from fsdp2_extra.text.chat import Chat
+from fsdp2_extra.text.ends_of_turns import NONE, Turns
 from fsdp2_extra.text.places import find
 from fsdp2_extra.text.preparing import prepare
 from fsdp2_extra.text.text import Text
 from fsdp2_extra.text.tokenizer_file import FromFile, open_tokenizer
-from fsdp2_extra.text.turns import NONE, Turns
 from fsdp2_tools.data import __main__ as command
 from tests.test_bos import make_words
 from tests.test_chat import GENERATION, NO_BORDER, PLAIN, TEMPLATE, make_tokenizer, talk
@@ -64,7 +64,7 @@ def counted(split: Any, length: int) -> str:
 def test_counts_of_text_are_those_of_its_sequences(
     words: Path, monkeypatch: pytest.MonkeyPatch, task: str, apart: bool
 ) -> None:
-    monkeypatch.setattr(seen, "AT_A_TIME", 7)
+    monkeypatch.setattr(header_lines, "AT_A_TIME", 7)
     made = data.load(
         f"text:{words}",
         root=None,
@@ -75,7 +75,7 @@ def test_counts_of_text_are_those_of_its_sequences(
         special_token=4,
         apart=apart,
     )
-    counts, learned, tokenizer = seen.lines(made)
+    counts, learned, tokenizer = header_lines.lines(made)
     splits: list[Any] = [getattr(split, "windows", split) for split in (made.train, made.test)]
     documents = [range(end - length, end) for one in splits for end, length in _lengths(one.ends.tolist())]
     cut = sum(int(document[0] // 8 != document[-1] // 8) for document in documents)
@@ -97,14 +97,14 @@ def _lengths(ends: list[int]) -> list[tuple[int, int]]:
 def test_counts_of_conversations_are_those_of_their_sequences(tmp_path: Path) -> None:
     file = talks(tmp_path / "chat", GENERATION)
     made = text.load(str(file), 80, 256, Chat(str(file.parent)), apart=True)
-    counts, learned, tokenizer = seen.lines(made)
+    counts, learned, tokenizer = header_lines.lines(made)
     tokens = [len(split.tokens) for split in (made.train, made.test)]  # type: ignore[attr-defined]
     assert counts.startswith("conversations: 40 of ")
     assert f" tokens ({sum(tokens):,} in all); truncated: none, dropped: none" in counts
     lines = [{**json.loads(line), "sco\x1bre": 1} for line in file.read_text().splitlines()]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     again = text.load(str(file), 80, 256, Chat(str(file.parent)), apart=True)
-    assert seen.lines(again)[0].endswith(r"; truncated: none, dropped: sco\x1bre")
+    assert header_lines.lines(again)[0].endswith(r"; truncated: none, dropped: sco\x1bre")
     assert learned == (
         f"{counted(made.train, tokens[0])}, {len(made.test)} for evaluation; <|end|> ends a turn, learned in 80 of 80 "
         "answers"
@@ -236,7 +236,7 @@ def test_a_tokenizer_that_transformers_reads_differently_is_named(
     (tmp_path / "a.txt").write_text("words " * 100)
     for _ in range(2):  # made, and found in the cache
         made = text.load(str(tmp_path / "a.txt"), 8, 300, Text(open_tokenizer(str(folder))), apart=True)
-        warned = [line for line in seen.lines(made) if line.startswith("warning: transformers reads ")]
+        warned = [line for line in header_lines.lines(made) if line.startswith("warning: transformers reads ")]
         assert [str(part) in line for line in warned] == [True] * (part is not None)
 
 
@@ -258,7 +258,7 @@ def test_truncation_shows_at_a_glance(words: Path) -> None:
     made._tokenizer.enable_padding(length=6)
     file.write_text(made._tokenizer.to_str())
     (counts, _, tokenizer), (wrong, *_) = (
-        seen.lines(text.load(str(words), 8, 8, Text(one), apart=True))
+        header_lines.lines(text.load(str(words), 8, 8, Text(one), apart=True))
         for one in (open_tokenizer(str(file)), _cutting(made))
     )
     assert tokenizer.endswith("; off: its truncation to 2 tokens and padding to 6")
@@ -300,7 +300,10 @@ def test_conversations_that_end_with_a_token_beyond_the_tokenizer_are_refused(tm
     for turns, part in (({"300": [1, 1]}, "a token that its tokenizer doesn't have"), ({"-1": [0, 80]}, None)):
         meta.write_text(json.dumps({**json.loads(good), "turns": turns}))
         if part is None:
-            assert "no token ends a turn" in seen.lines(text.load(str(tmp_path / "out"), 80, 256, chat, apart=True))[1]
+            assert (
+                "no token ends a turn"
+                in header_lines.lines(text.load(str(tmp_path / "out"), 80, 256, chat, apart=True))[1]
+            )
             continue
         with pytest.raises(UnusableText, match=part):
             text.load(str(tmp_path / "out"), 80, 256, chat, apart=True)
@@ -321,4 +324,4 @@ def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_without_text_says_nothing_of_it() -> None:
     made = data.load("random-tokens", root=None, seq_len=8, vocab_size=16)
-    assert seen.lines(made) == []
+    assert header_lines.lines(made) == []

@@ -12,9 +12,9 @@ import numpy
 
 from fsdp2.data.splits import Dataset
 from fsdp2.units import printable, short
+from fsdp2_extra.text.ends_of_turns import NONE
 from fsdp2_extra.text.forms import FORMS
 from fsdp2_extra.text.places import PUBLISHED
-from fsdp2_extra.text.turns import NONE
 from fsdp2_extra.text.windows import Conversations, Documents
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
