@@ -90,6 +90,8 @@ def train(folder: str, data: pairs.Pairs, out: Path, device: torch.device, steps
         optimizer.zero_grad()
         dist.all_reduce(total := loss.detach())
         losses.append(total.item())
+        if rank == 0:  # ln 2 is the loss of a policy that is still the reference
+            print(f"step {step}/{steps}  loss {losses[-1]:.4f}", flush=True)
         if step % SAVE_EVERY == 0 or step == steps:
             saver.save_now(place, app, step, keep=2)
     if losses:
@@ -106,5 +108,6 @@ if __name__ == "__main__":
             data = pairs.load(place, folder, LENGTH, words, forms.fields_of(",".join(fields)))
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-        print(train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)))
+        if not train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)) and dist.get_rank() == 0:
+            print(f"{out} is finished")
         dist.destroy_process_group()

@@ -114,19 +114,15 @@ class Program:
                 ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines))
         _, rank, how, lines = min(ends)
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        hint = (
-            "; --stand-in runs it with the CPU in a GPU's place"
-            if re.search("NVIDIA|CUDA|nccl", last) and not self.stand_in
-            else ""
-        )
-        return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}{hint}", lines)
+        if re.search("NVIDIA|CUDA|nccl|accelerator", last) and not self.stand_in:
+            last += "; --stand-in runs it with the CPU in a GPU's place"
+        return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}", lines)
 
     def _read(self, folder: Path) -> Record:
         found = {}
         for file in folder.glob("rank-*.jsonl"):
             events = [json.loads(line) for line in file.read_text().splitlines()]
-            facts = next((event for event in events if event["kind"] == "facts"), None)
-            if facts is not None:
+            if facts := next((event for event in events if event["kind"] == "facts"), None):
                 found[facts["rank"]] = events
         if sorted(found) != list(range(max(self.ranks if not (folder / SPAWNS).exists() else 1, len(found)))):
             seen = ", ".join(map(str, sorted(found))) or "none"

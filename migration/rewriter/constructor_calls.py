@@ -173,14 +173,15 @@ class Construction:
             return
         policy = made.policy
         if wrapped and made.castless:
-            name = self.fresh("mp_policy")
-            plan.before.append(f"{name} = {policy}")
-            policy = name
+            policy = self.fresh("mp_policy")
+            plan.before.append(f"{policy} = {made.policy}")
             # FSDP1 casts the inputs of the root alone.
             self.edits.modules["dataclasses"] = "dataclasses"
             plan.inner["mp_policy"] = f"dataclasses.replace({policy}, cast_forward_inputs=False)"
         plan.options["mp_policy"] = policy
         if made.buffers:
+            if any("state_dict" in source.text for source in self.rewriting.program.sources.values()):
+                raise self._undecided("FP03", "buffers that are cast would be saved so, FSDP1's in their own dtype")
             plan.after.append(
                 f"for buffer in {model}.buffers():  # FSDP1's buffer_dtype\n"
                 f"    if buffer.is_floating_point():\n        buffer.data = buffer.to({made.buffers})"
@@ -233,7 +234,10 @@ class Construction:
         if sure or ("cpu" not in shown and any(f"set_device({text})" in one for one in sources)):
             if not placed and "current_device()" not in shown:
                 self.edits.need("torch")
-                plan.before.append(f"torch.cuda.set_device({text})")
+                test = None
+                if isinstance(node, cst.IfExp) and constant(node.orelse) is None:  # as on a CPU, where it is an error
+                    test, text = self._text(node.test), self._text(node.body)
+                plan.before.append(f"if {test}:\n    " * (test is not None) + f"torch.cuda.set_device({text})")
             return
         self.edits.need("torch.distributed.device_mesh", "init_device_mesh")
         if re.fullmatch(r"(torch\.)?(device\()?[\"']cpu[\"']\)?", shown.split(" ")[0]):

@@ -20,14 +20,17 @@ Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
 
 def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tmp_path: Path) -> None:
-    expected = losses(train("--threads=1", run="torchrun", steps=6))
+    expected = losses(train("--threads=1", run="torchrun", steps=8))
     (source,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "TorchTrainer" in block)
-    given = {"device": "cpu", "threads": 1, "batch_size": 16, "model_size": "tiny", "epochs": 50}
-    for steps in (4, 6):  # the second one goes on
-        text = source.replace('"/shared/runs/mine"', repr(str(tmp_path / "own")))
-        exec(text.replace('"max_steps": 200', f'"max_steps": {steps}, **GIVEN'), {"GIVEN": given})
-        assert len(losses_in(tmp_path / "own")) == steps
-    assert losses_in(tmp_path / "own") == expected
+    given = {"device": "cpu", "threads": 1, "batch_size": 16, "model_size": "tiny", "epochs": 50, "checkpoint_every": 1}
+    for steps in (6, 8):  # the second one goes on, where the first checkpoints are removed
+        text = source.replace('"/shared/runs"', repr(str(tmp_path)))
+        names: dict[str, Any] = {"GIVEN": given}
+        exec(text.replace('"max_steps": 200', f'"max_steps": {steps}, **GIVEN'), names)
+        assert len(losses_in(tmp_path / "mine")) == steps
+        assert names["result"].metrics["step"] == steps
+        assert names["result"].checkpoint.path.endswith(f"step-{steps:08d}")
+    assert losses_in(tmp_path / "mine") == expected
 
 
 def test_trackers_are_one_run_after_a_worker_was_killed(tmp_path: Path) -> None:

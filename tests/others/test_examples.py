@@ -146,9 +146,7 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     status, printed = on_ranks_of_its_own(2, dpo.__file__, [folder, str(file), out], tmp_path, {})
     assert status == 0, printed
-    first, second = (json.loads(line) for line in re.findall(r"\[\d[\d., ]+\]", printed))
-    assert first == second
-    assert len(first) == 2
+    assert re.findall(r"^step (\d)/2  loss 0\.\d+$", printed, re.MULTILINE) == ["1", "2"]  # of one rank
     assert {"config.json", "tokenizer.json"} <= {one.name for one in (tmp_path / "out" / "model-2").iterdir()}
     (tmp_path / "others.jsonl").write_text(file.read_text().replace("yes", "yea"))
     for words, part in (

@@ -156,3 +156,24 @@ def test_what_tells_sharded_models_from_whole_ones_is_asked(tmp_path: Path) -> N
     )
     assert run("rewrite", "--write", path) == 1
     assert "# fsdp2: FC31 " in path.read_text()
+
+
+def test_no_device_is_set_where_the_program_sets_none(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD + "def made(net, where):\n    return FSDP(net, device_id=where if where.type == 'cuda' else None)\n"
+    )
+    assert run("rewrite", "--write", path) == 0
+    assert "    if where.type == 'cuda':\n        torch.cuda.set_device(where)\n    return fully" in path.read_text()
+
+
+@pytest.mark.parametrize(("saved", "plain"), [("", True), ("torch.save(model.state_dict(), 'model.pt')\n", False)])
+def test_buffers_that_are_cast_keep_their_own_dtype_in_a_file(tmp_path: Path, saved: str, plain: bool) -> None:
+    path = tmp_path / "script.py"
+    made = "net = torch.nn.Linear(8, 8)\nnet.register_buffer('scale', torch.ones(8))\n"
+    made += "model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))\n"
+    path.write_text(HEAD + "from torch.distributed.fsdp import MixedPrecision\n" + made + saved)
+    assert run("rewrite", "--write", path) == 0
+    text = path.read_text()
+    assert ("buffer.data = buffer.to(torch.bfloat16)" in text) == plain
+    assert ("from fsdp1_interface import" in text) != plain
