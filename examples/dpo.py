@@ -55,9 +55,7 @@ def sharded(folder: str, device: torch.device, *, trained: bool):
     return model
 
 
-def margin(
-    model, tokens, targets
-):  # by how much each chosen answer is the likelier one: (pairs, 2, length) -> (pairs,)
+def margin(model, tokens, targets):  # (pairs, 2, length) -> (pairs,): how much likelier each chosen answer is
     # Both in one forward. After two, backward would keep every whole gradient until its second part comes.
     logits = model(input_ids=tokens.flatten(0, 1), use_cache=False).logits[:, :-1].transpose(1, 2)
     found = -F.cross_entropy(logits, targets.flatten(0, 1)[:, 1:], reduction="none").sum(1).view(-1, 2)

@@ -205,6 +205,15 @@ def main_in_ranks(flags: list[str]) -> list[tuple[str, dict[str, Any]]]:
     return events
 
 
+def refusal_in_ranks(flags: list[str]) -> str:
+    """The line by which `fsdp2.train` refuses a command line on this rank. To be run by `Ranks`."""
+    from fsdp2.options.errors import ConfigError
+
+    with pytest.raises(ConfigError) as refused:
+        main_in_ranks(flags)
+    return str(refused.value)
+
+
 def make_engine(flags: str = "") -> Engine:
     """The smallest model of `--model`, sharded as a command line says, with its initial values. In `Ranks`."""
     from fsdp2 import train

@@ -21,7 +21,7 @@ from fsdp2.models.spec import ModelSpec, no_files
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import trial
 from fsdp2_extra.allocations.ledger import Ledger
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
@@ -111,19 +111,13 @@ def headless() -> ModelSpec:
     return dataclasses.replace(llama.SPEC, head=None)
 
 
-def _refused(flags: list[str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        main_in_ranks(flags)
-    return str(caught.value)
-
-
 def test_a_model_that_changes_its_logits_afterwards_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     flags = [*LLAMA, "--chunked-loss", f"--run-dir={tmp_path / 'run'}", "--threads=1", "--device=cpu"]
     for name, part in (
         ("scaled", "since the model does something to its logits after its last layer"),
         ("headless", "--chunked-loss: the model doesn't tell which layer makes its logits"),
     ):
-        for message in ranks.run(_refused, [*flags, f"--model=tests.test_chunked:{name}"]):
+        for message in ranks.run(refusal_in_ranks, [*flags, f"--model=tests.test_chunked:{name}"]):
             assert part in message
 
 

@@ -16,7 +16,7 @@ from fsdp2_extra.text import mixture, text
 from fsdp2_extra.text.chat import Chat
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_tools.data import __main__ as command
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 from tests.hostile.common import one_line
 from tests.test_chat import PLAIN, make_tokenizer, talk
 from tests.test_published import _fresh as _fresh
@@ -205,14 +205,6 @@ def test_text_has_no_fields_of_conversations(dataset: str) -> None:
         parse(["--model=llama", f"--dataset={dataset}", "--chat-fields=prompt=a"])
 
 
-def _refusal(flags: list[str]) -> str:
-    try:
-        main_in_ranks(flags)
-    except ConfigError as error:
-        return str(error)
-    return "nothing was noticed"
-
-
 def test_a_run_keeps_the_names_of_fields(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are in config.json, in what is prepared and shown; a resume by other names is refused."""
     pytest.importorskip("transformers")
@@ -231,7 +223,7 @@ def test_a_run_keeps_the_names_of_fields(ranks: Ranks, tmp_path: Path, capsys: p
     assert flags["chat-fields"] == "completion=answer,prompt=question"
     rest = [*line, f"--resume={tmp_path}/run/checkpoints/step-00000002", f"--run-dir={tmp_path}/rest"]
     for found in ranks.run(
-        _refusal, [*rest, f"--dataset=chat:{place}", "--chat-fields=prompt=answer,completion=question"], ranks=1
+        refusal_in_ranks, [*rest, f"--dataset=chat:{place}", "--chat-fields=prompt=answer,completion=question"], ranks=1
     ):
         assert found.startswith(
             "--chat-fields completion=question,prompt=answer: the checkpoint to resume from was made with"

@@ -20,7 +20,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2_extra.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from fsdp2_tools.checkpoint.adapters import Adapters, merged
-from tests.harness import Ranks, imported_once, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, imported_once, losses, main_in_ranks, of_kind, refusal_in_ranks
 
 peft = pytest.importorskip("peft", reason="adapters are peft's layers")
 imported_once("peft")
@@ -126,15 +126,9 @@ def test_other_weights_below_the_adapters_are_noticed(ranks: Ranks, adapters: Pa
     other = base.parent / "other"
     ranks.run(main_in_ranks, [*LLAMA, f"--run-dir={other}", "--max-steps=2"])
     line = adapt(other, tmp_path / "run", "--max-steps=7", f"--resume={adapters}")
-    message = ranks.run(_refused, line)[0]
+    message = ranks.run(refusal_in_ranks, line)[0]
     assert message.startswith("--resume: ")
     assert f"its adapters go beside the weights of {base} at that time, and the weights of {other} differ" in message
-
-
-def _refused(flags: list[str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        main_in_ranks(flags)
-    return str(caught.value)
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:

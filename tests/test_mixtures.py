@@ -19,7 +19,7 @@ from fsdp2.options.own_model import require_named
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import mixture
 from fsdp2_tools.data import __main__ as command
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 from tests.test_chat import PLAIN, make_tokenizer
 from tests.test_text import LLAMA, documents
 
@@ -106,14 +106,6 @@ def _run(flags: list[str]) -> tuple[list[float], list[str]]:
     return losses(events), of_kind(events, "start")[0]["header"]
 
 
-def _refusal(flags: list[str]) -> str:
-    try:
-        main_in_ranks(flags)
-    except ConfigError as error:
-        return str(error)
-    return "nothing was noticed"
-
-
 def test_text_and_conversations_are_trained_and_resumed_on_another_number_of_ranks(
     ranks: Ranks, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -129,7 +121,9 @@ def test_text_and_conversations_are_trained_and_resumed_on_another_number_of_ran
     rest.append("--batch-size=2")
     (alone,) = ranks.run(main_in_ranks, [*rest, name, f"--run-dir={tmp_path}/rest"], ranks=1)
     assert losses(alone) == whole[2:]
-    for line in ranks.run(_refusal, [*rest, name.replace("0.7", "0.9"), f"--run-dir={tmp_path}/other"], ranks=1):
+    for line in ranks.run(
+        refusal_in_ranks, [*rest, name.replace("0.7", "0.9"), f"--run-dir={tmp_path}/other"], ranks=1
+    ):
         assert "would mean other samples" in line
 
 

@@ -20,7 +20,7 @@ from fsdp2.run.preflight import check_data
 from fsdp2_extra.foreign import bounds
 from fsdp2_extra.text import published, text
 from fsdp2_tools.data import __main__ as command
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 from tests.hostile.common import one_line
 from tests.test_text import LLAMA, documents
 
@@ -131,16 +131,8 @@ def test_a_run_has_one_order_at_every_world_size_and_after_a_resume(ranks: Ranks
     assert losses(alone) == whole[2:]
     as_saved(place, [*TEXTS[1:], TEXTS[0]])  # of the same length
     published.look.cache_clear()
-    for line in ranks.run(_refusal_of, [*LLAMA, *rest, f"--run-dir={tmp_path}/other"], ranks=2):
+    for line in ranks.run(refusal_in_ranks, [*LLAMA, *rest, f"--run-dir={tmp_path}/other"], ranks=2):
         assert "samples would be repeated or left out" in line
-
-
-def _refusal_of(flags: list[str]) -> str:
-    try:
-        main_in_ranks(flags)
-    except ConfigError as error:
-        return str(error)
-    return "nothing was noticed"
 
 
 def test_prepared_ahead_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

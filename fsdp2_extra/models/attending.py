@@ -40,8 +40,9 @@ def by_flex(model: Any) -> nn.Module:
     def choose(module: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         device = next(one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
         chosen = "flex_attention" if way("flex", device.type, apart=True) == "flex" else elsewhere
-        # As `set_attn_implementation` does it, which reads the file of a model's class: sharded, it has another class.
-        module.config._attn_implementation = chosen
+        if module.config._attn_implementation != chosen:
+            # As `set_attn_implementation` does it, which reads the file of a model's class: sharded, it has another.
+            module.config._attn_implementation = chosen
 
     made: nn.Module = model
     made.register_forward_pre_hook(choose, with_kwargs=True)
