@@ -10,9 +10,11 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -226,6 +228,7 @@ def on_workers(
             callbacks=list(callbacks),
         ),
     )
+    interrupted = signal.getsignal(signal.SIGINT)
     try:
         return trainer.fit()
     except TrainingFailedError as error:
@@ -236,6 +239,10 @@ def on_workers(
     except SystemExit:
         # Ray's own handler of Ctrl-C has ended the workers, and would end this program as if all were well.
         raise KeyboardInterrupt from None
+    finally:
+        # Ray leaves its handler, which holds the run's controller: the actor would live on and get each later Ctrl-C.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupted)
 
 
 class TrainingFailed(RuntimeError):

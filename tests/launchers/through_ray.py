@@ -19,7 +19,12 @@ def losses_in(run: Path) -> list[float]:
 
 
 def through_ray(run: Path | str, *flags: str, workers: int = 2, steps: int = 6) -> Any:
-    return ray_train.main([*small(run, f"--max-steps={steps}", *flags), f"--num-workers={workers}"])
+    """Ray's Result of a run, after which Ctrl-C is the caller's again."""
+    interrupted = signal.getsignal(signal.SIGINT)
+    try:
+        return ray_train.main([*small(run, f"--max-steps={steps}", *flags), f"--num-workers={workers}"])
+    finally:
+        assert signal.getsignal(signal.SIGINT) is interrupted
 
 
 def processes(pattern: bytes) -> list[int]:
