@@ -27,14 +27,12 @@ ENDING = 10  # seconds of the whole, for stacks to be printed
 
 PREFETCH = "--sides=explicit-prefetching"
 PARTS = {
-    "memory": ("benchmarks/memory.py", ["--flags=--model-size=base --batch-size=256"]),
     "steps": ("benchmarks/steps.py", ["--flags=--model-size=base --batch-size=256", "--rounds=30"]),
     "checkpoint": ("benchmarks/checkpoint.py", ["--rounds=5"]),
     "prefetch": ("benchmarks/steps.py", ["--flags=--model-size=base --batch-size=64", PREFETCH, "--rounds=30"]),
     "calibration": ("benchmarks/calibrate.py", []),
 }
 QUICK = {
-    "memory": ["--flags=--model-size=tiny --batch-size=8"],
     "steps": ["--flags=--model-size=tiny --batch-size=8", "--rounds=2", "--steps=2"],
     "checkpoint": ["--rounds=1", "--parameters=5000000"],
     "prefetch": ["--flags=--model-size=tiny --batch-size=8", PREFETCH, "--rounds=2", "--steps=2"],
@@ -76,7 +74,7 @@ def run(name: str, ranks: int, seconds: float, given: argparse.Namespace) -> boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--parts", default="memory,steps,checkpoint", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default="steps,checkpoint", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--nproc", type=int, help="ranks (default: one for each GPU)")
     parser.add_argument("--seconds", type=float, default=deadline.SECONDS, help="when it ends (default: 530)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "notes", help="where the pages go")

@@ -85,30 +85,14 @@ OF_FAMILIES = (
 )
 # Each against the defaults, alone and in pairs: two flags that change the same buffers are where a sum goes wrong.
 FLAGS = (
-    "",
-    "--mixed-precision=bf16",
-    "--mixed-precision=fp16",
-    "--mixed-precision=bf16 --reduce-dtype=bf16",
-    "--activation-checkpointing=block",
-    "--activation-checkpointing=op",
-    "--reshard-after-forward=true",
-    "--reshard-after-forward=false",
-    "--shard-granularity=root",
-    "--shard-granularity=2",
-    "--shard-granularity=layer",
-    "--explicit-prefetching=2",
-    "--cpu-offload",
-    "--grad-accumulation=2",
-    "--grad-accumulation=2 --grad-accumulation-sync=last",
-    "--clip-grad-norm",
-    "--optimizer=sgd",
-    "--optimizer=adamw --fused-optimizer",
-    "--replicas=2",
-    "--ema=0.99",
-    "--chunked-loss=64",
-    "--lora=4",
-    "--global-batch-size=13",
-    "--test-batch-size=128",
+    *("", "--mixed-precision=bf16", "--mixed-precision=fp16", "--mixed-precision=bf16 --reduce-dtype=bf16"),
+    *("--activation-checkpointing=block", "--activation-checkpointing=op"),
+    *("--reshard-after-forward=true", "--reshard-after-forward=false"),
+    *("--shard-granularity=root", "--shard-granularity=2", "--shard-granularity=layer"),
+    *("--explicit-prefetching=2", "--cpu-offload"),
+    *("--grad-accumulation=2", "--grad-accumulation=2 --grad-accumulation-sync=last", "--clip-grad-norm"),
+    *("--optimizer=sgd", "--optimizer=adamw --fused-optimizer", "--replicas=2", "--ema=0.99"),
+    *("--chunked-loss=64", "--lora=4", "--global-batch-size=13", "--test-batch-size=128"),
 )
 # Meshes of 4 ranks, each with what else changes a rank's memory.
 MESHES = ("--tp=2", "--sp=2", "--tp=2 --sp=2", "--tp=2 --replicas=2", "--sp=2 --replicas=2")

@@ -10,21 +10,24 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from memory import counted, made_up
 
 from fsdp2.config import Config, parse
+from fsdp2.data.loader import Batch
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
+from fsdp2.parallel.engine import Engine
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import gather, process_group
 from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import process_settings
 from fsdp2.train import make_engine, train_step
+from fsdp2_extra.allocations.ledger import Ledger, by_kind
 
 WARM_UP = 3  # steps: cuBLAS's workspaces, compiling, the optimizer's state
 LEAST, MOST = 2, 12  # timed steps
@@ -128,6 +131,52 @@ def measure(
         return
     counts = counted(engine, batch, step, device)
     write(out, world, {**found, "ledger": counts})
+
+
+def counted(engine: Engine, batch: Batch, step: Callable[[], None], device: torch.device) -> dict[str, int]:
+    """Bytes of a further step: of kinds of tensors, `ledger` = the most at once, `allocated` = by the allocator, less
+    what it had beside the ledger's tensors, and `reserved`; both 0 without a GPU."""
+    # What is offloaded takes none of the device's memory.
+    held = {kind: [t for t in tensors if t.device.type == device.type] for kind, tensors in engine.held().items()}
+    activations, backward = 0, engine.backward
+
+    def noting(loss: torch.Tensor, last_microbatch: bool) -> None:
+        nonlocal activations
+        ledger.phase("backward", 3)
+        activations = by_kind(ledger.alive()).get("activations", 0)
+        backward(loss, last_microbatch)
+
+    vars(engine)["backward"] = noting
+    others, gpu = 0, device.type == "cuda"
+    with Ledger() as ledger:
+        ledger.watch(engine.model, held)
+        ledger.mark("data", [batch.inputs, batch.targets])
+        state = by_kind(ledger.alive())
+        if gpu:
+            torch.cuda.synchronize(device)
+            others = torch.cuda.memory_allocated(device) - ledger.live_bytes
+            torch.cuda.reset_peak_memory_stats(device)
+        ledger.phase("forward", 3)
+        step()
+    vars(engine)["backward"] = backward
+    counts = {kind: state.get(kind, 0) for kind in ("parameters", "optimizer")}
+    counts |= {"activations": activations, "ledger": ledger.peak_bytes, "allocated": 0, "reserved": 0}
+    if gpu:
+        torch.cuda.synchronize(device)
+        counts["allocated"] = torch.cuda.max_memory_allocated(device) - others
+        counts["reserved"] = torch.cuda.max_memory_reserved(device)
+    return counts
+
+
+def made_up(config: Config, world: World, device: torch.device) -> Batch:
+    """A batch of random images or tokens: memory doesn't depend on what is in them."""
+    if (vocabulary := config.spec.vocab_size(config.model_size)) is not None:
+        inputs = targets = torch.randint(vocabulary, (config.batch_size, config.seq_len), device=device)
+    else:
+        inputs = torch.randn(config.batch_size, 1, 28, 28, device=device)
+        targets = torch.randint(10, (config.batch_size,), device=device)
+    ranks = world.world_size
+    return Batch(inputs, targets, True, config.batch_size * ranks, targets.numel() * ranks, True)
 
 
 def write(out: Path, world: World, found: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.weights import load_weights
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.groups import shard_groups
-from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import allocate, shared_names
+from fsdp2.parallel.shards import local
 from fsdp2_tools.checkpoint.export import export
 
 SIZE = {"dim": 1536, "layers": 14, "heads": 12, "kv_heads": 4, "hidden": 6144, "vocab_size": 32_000}

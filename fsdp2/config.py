@@ -300,9 +300,7 @@ class Config:
         one_of("hash", "size"),
     )
     init_from: str | None = option(
-        None,
-        "start from the weights of a file, a folder or a run; scratch = ignore the weights of --model",
-        location,
+        None, "start from the weights of a file, a folder or a run; scratch = ignore the weights of --model", location
     )
     init_partial: bool = option(False, "with --init-from, load only the weights that fit, and list the others", switch)
     save_model: bool | None = option(

@@ -12,7 +12,6 @@ import torch
 from fsdp2.config import Config
 from fsdp2.options.own_model import blocks_of
 from fsdp2.parallel.engine import Engine
-from fsdp2.report import planned
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.process.runtime import World
 
@@ -66,6 +65,7 @@ def observed(
         try:
             yield tensors
         except torch.OutOfMemoryError as error:
+            from fsdp2.report import planned
             from fsdp2_extra.allocations import out_of_memory
 
             alive = recorder.ledger.alive() if recorder else out_of_memory.known_state(engine, device)

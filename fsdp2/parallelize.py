@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp2.parallel.activation_checkpointing import checkpoint_activations
-from fsdp2.parallel.compiling import compile_blocks
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
@@ -90,11 +88,15 @@ def parallelize(
 
     # Recomputation goes innermost: it must repeat a block's arithmetic, not its communication.
     if config.activation_checkpointing:
+        from fsdp2.parallel.activation_checkpointing import checkpoint_activations
+
         checkpoint_activations(blocks, config.activation_checkpointing)
 
     # Compile each block before fully_shard adds its hooks, which break the graph; and each block rather than
     # the model, since equal blocks share one compilation.
     if config.compile:
+        from fsdp2.parallel.compiling import compile_blocks
+
         compile_blocks(blocks)
 
     # Shard the groups, then the root, while there is still nothing to move.

@@ -107,7 +107,9 @@ def main(
 
         with job.starting():
             write_start(config, job, world, app, node_memory, engine.files, finished=finished())
-            reports = Reports(config, run.metrics, run.files, world.rank, batches.steps_per_epoch, on_event)
+            reports = Reports(
+                config, run.metrics, run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event
+            )
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
 
@@ -116,8 +118,8 @@ def main(
         observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
-            opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path) + speed.lines
-            reports.emit(*job.opening_event({"header": opening, **at(), **engine.started, **restored}))
+            opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path, reports.plan)
+            reports.emit(*job.opening_event({"header": opening + speed.lines, **at(), **engine.started, **restored}))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
@@ -157,7 +159,7 @@ def main(
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
             left = checkpoints.finish(finished=finished(), changed=accuracy is not None)
             done = {**at(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            end = reports.end({**done, "run_dir": run.place, **left}, log, world.world_size, peak_bytes)
+            end = reports.end({**done, "run_dir": run.place, **left}, log, peak_bytes)
             checkpoints.upload_metrics()
     return end
 
@@ -202,31 +204,34 @@ def train_step(
 
 
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
-    """The sharded model with its initial values or those of `--init-from`, which a checkpoint would replace.
-
-    A collective call.
-    """
+    """The sharded model with initial values or `--init-from`'s, which a checkpoint would replace. A collective call."""
     # Nothing is drawn that would be replaced. What of a model is left out of weights in part is known after them.
     weights = StartWeights(config, restoring=restoring)
-    arguments: dict[str, Any] = {
-        "build": lambda: spec.on_meta(config.model_size),
-        "blocks_of": blocks_of(config),
-        "set_weights": InitialValues(config, brought=weights.brings),
-        "load_weights": weights if weights.wanted else None,
-        "brought": weights.brings,
-        "device": device,
-        "world_size": world.world_size,
-    }
-    # The only place that asks for the strategy: each engine is driven in the same way.
-    if config.strategy == "fsdp2":
-        engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **arguments)
-    else:
-        engine = baseline(config.strategy).build(config, Start(**arguments))
-    engine.call, engine.started = spec.call, weights.facts
+    start = Start(
+        build=lambda: spec.on_meta(config.model_size),
+        blocks_of=blocks_of(config),
+        set_weights=InitialValues(config, brought=weights.brings),
+        load_weights=weights if weights.wanted else None,
+        brought=weights.brings,
+        device=device,
+        world_size=world.world_size,
+    )
+    engine = engine_of(config, spec, start)
+    engine.started = weights.facts
     if config.ema is not None or config.lora is not None:
         from fsdp2.run.parts import add_parts
 
         add_parts(config, engine)
+    return engine
+
+
+def engine_of(config: Config, spec: ModelSpec, start: Start) -> Engine:
+    """The engine of the strategy: the only place that asks for it, as each is driven in the same way."""
+    if config.strategy == "fsdp2":
+        engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **vars(start))
+    else:
+        engine = baseline(config.strategy).build(config, start)
+    engine.call = spec.call
     return engine
 
 

@@ -1,8 +1,9 @@
-"""Bytes, places and commands as a person writes and reads them."""
+"""Bytes, places, commands and notices as a person writes and reads them."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 
@@ -48,3 +49,8 @@ def short(path: Path | str) -> str:
         return str(path)
     path = Path(path)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def tell(notice: str) -> None:
+    """Print a notice of the program's own, apart from its results."""
+    print(f"fsdp2: {notice}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2_extra.allocations.ledger import Ledger
 from tests.harness import Ranks, batch, losses, make_engine, relative
 

@@ -21,7 +21,7 @@ from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.watch import replicas, waiting
 from fsdp2.run.watch.jumps import FEWEST, REMEMBERED, Jumps

@@ -18,7 +18,7 @@ from fsdp2.config import parse
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run import preflight
+from fsdp2.run import resuming
 from fsdp2.run.dataset import open_data
 from fsdp2.run.directory.marker import shapes_of
 from fsdp2.run.preflight import check_data
@@ -168,10 +168,10 @@ def test_a_run_is_resumed_with_the_same_documents(
     then, now = (parse([*line, f"--{flag}={value}"]) for value in (before, after))
     model = now.spec.on_meta(now.model_size)
     marker = {"model": shapes_of(model), "config": to_flags(then)}
-    monkeypatch.setattr(preflight, "read_marker", lambda checkpoint: marker)
-    preflight.check_checkpoint(then, model, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(resuming, "read_marker", lambda checkpoint: marker)
+    resuming.check_checkpoint(then, model, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--{flag} {after}: the checkpoint to resume from was made with {before}"):
-        preflight.check_checkpoint(now, model, None)  # type: ignore[arg-type]
+        resuming.check_checkpoint(now, model, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

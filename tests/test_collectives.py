@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import models
-from fsdp2.parallel.inspect import groups_of
+from fsdp2.parallel.shards import groups_of
 from tests.harness import AllGathers, Ranks, batch, loss_of
 from tests.harness import make_engine as make
 

@@ -19,7 +19,7 @@ from fsdp2.config import parse
 from fsdp2.data.loader import Batch
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped
 from fsdp2.train import main, train_step

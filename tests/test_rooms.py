@@ -79,16 +79,13 @@ def book(sources: Sources) -> dict[str, str]:
 
 def wrong_packages(sources: Sources) -> set[tuple[str, str]]:
     """Modules that name another package than they may."""
-    return (
-        {
-            (module, name)
-            for module, text in sources.items()
-            for name in names(text)
-            if (to := name.split(".")[0]) != (own := module.split(".")[0]) and to not in ARROWS[own]
-        }
-        - {("fsdp2.run.beside", "fsdp2_tools")}
-        - {("fsdp2.__init__", "fsdp2_tools")}
-    )
+    found = {
+        (module, name)
+        for module, text in sources.items()
+        for name in names(text)
+        if (to := name.split(".")[0]) != (own := module.split(".")[0]) and to not in ARROWS[own]
+    }
+    return found - {("fsdp2.run.beside", "fsdp2_tools"), ("fsdp2.__init__", "fsdp2_tools")}
 
 
 def circles(sources: Sources) -> set[str]:
@@ -223,7 +220,7 @@ def test_an_extra_part_is_loaded_by_a_flag_alone_and_names_few_rooms() -> None:
         "elastic": {"checkpoint", "parallel", "config", "run"},
         "low_precision": {"parallel"},
         "models": {"models", f"{EXTRA}.foreign"},
-        "remote": {"checkpoint"},
+        "remote": {"checkpoint", f"{EXTRA}.foreign"},
         "text": {"data", "run", "config", f"{EXTRA}.foreign"},
         "trackers": {"checkpoint"},
     }
@@ -286,7 +283,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 17_500, lines
-    assert sum(lines.values()) <= 54_100, lines
+    assert sum(lines.values()) <= 54_050, lines
 
 
 def test_the_training_is_one_page() -> None:
@@ -382,13 +379,18 @@ def test_one_of_several_ranks_refuses_with_the_others() -> None:
     assert _python(program) == "goes on\n"
 
 
-@pytest.mark.parametrize(("module", "most"), [("fsdp2.minimal", 13), ("fsdp2.parallelize", 20), ("fsdp2.train", 90)])
-def test_a_reader_loads_few_files(module: str, most: int) -> None:
-    """What a module loads is its size to a reader; the aim for `fsdp2.train` is 90."""
-    count = f"len([name for name in sys.modules if name.split('.')[0] in {(BOOK, *BESIDE)!r}])"
-    found = int(_python(f"import sys, {module}; print({count})"))
-    print(module, found)
-    assert 0 < found <= most
+@pytest.mark.parametrize(
+    ("module", "most", "longest"),
+    [("fsdp2.minimal", 9, 840), ("fsdp2.parallelize", 14, 1_260), ("fsdp2.train", 85, 10_810)],
+)
+def test_a_reader_loads_few_files(module: str, most: int, longest: int) -> None:
+    """What a module loads is its size to a reader; the aims for `fsdp2.train` are 90 files and 11,000 lines."""
+    found = f"[one.__file__ for name, one in sys.modules.items() if name.split('.')[0] in {(BOOK, *BESIDE)!r}]"
+    files = _python(f"import sys, {module}; print(*{found}, sep='\\n')").splitlines()
+    lines = sum(len(Path(file).read_text().splitlines()) for file in files)
+    print(module, len(files), lines)
+    assert 0 < len(files) <= most
+    assert lines <= longest
 
 
 def _python(program: str, **variables: str) -> str:

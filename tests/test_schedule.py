@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LinearLR
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import schedule
+from fsdp2.run.resuming import length_before
 from fsdp2.run.schedule import Length, Schedule, course
 from tests.harness import LEAVES_NOTHING, Ranks, full_files, losses, main_in_ranks, of_kind, same, small
 
@@ -198,8 +199,8 @@ def test_gamma_counts_epochs_where_a_step_has_become_smaller() -> None:
     "flags", [{}, {"epochs": 2, "batch-size": "x", "grad-accumulation": 1}, {"epochs": 0, "global-batch-size": 4}]
 )
 def test_a_marker_that_says_no_length_is_not_asked_for_one(flags: dict[str, Any]) -> None:
-    assert schedule.before({"config": flags, "world_size": 2}) is None
-    assert schedule.before({"config": {**flags, "epochs": 3, "global-batch-size": 4}}) == (3, None, 4)
+    assert length_before({"config": flags, "world_size": 2}) is None
+    assert length_before({"config": {**flags, "epochs": 3, "global-batch-size": 4}}) == (3, None, 4)
 
 
 @pytest.mark.parametrize(

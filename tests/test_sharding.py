@@ -18,8 +18,9 @@ from fsdp2.models import transformer
 from fsdp2.models.initial import reset_parameters
 from fsdp2.parallel import fully_sharded, precision
 from fsdp2.parallel.groups import shard_groups
-from fsdp2.parallel.inspect import check_dtypes, check_sharded, summary
+from fsdp2.parallel.inspect import check_dtypes, check_sharded
 from fsdp2.parallel.mesh import make_mesh
+from fsdp2.parallel.shards import summary
 from tests.harness import Ranks, loss_of
 from tests.harness import make_engine as make
 

@@ -30,8 +30,8 @@ from fsdp2.checkpoint.weights import load_weights
 from fsdp2.config import parse
 from fsdp2.models.initial import slices_of
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.inspect import local
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.shards import local
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.export import export

@@ -142,6 +142,15 @@ class _Machine:
         del self.stack[start:]
         return items
 
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def put(self, number: int) -> None:
+        self.memo[number] = self.stack[-1]
+
+    def get(self, number: int) -> None:
+        self.stack.append(self.memo[number])
+
     def memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
@@ -251,11 +260,12 @@ class _Machine:
 Operation = Callable[[_Machine], None]
 
 
-def _number(form: str) -> Operation:
+def _operand(form: str, use: Callable[[_Machine, Any], None]) -> Operation:
+    """Read a number, and use it."""
     one = struct.Struct(form)
 
     def operate(machine: _Machine) -> None:
-        machine.stack.append(one.unpack_from(machine.data, machine.at)[0])
+        use(machine, one.unpack_from(machine.data, machine.at)[0])
         machine.at += one.size
 
     return operate
@@ -272,26 +282,6 @@ def _counted(form: str, make: Callable[[bytes], Any]) -> Operation:
             raise ValueError("it ends in the middle")
         machine.stack.append(make(machine.data[start:end]))
         machine.at = end
-
-    return operate
-
-
-def _put(form: str) -> Operation:
-    one = struct.Struct(form)
-
-    def operate(machine: _Machine) -> None:
-        machine.memo[one.unpack_from(machine.data, machine.at)[0]] = machine.stack[-1]
-        machine.at += one.size
-
-    return operate
-
-
-def _get(form: str) -> Operation:
-    one = struct.Struct(form)
-
-    def operate(machine: _Machine) -> None:
-        machine.stack.append(machine.memo[one.unpack_from(machine.data, machine.at)[0]])
-        machine.at += one.size
 
     return operate
 
@@ -325,15 +315,15 @@ _STOP = pickle.STOP[0]
 _OPERATIONS: dict[int, Operation] = {
     operation[0]: operate
     for operation, operate in {
-        pickle.BINPUT: _put("B"),
-        pickle.LONG_BINPUT: _put("<I"),
+        pickle.BINPUT: _operand("B", _Machine.put),
+        pickle.LONG_BINPUT: _operand("<I", _Machine.put),
         pickle.MEMOIZE: _Machine.memoize,
-        pickle.BINGET: _get("B"),
-        pickle.LONG_BINGET: _get("<I"),
-        pickle.BININT1: _number("B"),
-        pickle.BININT2: _number("<H"),
-        pickle.BININT: _number("<i"),
-        pickle.BINFLOAT: _number(">d"),
+        pickle.BINGET: _operand("B", _Machine.get),
+        pickle.LONG_BINGET: _operand("<I", _Machine.get),
+        pickle.BININT1: _operand("B", _Machine.push),
+        pickle.BININT2: _operand("<H", _Machine.push),
+        pickle.BININT: _operand("<i", _Machine.push),
+        pickle.BINFLOAT: _operand(">d", _Machine.push),
         pickle.LONG1: _counted("B", lambda raw: int.from_bytes(raw, "little", signed=True)),
         pickle.SHORT_BINUNICODE: _counted("B", _text),
         pickle.BINUNICODE: _counted("<I", _text),

@@ -92,16 +92,9 @@ _PARTS: dict[str, type] = {
     "step": int,
     "files": dict,
     "world_size": int,
-    "model": dict,
-    "config": dict,
-    "mesh": dict,
-    "finite": bool,
-    "imported": bool,
-    "optimizer": dict,
     "source": str,
-    "adapters": dict,
-    "kept": dict,
-    "tokenizer": dict,
+    **dict.fromkeys(("model", "config", "mesh", "optimizer", "adapters", "kept", "tokenizer"), dict),
+    **dict.fromkeys(("finite", "imported"), bool),
 }
 _LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more
 

@@ -19,22 +19,11 @@ Options = Any
 
 def check_together(config: Options) -> None:
     """Raises ConfigError."""
-    checks = (
-        _check_data,
-        _check_batches,
-        _check_optimizer,
-        _check_precision,
-        _check_recomputation,
-        _check_attention,
-        _check_compilation,
-        _check_resume,
-        _check_saving,
-        _check_lora,
-        _check_weights,
-        _check_observing,
+    for check in (
+        *(_check_data, _check_batches, _check_optimizer, _check_precision, _check_recomputation, _check_attention),
+        *(_check_compilation, _check_resume, _check_saving, _check_lora, _check_weights, _check_observing),
         _check_trackers,
-    )
-    for check in checks:
+    ):
         check(config)
 
 

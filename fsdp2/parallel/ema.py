@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 
 
 class Ema:

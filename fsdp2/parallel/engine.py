@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 
 if TYPE_CHECKING:
     from fsdp2.parallel.ema import Ema

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2.parallel.groups import is_experts
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 
 
 def experts_in(module: nn.Module, apart: Collection[nn.Module] = ()) -> Iterator[nn.Module]:

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.groups import has_experts, of_other_dtypes, shared_parameters
-from fsdp2.parallel.inspect import summary
 from fsdp2.parallel.precision import with_statistics
+from fsdp2.parallel.shards import summary
 
 if TYPE_CHECKING:
     from fsdp2.parallel.experts import Unchosen

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 
 
 def allocate(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:

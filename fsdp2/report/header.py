@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,12 @@ from fsdp2.config import Config
 from fsdp2.data.splits import Dataset
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options import beginning
-from fsdp2.parallel import inspect
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
-from fsdp2.report import planned
 from fsdp2.units import short, size
+
+if TYPE_CHECKING:
+    from fsdp2.report.planned import Planned
 
 
 def lines(
@@ -27,6 +28,7 @@ def lines(
     world_size: int,
     device: torch.device,
     folder: Path,
+    plan: Planned | str | None,
 ) -> list[str]:
     """Model and parameters, data, ranks and mesh, precision and memory, the plan, sharding, run directory."""
     model = spec.described(config.model_size)
@@ -46,7 +48,6 @@ def lines(
         gathered = f", weights{some} gathered so" if in_float8 else ""
         emulated = ", emulated" if device.type == "cpu" else ""
         dtype += f", {len(layers)} linear layers in float8 ({config.float8}{gathered}{emulated})"
-    plan = planned.read(config, world_size)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
@@ -76,22 +77,13 @@ def _data(dataset: Dataset) -> list[str]:
 
 def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list[str]:
     """Warn of a processor beside the model that would give it other images than the run does, once it is exported."""
-    if spec.kind != "image":
+    processor = spec.files(model_size).get("preprocessor_config.json")
+    if spec.kind != "image" or processor is None:
         return []
-    try:
-        found = json.loads(spec.files(model_size).get("preprocessor_config.json", b"{}"))
-        on = found.get("do_normalize", True)
-        theirs = [found["image_mean"], found["image_std"]] if on and "image_mean" in found else [[0.0], [1.0]]
-        ours = [dataset.train.mean, dataset.train.std]  # type: ignore[attr-defined]
-        near = all(abs(one - own) < 1e-3 for some, own in zip(theirs, ours, strict=True) for one in some)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        return []  # nothing that an image processor would read
-    if near or not found:
-        return []
-    return [
-        f"warning: images are normalised by mean {ours[0]:g} and std {ours[1]:g}, and the model's "
-        f"preprocessor_config.json says {theirs[0][:3]} and {theirs[1][:3]}: change it before the model is served"
-    ]
+    from fsdp2_extra.models.image_processor import differs
+
+    images: Any = dataset.train
+    return differs(processor, images.mean, images.std)
 
 
 def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:
@@ -131,6 +123,8 @@ def segments(device: torch.device) -> str:
 
 def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
     """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
+    from fsdp2.parallel import inspect
+
     plain_type = type(spec.described(config.model_size))
     return inspect.report(
         engine.model,

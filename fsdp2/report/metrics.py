@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles, publish
-from fsdp2.report import records
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -58,8 +57,10 @@ class MetricsFile:
         after the position was taken. A file that is damaged before the position is written again with the records
         that can be read; then a line is returned that says what is missing.
         """
-        if self._file is None:
+        if self._file is None or self.position(durable=False) == position == 0:
             return None
+        from fsdp2.report import records  # here: a run that begins reads none
+
         if not records.is_whole(self._file, position, step):
             lines, missing = records.readable(self._file, step)
             self._file.close()
@@ -78,6 +79,8 @@ class MetricsFile:
         """The newest `train` records, at most `count`, the oldest first; [] on ranks that don't write."""
         if self._file is None:
             return []
+        from fsdp2.report import records
+
         self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - count * records.USUAL_LINE))
         found = [record for line in self._file if (record := records.parse(line)) and record["kind"] == "train"]
         return found[-count:]

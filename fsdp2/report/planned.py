@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
+from fsdp2.report import PLAN
 from fsdp2.units import printable, size
 
-FILE = "plan.json"
 # Flags that change neither what a step holds nor how long it takes.
 FREE = {"run-dir", "resume", "resume-partial", "epochs", "max-steps", "seed", "lr", "gamma", "schedule", "warmup-steps"}
 FREE |= {"lr-floor", "checkpoint-every", "keep", "keep-every", "save-model", "inspect", "tensorboard", "memory-limit"}
@@ -64,14 +64,14 @@ def advice(place: str, world_size: int) -> str | None:
     from fsdp2.options.settings_file import read_table
 
     try:
-        content = read_table(f"{place}/{FILE}")
+        content = read_table(f"{place}/{PLAN}")
         found = content["advice"]
         if found["plan"]["ranks"] != world_size:
             return None
         saved = [f"  {printable(str(flag)[:80]):44}{size(int(count))} less" for flag, count in found["singly"].items()]
         together = " ".join(printable(str(flag)[:80]) for flag in found["flags"])
         end = f"together, {together}: {size(int(found['plan']['bytes']))} a rank"
-        return "\n".join([f"what each flag saves by itself, as {FILE} has planned it:", *saved, end]) if saved else None
+        return "\n".join([f"what each flag saves by itself, as {PLAN} has planned it:", *saved, end]) if saved else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -84,16 +84,16 @@ def read(config: Config, world_size: int) -> Planned | str | None:
     """The plan in a run's directory for this many ranks; what is wrong with it; None if there is none."""
     if config.run_dir is None:
         return None  # a new directory
-    if open_files(config.run_dir).size(FILE) is None:
+    if open_files(config.run_dir).size(PLAN) is None:
         return None
     from fsdp2.options.settings_file import read_table
 
     try:
-        content = read_table(f"{config.run_dir.rstrip('/')}/{FILE}")
+        content = read_table(f"{config.run_dir.rstrip('/')}/{PLAN}")
         plans = {one["ranks"]: one for one in content["plans"]}
         if world_size not in plans:
             ranks = printable(", ".join(map(str, plans)))[:80]
-            return f"plan: {FILE} is for {ranks} ranks; python -m fsdp2.plan --ranks {world_size}"
+            return f"plan: {PLAN} is for {ranks} ranks; python -m fsdp2.plan --ranks {world_size}"
         one, flags = plans[world_size], to_flags(config)
         there = content["flags"]
         time, tensors = one.get("time"), one["tensors"]
@@ -107,4 +107,4 @@ def read(config: Config, world_size: int) -> Planned | str | None:
             tuple(f"--{flag}" for flag, value in flags.items() if flag not in FREE and there.get(flag) != value),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
-        return f"plan: {FILE} can't be read as one; python -m fsdp2.plan … --run-dir writes it again"
+        return f"plan: {PLAN} can't be read as one; python -m fsdp2.plan … --run-dir writes it again"

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.config import Config
 from fsdp2.options.checks import trackers_of
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
-from fsdp2.report import planned
+from fsdp2.report import PLAN
 from fsdp2.report.console import Console
 from fsdp2.report.metrics import MetricsFile, OnEvent, StepLog, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from fsdp2.report.planned import Planned
 
 WARM_UP = 2  # steps that no plan is about: caches fill, and gradients get their memory
 
@@ -25,13 +28,28 @@ class Reports:
     """The metrics file, the console, the trackers asked for, and the launcher's listener if there is one.
 
     Leaving it with an error writes a `failure` event.
+
+    Attributes:
+        plan: the run's, if it has one, or a line about one that can't be used.
     """
 
     def __init__(
-        self, config: Config, metrics: Path, files: Files, rank: int, steps_per_epoch: int, on_event: OnEvent | None
+        self,
+        config: Config,
+        metrics: Path,
+        files: Files,
+        rank: int,
+        world_size: int,
+        steps_per_epoch: int,
+        on_event: OnEvent | None,
     ) -> None:
         """`metrics`: where the metrics file is, in the run directory; `files`: the directory's, maybe at a URL."""
-        self.rank, self.config = rank, config
+        self.rank = rank
+        self.plan: Planned | str | None = None
+        if files.size(PLAN) is not None:
+            from fsdp2.report import planned
+
+            self.plan = planned.read(config, world_size)
         self._step_ms: list[float] = []
         self._open = ExitStack()
         self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps, code_flags(config))
@@ -68,9 +86,7 @@ class Reports:
         """The newest `train` records of the metrics file; [] on ranks that don't write it."""
         return self.metrics.last_steps(count)
 
-    def end(
-        self, data: dict[str, Any], log: StepLog, world_size: int, tensors: Callable[[], int | None]
-    ) -> dict[str, Any]:
+    def end(self, data: dict[str, Any], log: StepLog, tensors: Callable[[], int | None]) -> dict[str, Any]:
         """Emit the `end` event: `data`, and what was measured since this was entered. Returns it.
 
         If there is a plan, the console has it beside what was measured.
@@ -84,8 +100,8 @@ class Reports:
             "nonfinite_steps": log.nonfinite,
             "peak_memory_bytes": peak_memory_bytes(log.device),
         }
-        if self.rank == 0 and isinstance(plan := planned.read(self.config, world_size), planned.Planned):
-            self.console.lines(plan.beside(tensors(), self._step_ms[WARM_UP:]))
+        if self.rank == 0 and self.plan is not None and not isinstance(self.plan, str):
+            self.console.lines(self.plan.beside(tensors(), self._step_ms[WARM_UP:]))
         self.emit("end", end)
         return end
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2.config import Config
-from fsdp2.parallel.compiling import Compiled, compiled
 from fsdp2.run.checkpoints import Checkpoints, Reports
 from fsdp2.run.process.group import broadcast
 from fsdp2.run.process.settings import GarbageCollection
 from fsdp2.run.process.signals import StopSignals
 from fsdp2.run.watch.hangs import Watch
 from fsdp2.run.watch.jumps import REMEMBERED, Jumps
+
+if TYPE_CHECKING:
+    from fsdp2.parallel.compiling import Compiled
 
 
 class Between:
@@ -33,8 +35,9 @@ class Between:
         self._watch, self._stop, self._garbage = watch, stop, garbage
         self._compiled: Compiled | None = None
         self._jumps = Jumps()
-        for record in broadcast(reports.last_steps(REMEMBERED)):  # they say what is usual
-            self._jumps.look(record)
+        if checkpoints.progress.step:
+            for record in broadcast(reports.last_steps(REMEMBERED)):  # they say what is usual
+                self._jumps.look(record)
 
     def before_step(self, step: int) -> list[bool]:
         """Begin this step, counted from 1. Returns this rank's votes to stop, which all must hear after the same step:
@@ -72,6 +75,8 @@ class Between:
 
     def _report_compiled(self, step: int) -> None:
         """After the first step, and whenever torch has left out something new."""
+        from fsdp2.parallel.compiling import compiled
+
         now = compiled()
         if self._compiled is None or now.left_out != self._compiled.left_out:
             facts = {"graphs": now.graphs, "left_out": list(now.left_out), "what": str(now)}

@@ -16,8 +16,8 @@ from fsdp2.checkpoint.state import AppState, Progress
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import is_finite
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.shards import is_finite
 from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.marker import checkpoint_info
 from fsdp2.run.directory.rundir import large, too_large_unasked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.run.process.group import first_on_node, gather
 from fsdp2.run.process.runtime import Share, World
+from fsdp2.units import tell
 
 
 def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
@@ -58,7 +58,7 @@ def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset
 
 
 def _say(text: str) -> None:
-    print(f"fsdp2: {socket.gethostname()}: --dataset: {text}", file=sys.stderr, flush=True)
+    tell(f"{socket.gethostname()}: --dataset: {text}")
 
 
 def reading_of(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The refusals of weights that a run starts from: they are damaged, of another model, or no numbers."""
+"""The weights of `--init-from`: refused where they are damaged, of another model or no numbers, and loaded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files
+from fsdp2.checkpoint.full_dtensor import scatter
 from fsdp2.checkpoint.full_file import verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import is_checkpoint, opened, require_undamaged
+from fsdp2.checkpoint.state import plain_names
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
-from fsdp2.checkpoint.weights import OtherWeights, check_weights
+from fsdp2.checkpoint.weights import OtherWeights, check_weights, load_weights
 from fsdp2.config import Config
+from fsdp2.models.initial import slices_of
 from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.shards import is_finite, local
 from fsdp2.run.process.group import gather
 
 SCRATCH = "--init-from scratch for none"
@@ -98,3 +102,53 @@ def require_finite(weights: Mapping[str, Tensor], what: str) -> None:
         f"{what}: holds {' and '.join(kinds)}: {len(names)} of {len(tensors)} tensors ({shown}); the run that wrote it "
         "had diverged: use an older checkpoint of it"
     )
+
+
+def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Put the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
+
+    Returns, with `--init-partial`, how many tensors were loaded from where, and a line for each that was left out.
+    """
+    place, spec = str(config.weights), config.spec
+    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    targets = spec.base_weights(plain_names(model))
+    tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
+    load = by_library(config)
+    by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
+    loaded, left_out = len(targets), list[str]()
+    try:
+        if by_torch and not place.endswith(".safetensors"):
+            from fsdp2.checkpoint import full_dcp
+
+            full_dcp.load_full_model_state(model, Path(place))
+        else:
+            fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and load is None)
+            loaded, left_out = len(fitting.names), list(fitting.left_out)
+    except OtherWeights as error:
+        if load is None:
+            raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
+        full, wrong = _by_its_library(load, flag)
+        targets = {name: target for name, target in targets.items() if name not in wrong}
+        scatter(full, targets)
+        loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    require_finite(targets, flag)
+    return {"weights": place, "loaded": loaded, "left_out": left_out} if config.init_partial else {}
+
+
+def _by_its_library(
+    load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
+) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
+    full: Mapping[str, Tensor] = {}
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            full, answer[1] = load()
+        except ValueError as error:
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise ConfigError(f"{flag}: {answer[0]}; use --init-partial for what fits, or --init-from scratch for none")
+    return full, answer[1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
-from fsdp2.models.initial import reset_parameters, slices_of
-from fsdp2.options.errors import ConfigError
-from fsdp2.parallel.meta import shared_names
+from fsdp2.models.initial import reset_parameters
 
 
 def elsewhere(config: Config) -> Callable[[str], bool]:
@@ -94,51 +91,6 @@ class StartWeights:
         return config.lora is None or elsewhere(config)(name)  # of a model with adapters all but these
 
     def __call__(self, model: nn.Module) -> None:
-        from fsdp2.checkpoint.full_dtensor import scatter
-        from fsdp2.checkpoint.weights import OtherWeights, load_weights
-        from fsdp2.run.init_from import by_library, require_finite
+        from fsdp2.run.init_from import load_into
 
-        config, place, spec = self._config, str(self._config.weights), self._config.spec
-        flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
-        targets = spec.base_weights(plain_names(model))
-        tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
-        load = by_library(config)
-        by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
-        loaded, left_out = len(targets), list[str]()
-        try:
-            if by_torch and not place.endswith(".safetensors"):
-                from fsdp2.checkpoint import full_dcp
-
-                full_dcp.load_full_model_state(model, Path(place))
-            else:
-                fitting = load_weights(place, targets, slices_of, tied, partial=config.init_partial and load is None)
-                loaded, left_out = len(fitting.names), list(fitting.left_out)
-        except OtherWeights as error:
-            if load is None:
-                raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
-            full, wrong = _by_its_library(load, flag)
-            targets = {name: target for name, target in targets.items() if name not in wrong}
-            scatter(full, targets)
-            loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-        require_finite(targets, flag)
-        if config.init_partial:
-            self.facts = {"weights": place, "loaded": loaded, "left_out": left_out}
-
-
-def _by_its_library(
-    load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
-) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-    """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
-    full: Mapping[str, Tensor] = {}
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            full, answer[1] = load()
-        except ValueError as error:
-            answer[0] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is not None:
-        raise ConfigError(f"{flag}: {answer[0]}; use --init-partial for what fits, or --init-from scratch for none")
-    return full, answer[1]
+        self.facts = load_into(model, self._config)

@@ -6,50 +6,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2 import data
-from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.disk import explained, temporary_folder
-from fsdp2.checkpoint.files import Files, NotAFile, Unreachable, is_there
-from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
+from fsdp2.checkpoint.files import NotAFile, Unreachable
+from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options import strategies
 from fsdp2.options.checks import trackers_of
 from fsdp2.options.errors import ConfigError, require
 from fsdp2.options.own_model import blocks_of
-from fsdp2.options.parser import files_at, to_flags
-from fsdp2.options.values import is_step
+from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.job import Job, Origin
 from fsdp2.run.directory.lock import SwapFiles
-from fsdp2.run.directory.marker import changed_files, changed_flags, kept_files, shapes_of
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, default_path, large
 from fsdp2.run.process.runtime import World
-from fsdp2.run.schedule import Length, before
 
 OLDEST_TORCH = (2, 11)
-
-# Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
-KEPT = {
-    **dict.fromkeys(
-        ("dataset", "chat-fields", "bos", "seed", "seq-len"), "the place in the data would mean other samples"
-    ),
-    "documents": "tokens would see others than before, in training and in the test",
-    **dict.fromkeys(("optimizer", "optimizer-state", "freeze"), "the optimizer's state would not fit"),
-    **dict.fromkeys(("lora", "lora-alpha", "lora-targets"), "the adapters would be other ones"),
-    **dict.fromkeys(("lr", "gamma"), "the checkpoint's learning rate counts, and the flag would do nothing"),
-    **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
-    "ema": "the average would begin in the middle, or end there",
-    **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
-}
 
 
 def examine_first(config: Config, world: World, device: torch.device) -> None:
@@ -90,10 +69,9 @@ def preflight(config: Config, world: World) -> Job:
             return job
         with _explained(config, place, job.run):
             job.take()
-            origin, notes = find_checkpoint(config, job.run.store)
-            done, origin, changes = _going_on(config, world, model, origin)
-            job.go_on_from(origin, *notes, *changes)
+            done = _choose_origin(config, world, model, job)
             stays = job.staying()
+        origin = job.origin
         starts = origin.checkpoint is None
         loads_whole = (starts or origin.partial) and not config.spec.initial_values
         if starts and config.weights is not None:
@@ -128,18 +106,39 @@ def _explained(config: Config, place: str, run: RunDir) -> Iterator[None]:
         raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
 
 
-def _going_on(
-    config: Config, world: World, model: nn.Module, origin: Origin
-) -> tuple[int, Origin, tuple[str | None, ...]]:
-    """The steps that are done, the origin with what its marker says, and what is different from here on."""
+def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> int:
+    """Let the job begin, or go on from a checkpoint, and say what was found; the steps that are done by then."""
+    origin, notes = find_checkpoint(config, job.run.store)
     if origin.checkpoint is None or origin.partial:
-        return 0, origin, ()
-    checkpoint = open_files(origin.checkpoint)
-    check_checkpoint(config, model, checkpoint)
-    marker = read_marker(checkpoint)
-    length = before(marker)
-    changes = changed_batch(config, world, length), changed_flags(config, marker), changed_files(config, marker)
-    return marker["step"], origin._replace(before=length), changes
+        job.go_on_from(origin, *notes)
+        return 0
+    from fsdp2.run.resuming import going_on
+
+    done, origin, changes = going_on(config, world, model, origin)
+    job.go_on_from(origin, *notes, *changes)
+    return done
+
+
+def find_checkpoint(config: Config, store: Store) -> tuple[Origin, list[str]]:
+    """Decide from `--resume` what to go on from, and say what was found. Dead saves are cleaned; damage stops the run.
+
+    Raises ConfigError, and OSError for a folder that can't be read.
+    """
+    committed = store.committed()
+    if committed and not config.saves:
+        raise ConfigError(
+            f"--checkpoint-every never: {store.files} holds checkpoints, and what is trained after them would be lost; "
+            f"choose another --run-dir, with --resume {store.checkpoint(committed[-1])} to begin with the newest"
+        )
+    dead = store.remove_dead()
+    notes = [f"removed {name}, a save that was never committed" for name in dead]
+    if config.resume == "auto" and not committed:
+        notes += ["no checkpoint was ever committed here; starting fresh"] * bool(dead)
+        return Origin(partial=config.resume_partial), notes
+    from fsdp2.run.resuming import chosen
+
+    origin, more = chosen(config, store, committed)
+    return origin, notes + more
 
 
 def check_model(config: Config) -> nn.Module:
@@ -272,124 +271,3 @@ def check_url(url: str, world: World) -> None:
         temporary_folder()
     except OSError as error:
         raise ConfigError(f"--run-dir {url}: uploads are collected in a folder first: {error}") from None
-
-
-def find_checkpoint(config: Config, store: Store) -> tuple[Origin, list[str]]:
-    """Decide from `--resume` what to go on from, and say what was found. Dead saves are cleaned; damage stops the run.
-
-    Raises ConfigError, and OSError for a folder that can't be read.
-    """
-    wanted, committed = config.resume, store.committed()
-    partial, found, newest_kept = config.resume_partial, None, None
-    if committed and not config.saves:
-        raise ConfigError(
-            f"--checkpoint-every never: {store.files} holds checkpoints, and what is trained after them would be lost; "
-            f"choose another --run-dir, with --resume {store.checkpoint(committed[-1])} to begin with the newest"
-        )
-    dead = store.remove_dead()
-    notes = [f"removed {name}, a save that was never committed" for name in dead]
-    if wanted == "auto":
-        if committed:
-            found = str(store.checkpoint(committed[-1]))
-        elif dead:
-            notes.append("no checkpoint was ever committed here; starting fresh")
-    elif wanted == "never":
-        if committed:
-            newest_kept = -1
-            notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
-    elif is_step(wanted):
-        if int(wanted) not in committed:
-            raise ConfigError(
-                f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "
-                + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
-            )
-        found = str(store.checkpoint(int(wanted)))
-        # A partial load begins a new training; else this one goes on from that step.
-        newest_kept = -1 if partial else int(wanted)
-        newer = [step for step in committed if step > newest_kept]
-        if newer:
-            notes.append(f"--resume {wanted}: checkpoints {', '.join(map(str, newer))} are set aside")
-    else:
-        found = checkpoint_at(wanted)
-        if committed:
-            raise ConfigError(
-                f"--resume {wanted}: {store.files} has checkpoints of its own; choose another --run-dir, "
-                "or --resume auto to go on with those"
-            )
-    if found is not None:
-        try:
-            checkpoint = open_files(found)
-            marker = read_marker(checkpoint)
-            require_metadata(checkpoint, marker)
-            verify(checkpoint, hashes=False)
-            if not says_finite(marker):
-                notes.append(f"{found}: its weights hold NaN or infinity; --resume STEP chooses an older one")
-        except DamagedCheckpoint as error:
-            raise damaged(error) from None
-    return Origin(found, partial, newest_kept=newest_kept), notes
-
-
-def damaged(error: Exception) -> ConfigError:
-    return ConfigError(
-        f"--resume: the checkpoint is damaged: {error}; choose an older one with --resume STEP, or --resume never"
-    )
-
-
-def checkpoint_at(place: str) -> str:
-    """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
-    place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
-    files = files_at(place, "--resume")
-    if is_there(files, MARKER):
-        return place
-    store = RunDir(place).store
-    steps = store.committed()
-    if not steps:
-        raise ConfigError(
-            f"--resume {place}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
-            "checkpoint or the folder of a run"
-        )
-    return str(store.checkpoint(steps[-1]))
-
-
-def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> None:
-    marker: dict[str, Any] = read_marker(checkpoint)
-    saved, ours = marker.get("model", {}), shapes_of(model)
-    wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
-             sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
-    if wrong:
-        raise ConfigError(
-            f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
-            f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
-            "with, another --run-dir, or --resume-partial for the weights that fit"
-        )
-    if config.model.startswith("hf:") and meaning.CONFIG in meaning.others(marker, kept_files(config)[meaning.PART]):
-        raise ConfigError(
-            f"--resume {config.resume}: {meaning.CONFIG} of --model {config.model} isn't as it was for {checkpoint}; "
-            "it says what weights mean (heads, positions, norms); put it back (a run has it in model/), or start a new "
-            "--run-dir with --init-from for the weights alone"
-        )
-    if marker.get("imported"):
-        return  # by a program that had no flags of ours
-    theirs, flags = marker.get("config", {}), to_flags(config)
-    run = str(checkpoint).rpartition("/checkpoints/")[0]
-    has_all = f" (--config {run}/config.json has all that the run had)" if run else ""
-    for flag, why in KEPT.items():
-        if flag in theirs and theirs[flag] != flags[flag]:
-            raise ConfigError(
-                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"
-                f"{has_all}, or start a new --run-dir, with --init-from for the weights alone"
-            )
-    if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
-        raise ConfigError(
-            f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
-            f"{theirs.get('mixed-precision') or 'off'}, and only fp16 has a gradient scaler; use the same"
-        )
-
-
-def changed_batch(config: Config, world: World, length: Length | None) -> str | None:
-    """Say that steps will be of more or fewer samples than before, as they are where they follow the ranks."""
-    now = config.global_batch(world.world_size)
-    if length is None or length.samples == now:
-        return None
-    keeps = f"--global-batch-size {length.samples} keeps that on any number of ranks"
-    return f"{now} samples a step from here on, and {length.samples} before: {keeps}"

@@ -8,9 +8,8 @@ uninterrupted run of its new length. A step whose update was skipped counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
@@ -126,19 +125,6 @@ class Schedule:
     def after_epoch(self) -> None:
         if self._by_epoch:
             self.scheduler.step()
-
-
-def before(marker: Mapping[str, Any]) -> Length | None:
-    """The length of the run that wrote a checkpoint with this marker; None if it doesn't say, as an imported one."""
-    flags = marker.get("config", {})
-    epochs, most, samples = flags.get("epochs"), flags.get("max-steps"), flags.get("global-batch-size")
-    parts = [flags.get("batch-size"), flags.get("grad-accumulation"), marker.get("world_size")]
-    together = [flags.get(name, 1) for name in ("tp", "sp")]  # ranks that have the same samples
-    if samples is None and all(type(one) is int and one > 0 for one in (*parts, *together)):
-        samples = math.prod(parts) // math.prod(together)
-    if not all(type(one) is int and one > 0 for one in (epochs, samples, 1 if most is None else most)):
-        return None
-    return Length(epochs, most, samples)
 
 
 def factor(config: Config, step: int, ahead: Course) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,22 +24,23 @@ from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import slices_of
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.own_model import blocks_of
-from fsdp2.options.parser import files_at, to_flags
+from fsdp2.options.parser import files_at, read_file, to_flags
 from fsdp2.options.strategies import rules_of
+from fsdp2.options.values import LONGEST_PATH
 from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.marker import kept_files
-from fsdp2.run.directory.rundir import RunDir, read_config
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.init_from import require_finite
 from fsdp2.run.initial_weights import InitialValues, StartWeights, elsewhere
 from fsdp2.run.parts import base_of
-from fsdp2.run.preflight import checkpoint_at
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import process_group
 from fsdp2.run.process.runtime import World
+from fsdp2.run.resuming import checkpoint_at
 from fsdp2.units import short
 
 # What says which model it is, and how it computes.
@@ -63,6 +65,35 @@ class Opened:
     world: World
     device: torch.device
     weights: str
+
+
+def read_config(run: RunDir, **named: Any) -> Config:
+    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
+
+    Args:
+        named: options in the place of the run's, which runs no code and asks no network for what isn't among them.
+    """
+    place = f"{run.place}/{run.config.name}"
+    try:
+        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
+    except OSError as error:
+        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
+    if not exists:
+        raise ConfigError(
+            f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
+        )
+    given = {name: value for name, value in named.items() if value not in (None, False)}
+    values = read_file(Config, place, given, called="")
+    if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
+        from fsdp2_extra.remote.copies import fetch_tokenizer
+
+        copy = LocalFiles(run.path / meaning.TOKENIZER)
+        if fetch_tokenizer(copy, run.files.at(meaning.TOKENIZER)):
+            values["tokenizer"] = str(copy)
+    try:
+        return Config(**{**values, **given})
+    except ConfigError as error:
+        raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None
 
 
 Load = Callable[[nn.Module], None]
@@ -212,13 +243,7 @@ def opened(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterato
     config = read_config(run, **named)
     # One forward has no use for offload, replicas or a reshard policy, which may not fit these ranks.
     config = dataclasses.replace(
-        config,
-        cpu_offload=False,
-        replicas=1,
-        tp=1,
-        sp=1,
-        reshard_after_forward=None,
-        chunked_loss=None,
+        config, cpu_offload=False, replicas=1, tp=1, sp=1, reshard_after_forward=None, chunked_loss=None
     )
     sharded = sharded or config.lora is not None  # adapters alone are in no full model
     if not sharded and world.world_size > 1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
+from fsdp2.units import tell
 from fsdp2_extra.allocations.ledger import Allocation, Phase, kind_of
 from fsdp2_extra.allocations.timeline import Timeline
 
@@ -69,7 +69,7 @@ class Profile(AbstractContextManager["Profile"]):
         # At the end, and not where a step waits for it: a trace has some 10 MB a step.
         self.trace = json.loads(self._text)
         if (why := without_kernels(self.trace, self.device)) is not None:
-            print(f"fsdp2: rank {self.rank}: {why}", file=sys.stderr, flush=True)
+            tell(f"rank {self.rank}: {why}")
         self.write(f"rank{self.rank}_trace.json.gz", gzip.compress(self._text, mtime=0))
 
     def _end_annotation(self) -> None:

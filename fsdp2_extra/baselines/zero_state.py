@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.parallel.inspect import local
 from fsdp2.parallel.optimizer import plain_optimizer
+from fsdp2.parallel.shards import local
 
 
 class Shadow:

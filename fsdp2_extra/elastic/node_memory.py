@@ -33,16 +33,15 @@ from fsdp2.checkpoint.store import DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.run.directory.job import Origin
 from fsdp2.run.directory.lock import Held, WriterLock
 from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
-from fsdp2.run.preflight import changed_batch, check_checkpoint
 from fsdp2.run.process.group import broadcast, end_together, gather
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World
-from fsdp2.run.schedule import before
+from fsdp2.run.resuming import changed_batch, check_checkpoint, length_before
 from fsdp2.units import size
 from fsdp2_extra.elastic.node_fetch import fetch
 
@@ -130,7 +129,7 @@ class NodeMemory:
         self._start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         note = f"step {step} was in memory{got}: {self.folder}"
-        origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=before(marker))
+        origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=length_before(marker))
         return origin, note, changed_batch(config, self.world, origin.before)
 
     def _newest(self, lineage: Mapping[str, Any]) -> int:

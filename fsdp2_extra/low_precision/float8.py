@@ -62,9 +62,7 @@ def compute_in_float8(
     except ImportError as error:
         raise ImportError(f"--float8: {error}; {install('torchao')}") from error
     settings = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(recipe),
-        pad_inner_dim=True,
-        emulate=device_type == "cpu",
+        Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=device_type == "cpu"
     )
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     chosen = set(layers(blocks))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
 from typing import Any
 
 from fsdp2.checkpoint.files import NotTheWriter
+from fsdp2.units import tell
 from fsdp2_extra.remote.files import RemoteFiles, positive_number
 
 LEASE = "LEASE.json"
@@ -69,12 +69,8 @@ class Lease:
         if first is None:
             return None
         seconds = _seconds_of(first, self._seconds)
-        print(
-            f"fsdp2: {self._files} is in use by {_who(first)}, or that run was killed; waiting up to {seconds:.0f} s "
-            "to see which",
-            file=sys.stderr,
-            flush=True,
-        )
+        holder = f"{_who(first)}, or that run was killed"
+        tell(f"{self._files} is in use by {holder}; waiting up to {seconds:.0f} s to see which")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(seconds / 20)
@@ -136,7 +132,7 @@ class Lease:
                 self._renew()
                 wait = self._seconds / 3
             except LeaseLost as error:
-                print(f"fsdp2: {error}", file=sys.stderr, flush=True)
+                tell(str(error))
                 return
             except OSError:
                 # Nothing is lost yet; whoever writes next renews it, or says why that fails.
@@ -166,7 +162,7 @@ class Lease:
             self._lost = "the lease was given back"
             self._hasty.unlink(LEASE)
         except (OSError, LeaseLost) as error:
-            print(f"fsdp2: the lease could not be given back: {error}", file=sys.stderr, flush=True)
+            tell(f"the lease could not be given back: {error}")
 
 
 def _read(files: RemoteFiles) -> dict[str, Any] | None:

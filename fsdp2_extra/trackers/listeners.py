@@ -9,7 +9,6 @@ import json
 import os
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 from fsdp2.checkpoint.files import Files, publish
 from fsdp2.checkpoint.refusal import one_line, refusal
+from fsdp2.units import tell
 
 FILE = "tracking.json"
 SECONDS = 30.0  # at the end, for what a tracker hasn't taken yet
@@ -38,7 +38,7 @@ def run_id(files: Files, *, fresh: bool) -> str:
         with files.open(FILE) as file:
             if kept := re.fullmatch(rb'\{"id": "([0-9a-f]{16})"\}\n', file.read(64)):
                 return kept[1].decode()
-        _say(f"{FILE} of the run directory holds no id of a tracker's run; --track begins another run there")
+        tell(f"{FILE} of the run directory holds no id of a tracker's run; --track begins another run there")
     made = secrets.token_hex(8)  # not by `random`, whose state is training's
     publish(files, FILE, json.dumps({"id": made}).encode() + b"\n")
     return made
@@ -237,8 +237,4 @@ class _Thread(Thread):
     def _leave_out(self, why: str, fix: str) -> None:
         if not self._left_out:  # what a library says at its end, after it was given up, is no news
             self._left_out = True
-            _say(f"--track {self.name}: left out from here on ({refusal(why)}); metrics.jsonl has all figures; {fix}")
-
-
-def _say(line: str) -> None:
-    print(f"fsdp2: {line}", file=sys.stderr, flush=True)
+            tell(f"--track {self.name}: left out from here on ({refusal(why)}); metrics.jsonl has all figures; {fix}")

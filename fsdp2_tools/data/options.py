@@ -32,10 +32,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the tokens")
     preparing.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field or column that holds the text (default: text)",
+        "--text-field", default="text", metavar="NAME", help="field or column that holds the text (default: text)"
     )
     preparing.add_argument(
         "--chat-fields", metavar="OURS=THEIRS,…", help="how conversations name their fields and roles, as of a run"

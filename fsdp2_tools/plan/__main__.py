@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2.run.process import early
@@ -26,7 +27,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.parser import read_values, to_flags
 from fsdp2.options.values import LONGEST_PATH, checked, location, whole
-from fsdp2.report.planned import FILE as PLAN
+from fsdp2.report import PLAN
 from fsdp2.run.process import ending
 from fsdp2.units import byte_count, short
 from fsdp2_tools import results
@@ -39,66 +40,93 @@ from fsdp2_tools.plan.search import choices, search
 MOST_RANKS = 65536
 MOST_TOKENS = 1e18
 
+Say = Callable[[str], None]  # tells what is being done
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The flags of a plan.
+
+    Attributes:
+        limit: bytes that a rank may use; None if nothing says.
+        tokens: of a training whose cost is to be said.
+        trials: the file of `--calibration`.
+        out: where `--search` leaves its results.
+    """
+
+    config: Config
+    ranks: list[int]
+    gpu: Gpu | None
+    limit: int | None
+    tokens: float | None
+    trials: str | None
+    searching: bool
+    out: str | None
+    html: Path | None
+    as_json: bool
+
 
 def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     """Plan, print, and return the plans. Raises ConfigError for flags that make no sense."""
-    given = vars(parser().parse_args(arguments))
-    ranks = _ranks(given.pop("ranks", "8"))
-    place, budget, as_json = given.pop("gpu", None), given.pop("budget", None), given.pop("json", False)
-    trials = given.pop("calibration", None)
-    gpu = None if place is None else find_gpu(place)
-    if trials is not None and (gpu is None or gpu.speed is None):
-        raise ConfigError(
-            f"--calibration {shown(trials, LONGEST_PATH)}: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu"
-        )
-    limit = gpu.memory if gpu is not None else None
-    tokens = given.pop("tokens", None)
-    if tokens is not None:
-        tokens = checked("--tokens", tokens, token_count)
-    if budget is not None:
-        limit = checked("--budget", budget, byte_count)
-    html = given.pop("html", None)
-    if html is not None:
-        html = checked("--html", html, location)
-        require("plotly", "plots", "--html")
-        if not Path(html).absolute().parent.is_dir():
-            raise ConfigError(f"--html {html}: there is no folder {Path(html).parent}; make it, or choose another")
-    searching, out = given.pop("search", False), given.pop("out", None)
-    config = Config(**read_values(Config, given))
-    if searching:
-        _check_search(ranks, gpu)
-    elif out is not None:
-        raise ConfigError(f"--out {shown(out, LONGEST_PATH)}: only a search leaves results; add --search, or drop it")
-    if tokens is not None and (gpu is None or gpu.speed is None or config.spec.kind != "language"):
-        raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
-    began = time.monotonic()
+    asked, began = read(arguments), time.monotonic()
 
     def say(text: str) -> None:
-        if not as_json:
+        if not asked.as_json:
             print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     # torch warns of things that a process without a device does.
     warnings.simplefilter("ignore")
+    if asked.trials is not None:
+        assert asked.gpu is not None
+        trials = calibration.read(asked.trials, asked.gpu, asked.config, say)
+        found = calibration.calibrate(asked.gpu, trials)
+        say(found.told)
+        asked = dataclasses.replace(asked, gpu=found.gpu)
+    return _search(asked, say) if asked.searching else _plan(asked, say)
 
-    if trials is not None:
-        assert gpu is not None
-        found_rates = calibration.calibrate(
-            gpu, calibration.read(checked("--calibration", trials, location), gpu, config, say)
+
+def read(arguments: Sequence[str] | None) -> Asked:
+    """Raises ConfigError for flags that make no sense."""
+    given = vars(parser().parse_args(arguments))
+    ranks = _ranks(given.pop("ranks", "8"))
+    place, trials, searching = given.pop("gpu", None), given.pop("calibration", None), given.pop("search", False)
+    gpu = None if place is None else find_gpu(place)
+    is_fast = gpu is not None and gpu.speed is not None
+    if trials is not None and not is_fast:
+        raise ConfigError(
+            f"--calibration {shown(trials, LONGEST_PATH)}: needs a --gpu with rates to fit; of ranks on CPUs --gpu cpu"
         )
-        say(found_rates.told)
-        gpu = found_rates.gpu
-
+    own = {
+        name: None if (value := given.pop(name, None)) is None else checked(f"--{name}", value, parse)
+        for name, parse in (("budget", byte_count), ("tokens", token_count), ("html", location), ("out", location))
+    }
+    html = None if own["html"] is None else Path(own["html"])
+    if html is not None:
+        require("plotly", "plots", "--html")
+        if not html.absolute().parent.is_dir():
+            raise ConfigError(f"--html {html}: there is no folder {html.parent}; make it, or choose another")
+    as_json, config = given.pop("json", False), Config(**read_values(Config, given))
     if searching:
-        assert gpu is not None
-        folder = checked("--out", out, location) if out else None
-        return _search(config, ranks[0], gpu, limit, folder, say, as_json)
+        _check_search(ranks, gpu)
+    elif own["out"] is not None:
+        raise ConfigError(f"--out {own['out']}: only a search leaves results; add --search, or drop it")
+    if own["tokens"] is not None and (not is_fast or config.spec.kind != "language"):
+        raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
+    limit = own["budget"] or (None if gpu is None else gpu.memory)
+    trials = None if trials is None else checked("--calibration", trials, location)
+    return Asked(config, ranks, gpu, limit, own["tokens"], trials, searching, own["out"], html, as_json)
+
+
+def _plan(asked: Asked, say: Say) -> list[Plan]:
+    """Plans for each number of ranks, after they were printed, with advice, and written where that was asked for."""
+    config, gpu, limit = asked.config, asked.gpu, asked.limit
     plans = []
-    for count in ranks:
+    for count in asked.ranks:
         say(f"planning {count:,} ranks")
         plans.append(plan(config, count, gpu, limit, last=True))
     lines = report.lines(plans, gpu)
     if gpu is not None:
-        lines += report_time.lines(plans, gpu, tokens)
+        lines += report_time.lines(plans, gpu, asked.tokens)
     found, wasted = None, None
     tried: dict[Config, Plan] = {}  # a flag alone is tried again where others were of no use
 
@@ -108,20 +136,19 @@ def main(arguments: Sequence[str] | None = None) -> list[Plan]:
             tried[changed] = plan(changed, advised.ranks, gpu, limit)
         return tried[changed]
 
-    # A run that is out of memory in spite of its plan finds there what would save how much.
-    kept = plans[-1] if config.run_dir is not None else None
     advised = next((one for one in reversed(plans) if not one.fits), plans[-1])
-    if not advised.fits or kept is not None:
+    # A run that is out of memory in spite of its plan finds in its directory what would save how much.
+    if not advised.fits or config.run_dir is not None:
         found = advice.advise(advised, replan)
         if not advised.fits:
             lines += ["", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised)]
     if advised.fits and limit is not None:
         wasted = advice.wasted(advised, replan)
         lines += ["", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised)]
-    text = report.as_json(plans, gpu, found, tokens, wasted)
-    print(text if as_json else "\n".join(lines))
-    if html is not None:
-        _draw(Path(html), plans, gpu, limit, say)
+    text = report.as_json(plans, gpu, found, asked.tokens, wasted)
+    print(text if asked.as_json else "\n".join(lines))
+    if asked.html is not None:
+        _draw(asked.html, plans, gpu, limit, say)
     if config.run_dir is not None:
         _leave(config, text)
     return plans
@@ -139,23 +166,23 @@ def _check_search(ranks: Sequence[int], gpu: Gpu | None) -> None:
     require("matplotlib", "plots", "the picture of --search")
 
 
-def _search(
-    config: Config, ranks: int, gpu: Gpu, limit: int | None, out: str | None, say: Callable[[str], None], as_json: bool
-) -> list[Plan]:
+def _search(asked: Asked, say: Say) -> list[Plan]:
     """Plans of settings, the best first, after they were printed and the best was written to a folder."""
+    config, (ranks,), gpu = asked.config, asked.ranks, asked.gpu
+    assert gpu is not None
 
     def replan(changed: Config, flags: str) -> Plan:
         say(f"planning {flags}")
-        return plan(changed, ranks, gpu, limit)
+        return plan(changed, ranks, gpu, asked.limit)
 
     found = search(config, choices(config, ranks, gpu=not gpu.on_cpu), replan)
-    following = report_search.write(found, out)
+    following = report_search.write(found, asked.out)
     data = {"ranks": ranks, "settings": report_search.as_data(found)}
-    print(json.dumps(data, indent=1) if as_json else "\n".join([*report_search.lines(found), *following]))
+    print(json.dumps(data, indent=1) if asked.as_json else "\n".join([*report_search.lines(found), *following]))
     return [one.plan for one in found]
 
 
-def _draw(file: Path, plans: Sequence[Plan], gpu: Gpu | None, limit: int | None, say: Callable[[str], None]) -> None:
+def _draw(file: Path, plans: Sequence[Plan], gpu: Gpu | None, limit: int | None, say: Say) -> None:
     """Write the page, after other batch sizes were planned."""
     every = list(plans)
     config = plans[0].config

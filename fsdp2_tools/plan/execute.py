@@ -22,14 +22,12 @@ from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import refuse
-from fsdp2.parallel.baselines import baseline
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
 from fsdp2.parallel.rules import Start
-from fsdp2.parallelize import parallelize
+from fsdp2.parallel.shards import local
 from fsdp2.run.parts import add_parts
 from fsdp2.run.process.runtime import World
-from fsdp2.train import train_step
+from fsdp2.train import engine_of, train_step
 from fsdp2_extra.allocations.phases import Phases
 from fsdp2_extra.allocations.recorder import Recorder
 from fsdp2_extra.allocations.timeline import Timeline
@@ -205,20 +203,16 @@ def make_engine(
         fake.enter_with_memory(model, modes, fake.fake_mode(), values)
         return model
 
-    arguments: dict[str, Any] = {
-        "build": build,
-        "blocks_of": blocks_of(config),
-        "set_weights": lambda model: None,
-        "load_weights": load_weights,
-        "brought": lambda name: True,
-        "device": device,
-        "world_size": world.world_size,
-    }
-    if config.strategy == "fsdp2":
-        engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **arguments)
-    else:
-        engine = baseline(config.strategy).build(config, Start(**arguments))
-    engine.call = spec.call
+    start = Start(
+        build=build,
+        blocks_of=blocks_of(config),
+        set_weights=lambda model: None,
+        load_weights=load_weights,
+        brought=lambda name: True,
+        device=device,
+        world_size=world.world_size,
+    )
+    engine = engine_of(config, spec, start)
     # Of adapters only their base's checksum would be added, which needs values.
     add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)
     return engine

@@ -26,8 +26,8 @@ from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import is_finite, local
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.shards import is_finite, local
 from fsdp2.run.directory.rundir import large
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.timeline import Timeline

@@ -22,7 +22,7 @@ the last rule is NCCL's, of operations on one communicator.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -154,125 +154,167 @@ def replay(
         name_of: what to call the group whose exchange an event is: a copy-out in forward, or a reduce-scatter.
         on_cpu: each exchange is waited for where it is issued.
     """
-    done = Replay()
-    cpu = compute = copy_in = gather = reduce = all_reduce = 0.0
-    links: dict[tuple[int, int], float] = defaultdict(float)
-    gathers: list[tuple[float, Event]] = []  # issued, and not yet copied out
-    names: dict[int, str] = {}  # of groups, by bytes
-    kept = 0.0  # the copy-out of forward that the all-gather streams don't wait for yet
-    reducing: list[tuple[float, str]] = []  # reduce-scatters that the computation hasn't waited for, and their groups
-    gathered: Group | None = None  # the last group that was gathered,
-    reduced: Group | None = None  # and the last whose gradients are reduced: what is computed now may hide the next
-    phase = -1
+    clocks = _Clocks(phases, name_of, on_cpu=on_cpu)
+    for event in found:
+        clocks.run(event)
+    return clocks.stopped()
 
-    def group_of(name: str, exchange: str) -> Group:
-        key = (name, phases[phase], exchange)
-        return done.groups.setdefault(key, Group(*key))
 
-    def counted(name: str, exchange: str, event: Event) -> Group:
-        group = group_of(name, exchange)
+class _Clocks:
+    """When the CPU, the computation and each kind of exchange are done with what was run so far, in seconds."""
+
+    def __init__(self, phases: Sequence[str], name_of: Callable[[Event], str], *, on_cpu: bool) -> None:
+        self._phases, self._name_of, self._on_cpu = phases, name_of, on_cpu
+        self._done, self._phase = Replay(), -1
+        self._cpu = self._compute = self._copy_in = self._gather = self._reduce = self._all_reduce = 0.0
+        self._links: dict[tuple[int, int], float] = defaultdict(float)
+        self._gathering: deque[tuple[float, Event]] = deque()  # issued, and not yet copied out
+        self._names: dict[int, str] = {}  # of groups, by bytes
+        self._kept = 0.0  # the copy-out of forward that the all-gather streams don't wait for yet
+        self._reducing: list[tuple[float, str]] = []  # that the computation hasn't waited for, and their groups
+        # The last group that was gathered, and the last whose gradients are reduced: what is computed hides the next.
+        self._hiding: dict[str, Group] = {}
+        self._ways: dict[str, Callable[[Event], None]] = {
+            COMPUTE: self._run_operators,
+            COPY_IN: self._run_copy_in,
+            "all-gather": self._run_all_gather,
+            COPY_OUT: self._run_copy_out,
+            REDUCE_IN: self._run_reduce_in,
+            "reduce-scatter": self._run_reduce_scatter,
+            "all-reduce": self._run_all_reduce,
+        }
+
+    def run(self, event: Event) -> None:
+        """Run the next event of the step."""
+        if event.phase != self._phase:
+            self._end_phase()
+            self._begin_phase(event.phase)
+        self._cpu += event.issue
+        is_other = event.role == COPY_OUT and not self._gathering
+        (self._run_awaited if is_other else self._ways.get(event.role, self._run_awaited))(event)
+
+    def stopped(self) -> Replay:
+        """The times, after the last event."""
+        self._end_phase()
+        self._done.seconds = max(self._cpu, self._compute, self._reduce, self._all_reduce)
+        return self._done
+
+    def _begin_phase(self, phase: int) -> None:
+        self._phase = phase
+        if self._phases[phase] == FORWARD:
+            self._gathers_wait(self._compute)
+            self._kept = 0.0
+        self._hiding.clear()
+
+    def _end_phase(self) -> None:
+        if self._phase >= 0 and self._phases[self._phase] == BACKWARD:
+            self._wait_for_reduced()
+            if self._all_reduce > self._compute:
+                self._wait(self._all_reduce, "all-reduce", "all groups")
+
+    def _run_operators(self, event: Event) -> None:
+        busy = max(self._compute + event.seconds, self._cpu - event.issue + event.lead)
+        self._done.idle += busy - self._compute - event.seconds
+        self._compute = busy
+        self._done.compute += event.seconds
+        self._note(COMPUTE, self._name_of(event), busy, event.seconds)
+        for group in self._hiding.values():
+            group.compute += event.seconds * 1e3
+
+    def _run_copy_in(self, event: Event) -> None:
+        self._copy_in = max(self._copy_in, self._cpu) + event.seconds
+
+    def _run_all_gather(self, event: Event) -> None:
+        self._gather = self._on_link(event, self._gather, self._copy_in)
+        self._gathering.append((self._gather, event))
+        if self._on_cpu:
+            self._wait(self._gather, "all-gather", self._name_of(event))
+
+    def _run_copy_out(self, event: Event) -> None:
+        end, brought = self._gathering.popleft()
+        in_backward = self._phases[self._phase] == BACKWARD
+        if not in_backward or brought.bytes not in self._names:
+            self._names[brought.bytes] = self._name_of(event)
+        name = self._names[brought.bytes]
+        self._wait(end, "all-gather", name)
+        self._hiding["all-gather"] = self._count(name, "all-gather", brought)
+        self._note("all-gather", name, end, brought.seconds)
+        self._compute += event.seconds
+        self._done.compute += event.seconds
+        self._gathers_wait(self._compute if in_backward else self._kept)
+        self._kept = self._kept if in_backward else self._compute
+
+    def _run_reduce_in(self, event: Event) -> None:
+        self._wait_for_reduced()
+        self._compute = max(self._compute, self._cpu) + event.seconds
+        self._done.compute += event.seconds
+
+    def _run_reduce_scatter(self, event: Event) -> None:
+        self._reduce = self._on_link(event, self._reduce, self._compute)
+        group = self._hiding["reduce-scatter"] = self._count(self._name_of(event), "reduce-scatter", event)
+        self._reducing.append((self._reduce, group.name))
+        self._note("reduce-scatter", group.name, self._reduce, event.seconds)
+        if self._on_cpu:
+            self._wait_for_reduced()
+
+    def _run_all_reduce(self, event: Event) -> None:
+        self._all_reduce = self._on_link(event, self._all_reduce, self._reduce)
+        self._count("all groups", "all-reduce", event)
+        self._note("all-reduce", self._name_of(event), self._all_reduce, event.seconds)
+        if self._on_cpu:
+            self._wait(self._all_reduce, "all-reduce", "all groups")
+
+    def _run_awaited(self, event: Event) -> None:
+        end = max(self._compute, self._cpu) + event.seconds  # on a communicator of its own, though of the same ranks
+        exchange = event.role.removesuffix(AWAITED)
+        of_layers = event.role.endswith(AWAITED) and exchange != "all-to-all"
+        name = "parts of layers" if of_layers else self._name_of(event)
+        self._count(name, exchange, event)
+        self._wait(end, exchange, name)
+        self._note(exchange, name, end, event.seconds)
+
+    def _on_link(self, event: Event, *after: float) -> float:
+        """The end of an exchange that begins after what it needs, and after the one before of the same ranks."""
+        issued = self._compute if self._on_cpu else 0.0
+        end = max(*after, self._cpu, self._links[event.ranks], issued) + event.seconds
+        self._links[event.ranks] = end
+        return end
+
+    def _gathers_wait(self, until: float) -> None:
+        self._copy_in, self._gather = max(self._copy_in, until), max(self._gather, until)
+
+    def _wait(self, until: float, exchange: str, name: str) -> None:
+        """Let the computation wait for an exchange of a group, beyond what it waits for the CPU."""
+        ready = max(self._compute, self._cpu)
+        waited = max(0.0, until - ready)
+        self._done.idle += ready - self._compute
+        self._done.exposed += waited
+        self._compute = max(ready, until)
+        self._group(name, exchange).exposed += waited * 1e3
+
+    def _wait_for_reduced(self) -> None:
+        for end, name in self._reducing:
+            self._wait(end, "reduce-scatter", name)
+        self._reducing.clear()
+
+    def _group(self, name: str, exchange: str) -> Group:
+        key = (name, self._phases[self._phase], exchange)
+        return self._done.groups.setdefault(key, Group(*key))
+
+    def _count(self, name: str, exchange: str, event: Event) -> Group:
+        group = self._group(name, exchange)
         group.count += 1
         group.milliseconds += event.seconds * 1e3
         return group
 
-    def ran(row: str, name: str, end: float, seconds: float) -> None:
-        last = done.spans[-1] if done.spans else None
-        if row == COMPUTE and last and last[:3] == (row, name, phases[phase]) and end - seconds - last[4] < 1e-9:
-            done.spans[-1] = (*last[:4], end)
+    def _note(self, row: str, name: str, end: float, seconds: float) -> None:
+        """Add what ran to the spans; operators in a row are one."""
+        spans, phase = self._done.spans, self._phases[self._phase]
+        last = spans[-1] if spans else None
+        if row == COMPUTE and last and last[:3] == (row, name, phase) and end - seconds - last[4] < 1e-9:
+            spans[-1] = (*last[:4], end)
         elif seconds:
-            done.spans.append((row, name, phases[phase], end - seconds, end))
-
-    def wait(until: float, exchange: str, name: str) -> None:
-        nonlocal compute
-        ready = max(compute, cpu)
-        waited = max(0.0, until - ready)
-        done.idle += ready - compute
-        done.exposed += waited
-        compute = max(ready, until)
-        group_of(name, exchange).exposed += waited * 1e3
-
-    def wait_for_reduced() -> None:
-        for end, name in reducing:
-            wait(end, "reduce-scatter", name)
-        reducing.clear()
-
-    def end_backward() -> None:
-        wait_for_reduced()
-        if all_reduce > compute:
-            wait(all_reduce, "all-reduce", "all groups")
-
-    for event in found:
-        if event.phase != phase:
-            if phase >= 0 and phases[phase] == BACKWARD:
-                end_backward()
-            phase = event.phase
-            if phases[phase] == FORWARD:
-                copy_in, gather = max(copy_in, compute), max(gather, compute)
-                kept = 0.0
-            gathered = reduced = None
-        cpu += event.issue
-        if event.role == COMPUTE:
-            start = cpu - event.issue
-            busy = max(compute + event.seconds, start + event.lead)
-            done.idle += busy - compute - event.seconds
-            compute = busy
-            done.compute += event.seconds
-            ran(COMPUTE, name_of(event), compute, event.seconds)
-            for one in (gathered, reduced):
-                if one is not None:
-                    one.compute += event.seconds * 1e3
-        elif event.role == COPY_IN:
-            copy_in = max(copy_in, cpu) + event.seconds
-        elif event.role == "all-gather":
-            gather = max(gather, copy_in, cpu, links[event.ranks], compute if on_cpu else 0.0) + event.seconds
-            links[event.ranks] = gather
-            gathers.append((gather, event))
-            if on_cpu:
-                wait(gather, "all-gather", name_of(event))
-        elif event.role == COPY_OUT and gathers:
-            end, brought = gathers.pop(0)
-            if phases[phase] != BACKWARD or brought.bytes not in names:
-                names[brought.bytes] = name_of(event)
-            name = names[brought.bytes]
-            wait(end, "all-gather", name)
-            gathered = counted(name, "all-gather", brought)
-            ran("all-gather", name, end, brought.seconds)
-            compute += event.seconds
-            done.compute += event.seconds
-            if phases[phase] == BACKWARD:
-                copy_in, gather = max(copy_in, compute), max(gather, compute)
-            else:
-                copy_in, gather, kept = max(copy_in, kept), max(gather, kept), compute
-        elif event.role == REDUCE_IN:
-            wait_for_reduced()
-            compute = max(compute, cpu) + event.seconds
-            done.compute += event.seconds
-        elif event.role == "reduce-scatter":
-            reduce = max(reduce, compute, cpu, links[event.ranks]) + event.seconds
-            links[event.ranks] = reduce
-            reduced = counted(name_of(event), "reduce-scatter", event)
-            reducing.append((reduce, reduced.name))
-            ran("reduce-scatter", reduced.name, reduce, event.seconds)
-            if on_cpu:
-                wait_for_reduced()
-        elif event.role == "all-reduce":
-            all_reduce = max(all_reduce, reduce, cpu, links[event.ranks], compute if on_cpu else 0.0) + event.seconds
-            links[event.ranks] = all_reduce
-            counted("all groups", "all-reduce", event)
-            ran("all-reduce", name_of(event), all_reduce, event.seconds)
-            if on_cpu:
-                wait(all_reduce, "all-reduce", "all groups")
-        else:
-            end = max(compute, cpu) + event.seconds  # on a communicator of its own, though of ranks that may shard too
-            exchange = event.role.removesuffix(AWAITED)
-            name = "parts of layers" if event.role.endswith(AWAITED) and exchange != "all-to-all" else name_of(event)
-            counted(name, exchange, event)
-            wait(end, exchange, name)
-            ran(exchange, name, end, event.seconds)
-    if phase >= 0 and phases[phase] == BACKWARD:
-        end_backward()
-    done.seconds = max(cpu, compute, reduce, all_reduce)
-    return done
+            spans.append((row, name, phase, end - seconds, end))
 
 
 def averaged(groups: Mapping[tuple[str, str, str], Group]) -> list[Group]:

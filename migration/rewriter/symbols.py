@@ -23,37 +23,19 @@ OPTIONS = {*ENUMS, *CONFIGS, *POLICIES, "MixedPrecision", "CPUOffload"}
 KNOWN = {CLASS, *OPTIONS, "ShardedGradScaler", "FlatParameter"}
 # What is under torch.distributed.fsdp and is FSDP2's, or both's.
 OTHERS = {
-    "fully_shard",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "CPUOffloadPolicy",
-    "UnshardHandle",
-    "DataParallelMeshDims",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "GradientReductionHandle",
-    "FSDPMeshInfo",
-    "ShardPlacementResult",
+    *("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "UnshardHandle"),
+    *("DataParallelMeshDims", "FSDPMeshInfo", "GradientReductionHandle", "ShardPlacementResult"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
 }
 MODULES = {"wrap", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "flat_param"}
 # Functions of torch.distributed.fsdp.wrap that are called with the FSDP class and are rows of the table under "wrap.".
 AROUND = {f"{CHECKPOINTING}.apply_activation_checkpointing": "apply_activation_checkpointing"}
+_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "pytorch_lightning", "lightning_fabric")
 LIBRARIES = {
-    "accelerate.FullyShardedDataParallelPlugin",
-    "accelerate.utils.FullyShardedDataParallelPlugin",
-    "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin",
-    "lightning.fabric.strategies.FSDPStrategy",
-    "lightning.fabric.strategies.fsdp.FSDPStrategy",
-    "lightning.pytorch.strategies.FSDPStrategy",
-    "lightning.pytorch.strategies.fsdp.FSDPStrategy",
-    "pytorch_lightning.strategies.FSDPStrategy",
-    "pytorch_lightning.strategies.fsdp.FSDPStrategy",
-    "pytorch_lightning.strategies.DDPFullyShardedNativeStrategy",
-    "pytorch_lightning.strategies.DDPFullyShardedStrategy",
-    "lightning_fabric.strategies.FSDPStrategy",
-    "composer.utils.FSDPConfig",
-    "composer.utils.parallelism.FSDPConfig",
+    *(f"accelerate{place}.FullyShardedDataParallelPlugin" for place in ("", ".utils", ".utils.dataclasses")),
+    *(f"{package}.strategies{place}.FSDPStrategy" for package in _LIGHTNING for place in ("", ".fsdp")),
+    *(f"pytorch_lightning.strategies.DDPFullySharded{kind}Strategy" for kind in ("", "Native")),
+    *("composer.utils.FSDPConfig", "composer.utils.parallelism.FSDPConfig"),
     "composer.distributed.prepare_fsdp_module",
 }
 # What a file that uses FSDP1 can't do without, as text.

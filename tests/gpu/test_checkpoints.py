@@ -14,7 +14,7 @@ import torch
 from fsdp2.checkpoint import staging
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.train import train_step
 from tests.gpu import harness
 from tests.gpu.harness import DEVICE, ON_GPU, Events, Ranks, engine, losses, of_kind, rank, small

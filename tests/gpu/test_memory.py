@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.train import main, train_step
 from fsdp2_extra.allocations.ledger import Ledger
 from fsdp2_extra.allocations.timeline import file_name, load

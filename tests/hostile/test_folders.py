@@ -15,7 +15,7 @@ from fsdp2.checkpoint.refusal import LONGEST_REFUSAL
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
-from fsdp2.report import planned
+from fsdp2.report import PLAN, planned
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.timeline import dump
@@ -97,7 +97,7 @@ def test_a_plan_that_is_none_stops_no_run(tmp_path: Path, kind: str) -> None:
     whole = {"ranks": 2, "tensors": 7, "time": None, "peak": {"phase": "\x1b[31m" + "x" * 1000}}
     config = Config(run_dir=str(tmp_path), model_size="tiny")
     for plan in (whole, {**whole, **PLANS[kind]}, {**whole, "ranks": "\x1b[31m" + "3" * 1000}):
-        (tmp_path / planned.FILE).write_text(json.dumps({"flags": {}, "plans": [plan]}))
+        (tmp_path / PLAN).write_text(json.dumps({"flags": {}, "plans": [plan]}))
         found = planned.read(config, 2)
         lines = [found] if isinstance(found, str) else [found.line, *found.beside(7, [1.0])] if found else []
         assert lines

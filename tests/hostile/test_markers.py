@@ -19,9 +19,9 @@ from fsdp2.checkpoint.store import HASH, MARKER, Store, _marker_bytes, read_mark
 from fsdp2.config import Config
 from fsdp2.infer import main as infer
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.preflight import changed_batch, preflight
+from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
-from fsdp2.run.schedule import before
+from fsdp2.run.resuming import changed_batch, length_before
 from tests.commands.common import Cli, change_metadata, flip
 from tests.commands.conftest import cli as cli
 from tests.hostile.common import checkpoint_of, vouch
@@ -210,7 +210,7 @@ def test_many_files_that_are_missing_are_a_line_of_bounded_length(run: Path, cli
 @pytest.mark.parametrize("samples", [[8] * 1000, "8 and more", {"8": 8}, 8.5, True])
 def test_a_batch_that_is_no_number_is_not_repeated(samples: Any) -> None:
     marker = {"config": {"global-batch-size": samples}, "world_size": 2}
-    assert changed_batch(Config(model_size="tiny"), World(0, 2, 0, 2), before(marker)) is None
+    assert changed_batch(Config(model_size="tiny"), World(0, 2, 0, 2), length_before(marker)) is None
 
 
 def test_a_shard_that_the_marker_does_not_list_is_not_read(run: Path, cli: Cli) -> None:

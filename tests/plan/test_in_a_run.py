@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp2.config import parse
-from fsdp2.report import planned
+from fsdp2.report import PLAN, planned
 from fsdp2.units import size
 from fsdp2_tools.plan.__main__ import main as plan
 from tests.harness import main_in_ranks, small
@@ -41,7 +41,7 @@ def test_a_run_says_what_the_plan_said(ranks: Any, tmp_path: Path, capsys: pytes
     capsys.readouterr()
     (header, printed, _), _ = ranks.run(_printed, [*flags, "--memory-limit=1GB"])
     (line,) = [line for line in header if line.startswith("plan: ")]
-    content = json.loads((tmp_path / "run" / planned.FILE).read_text())
+    content = json.loads((tmp_path / "run" / PLAN).read_text())
     there = planned.read(parse(flags), 2)
     assert isinstance(there, planned.Planned)
     assert there.tensors == content["plans"][0]["tensors"]
@@ -65,7 +65,7 @@ def test_other_flags_and_other_ranks_are_named(tmp_path: Path, capsys: pytest.Ca
     assert "is for 2 ranks; python -m fsdp2.plan --ranks 3" in str(planned.read(parse(flags), 3))
     assert planned.read(parse(small(tmp_path / "none")), 2) is None
     for content in (b"[", b"{}", b'{"plans": [3]}', b"\xff", b'{"plans": [{"ranks": 2}], "flags": 3}'):
-        (tmp_path / planned.FILE).write_bytes(content)
+        (tmp_path / PLAN).write_bytes(content)
         assert "can't be read as one" in str(planned.read(parse(flags), 2))
 
 
@@ -97,7 +97,7 @@ def test_out_of_memory_says_what_the_plan_has_planned(
 ) -> None:
     flags = small(tmp_path / "run", *FLAGS, "--memory-limit=1MB")
     plan([*flags, "--ranks=2"])
-    found = json.loads((tmp_path / "run" / planned.FILE).read_text())["advice"]
+    found = json.loads((tmp_path / "run" / PLAN).read_text())["advice"]
     flag, saved = next(iter(found["singly"].items()))
     for _, _, notes in ranks.run(_printed, flags):
         assert f"  {flag:44}{size(saved)} less" in notes[-2].splitlines()

@@ -115,10 +115,7 @@ def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, lo
     Args:
         loads_whole: rank 0 of this node has all weights a second time before the first step.
     """
-
-    def plain(count: int) -> int:
-        return count
-
+    plain = int  # bytes as they are
     offloads = config.cpu_offload and on_gpu
     held = list[tuple[str, int]]()
     if (not on_gpu or offloads) and config.nvme_offload is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.group import RunStopped, broadcast, end_together, gather
 from fsdp2.run.process.runtime import world
 from fsdp2.run.schedule import Length
+from fsdp2.units import tell
 
 if TYPE_CHECKING:
     from fsdp2_extra.remote.files import RemoteFiles
@@ -239,4 +239,4 @@ class Job:
 
 def _say_once_a_node(text: str) -> None:
     if world().local_rank == 0:
-        print(f"fsdp2: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+        tell(f"{socket.gethostname()}: {text}")

@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import stat
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Protocol
 from fsdp2.checkpoint.disk import explained, file_system
 from fsdp2.checkpoint.files import LocalFiles, NotTheWriter
 from fsdp2.options.errors import ConfigError
+from fsdp2.units import tell
 
 # A network file system may show other nodes an older state of a folder for as long; NFS does for up to 60 s.
 SECONDS_TO_BE_SEEN = 90.0
@@ -83,11 +83,9 @@ class WriterLock:
                     )
                 if not said:
                     said = True
-                    print(
-                        f"fsdp2: {flag} {self.folder}: in use; waiting up to {SECONDS_OF_THE_DEAD:.0f} s, since {kind} "
-                        "keeps the lock of a node that has died",
-                        file=sys.stderr,
-                        flush=True,
+                    tell(
+                        f"{flag} {self.folder}: in use; waiting up to {SECONDS_OF_THE_DEAD:.0f} s, since {kind} keeps "
+                        "the lock of a node that has died"
                     )
                 time.sleep(0.5)
         except OSError as error:

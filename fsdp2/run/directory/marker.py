@@ -1,4 +1,4 @@
-"""The contents of a checkpoint's marker beside its files, and what of them has changed in a run that goes on.
+"""The contents of a checkpoint's marker beside its files.
 
 They are flags, the environment, the model's names and shapes, and hashes of the files that decide what weights mean.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,6 @@ from torch import nn
 from fsdp2.checkpoint import meaning
 from fsdp2.config import Config
 from fsdp2.models.spec import ModelSpec
-from fsdp2.options.errors import shown
 from fsdp2.options.parser import to_flags
 
 
@@ -82,31 +80,6 @@ def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
     from fsdp2_extra.text.tokenizer_file import tokenizer_files
 
     return {meaning.PART: files, meaning.TOKENIZER: tokenizer_files(str(config.tokenizer))}
-
-
-# What a resumed run may change, and computes other numbers with.
-_COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
-
-
-def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """Say that the steps from here on compute differently from those before the checkpoint; None if they don't."""
-    then, now = marker.get("config", {}), to_flags(config)
-    words = [
-        f"--{flag} {now[flag] or 'off'} (before: {shown(then[flag] or 'off')})"
-        for flag in _COMPUTES
-        if flag in then and then[flag] != now[flag]
-    ]
-    return f"from here on {', '.join(words)}" if words else None
-
-
-def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
-    """Name the files of a model or a tokenizer that have changed since: weights may mean something else then."""
-    words, files = [], kept_files(config)
-    for part, name in ((meaning.PART, config.model), (meaning.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
-        found = meaning.others(marker, files.get(part, {}), part)
-        if found and (part != meaning.PART or name.startswith("hf:")):
-            words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
-    return f"since the checkpoint {' and '.join(words)} changed" if words else None
 
 
 def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:

@@ -6,23 +6,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
 
 from fsdp2.checkpoint import full_model, meaning
-from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.disk import bytes_of
-from fsdp2.checkpoint.files import LocalFiles, publish
+from fsdp2.checkpoint.files import Files, LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.models.spec import ModelSpec
-from fsdp2.options.errors import ConfigError, shown
-from fsdp2.options.parser import read_file, to_flags
-from fsdp2.options.values import LONGEST_PATH
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.marker import environment
 
@@ -87,15 +82,10 @@ class RunDir:
 
     def upload_full_model(self) -> None:
         """Copy the full model and optimizer to a remote run's URL, and their marker last."""
-        if not self.is_remote:
-            return
-        local, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
-        if there.size(MARKER) is not None:
-            there.unlink(MARKER)
-        for name in read_marker(local)["files"]:
-            with local.open(name) as source, there.create(name) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        there.write(MARKER, local.read(MARKER))
+        if self.is_remote:
+            from fsdp2_extra.remote.copies import upload_full_model
+
+            upload_full_model(*self._full_models())
 
     def fetch_full_model(self) -> None:
         """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
@@ -105,39 +95,30 @@ class RunDir:
         """
         if not self.is_remote:
             return
-        name = self.full_model.name
-        here, there = LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
-        marker = read_marker(there)
-        with suppress(DamagedCheckpoint):
-            if read_marker(here) == marker:
-                verify(here, [name])
-                return
-        lock = WriterLock(self.path, flag="RUN")
-        try:
-            here.mkdir("")
-            for old in (MARKER, aside := f"{name}.tmp"):
-                if here.size(old) is not None:
-                    here.unlink(old)
-            with there.open(name) as source, HashingStream(here.create(aside)) as target:
-                shutil.copyfileobj(source, cast(IO[bytes], target), 1 << 20)
-            if target.fingerprint() != marker["files"].get(name):
-                raise DamagedCheckpoint(f"{there}: {name} differs from what was committed")
-            here.rename(aside, name)
-            publish(here, MARKER, there.read(MARKER))
-        finally:
-            lock.release()
+        from fsdp2_extra.remote.copies import fetch_full_model, lacking
+
+        (here, there), name = self._full_models(), self.full_model.name
+        if (marker := lacking(here, there, name)) is not None:
+            lock = WriterLock(self.path, flag="RUN")
+            try:
+                fetch_full_model(here, there, name, marker)
+            finally:
+                lock.release()
+
+    def _full_models(self) -> tuple[LocalFiles, Files]:
+        """The folder of the full model here, and at a remote run's URL."""
+        return LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
 
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
-        for files in [LocalFiles(self.path), self.files][: 1 + self.is_remote]:
-            folder = files.at(self.full_model.parent.name)
+        for folder in self._full_models()[: 1 + self.is_remote]:
             if folder.size(MARKER) is not None:
                 folder.unlink(MARKER)
                 folder.fsync("")
 
     def has_full_model(self, step: int) -> bool:
         """Return whether the full model and optimizer are there, whole and both of this step."""
-        folder = self.files.at(self.full_model.parent.name)
+        folder = self._full_models()[1]
         try:
             verify(folder, hashes=False)
             return bool(read_marker(folder)["step"] == step)
@@ -193,47 +174,3 @@ def large(config: Config, spec: ModelSpec) -> int | None:
     """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
     needed = bytes_of(spec.described(config.model_size).state_dict())
     return needed if needed > full_model.LARGEST_UNASKED else None
-
-
-def read_config(run: RunDir, **named: Any) -> Config:
-    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
-
-    Args:
-        named: options in the place of the run's, which runs no code and asks no network for what isn't among them.
-    """
-    place = f"{run.place}/{run.config.name}"
-    try:
-        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
-    except OSError as error:
-        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
-    if not exists:
-        raise ConfigError(
-            f"{run.place}: holds no {run.config.name}, so it is not a run; give the folder or URL of a run"
-        )
-    given = {name: value for name, value in named.items() if value not in (None, False)}
-    values = read_file(Config, place, given, called="")
-    if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
-        values |= _fetched_tokenizer(run)
-    try:
-        return Config(**{**values, **given})
-    except ConfigError as error:
-        raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None
-
-
-def _fetched_tokenizer(run: RunDir) -> dict[str, Any]:
-    """The flag for a copy of a remote run's tokenizer, made here; none if it keeps none. Raises ConfigError."""
-    from fsdp2_extra.foreign.model_files import MOST_KEPT
-
-    there, here = run.files.at(meaning.TOKENIZER), run.path / meaning.TOKENIZER
-    try:
-        names = list(meaning.names(there))
-        if large := [name for name in names if (there.size(name) or 0) > MOST_KEPT]:
-            raise ValueError(f"{shown(large[0])} has more than {MOST_KEPT >> 20} MiB; remove it there")
-        files = {name: there.read(name) for name in names}
-    except ValueError as error:  # a name that leads elsewhere, too
-        raise ConfigError(f"{there}: {error}") from None
-    if not files:
-        return {}
-    run.path.mkdir(parents=True, exist_ok=True)
-    meaning.replace(LocalFiles(here), files)
-    return {"tokenizer": str(here)}

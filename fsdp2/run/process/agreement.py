@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2.options.errors import ConfigError, shown, some
+from fsdp2.units import tell
 
 # Of a node, and not of the run. `--device auto` may stand beside `cuda`: what it comes to is compared.
 MAY_DIFFER = ("data-root", "device", "loader-workers", "nvme-offload", "threads")
@@ -199,7 +200,7 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
             return ""
         line = f"rank{'s' if len(late) > 1 else ''} {some(late)}, not there for {waited.seconds:g} s"
         if say and not waited.last:
-            print(f"fsdp2: waiting for {line}", file=sys.stderr, flush=True)
+            tell(f"waiting for {line}")
     return line
 
 

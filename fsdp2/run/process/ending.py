@@ -23,6 +23,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.process.group import RunStopped, tell_others
 from fsdp2.run.process.runtime import world
 from fsdp2.run.process.variables import speaks
+from fsdp2.units import tell
 
 # How much later than another rank rank 0 may come to the same refusal.
 SECONDS_FOR_RANK_0 = 20.0
@@ -40,15 +41,9 @@ def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
 
 # What gloo, nccl and the store say when the other side of a connection has gone.
 _PEER_LOST = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "Socket closed",
-    "remote server shutdown",
+    *("closed by peer", "reset by peer", "Broken pipe", "Socket closed"),
+    *("remote process exited", "remote server shutdown"),
 )
-
-
 _TIMED_OUT = "Timed out waiting"  # gloo; nccl's watchdog ends the process itself
 
 
@@ -58,13 +53,13 @@ def lost_peer(text: str) -> bool:
 
 
 def _say(line: str) -> None:
-    """Print why this process ends, and leave it to torchrun, whose report of 40 lines follows and ends with it.
+    """Tell why this process ends, and leave it to torchrun, whose report of 40 lines follows and ends with it.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
-    print(line, file=sys.stderr, flush=True)
+    tell(line)
     if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        told = {"message": {"message": f"fsdp2: {line}", "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):  # torchrun's folder is full or gone; the line is printed all the same
             Path(place).write_text(json.dumps(told))
 
@@ -83,7 +78,7 @@ def exit_status() -> Iterator[None]:
     except (ConfigError, RunStopped, SaveFailed, NotTheWriter) as error:
         status, kind = (2, "error") if isinstance(error, ConfigError) else (1, "stopped")
         first = dist.get_rank() == 0 if dist.is_initialized() else speaks(os.environ)
-        line = f"fsdp2: {kind}: {refusal(str(error))}"
+        line = f"{kind}: {refusal(str(error))}"
         if first:
             _say(line)
         tell_others(str(error))
@@ -94,11 +89,11 @@ def exit_status() -> Iterator[None]:
         found = explained(error, error.filename or os.curdir)
         if found is None:
             raise
-        _say(f"fsdp2: stopped: rank {world().rank}: {found}")
+        _say(f"stopped: rank {world().rank}: {found}")
         os._exit(1)  # as below
     except UnusableText as error:
         why = str(error).rpartition("UnusableText: ")[2]  # a loader's process puts its traceback before it
-        _say(f"fsdp2: stopped: rank {world().rank}: --dataset: {refusal(why)}")
+        _say(f"stopped: rank {world().rank}: --dataset: {refusal(why)}")
         os._exit(1)  # as below
     except RuntimeError as error:
         if _TIMED_OUT in str(error):
@@ -110,6 +105,6 @@ def exit_status() -> Iterator[None]:
             )
         else:
             raise
-        print(f"fsdp2: rank {world().rank} stopped because {why}", file=sys.stderr, flush=True)
+        tell(f"rank {world().rank} stopped because {why}")
         # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
         os._exit(1)

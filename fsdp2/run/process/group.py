@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from fsdp2.options.parser import to_flags
 from fsdp2.run.process import agreement
 from fsdp2.run.process.runtime import World, end_with_launcher, of_torchrun, world
 from fsdp2.run.process.variables import require_address
+from fsdp2.units import tell
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: boo
             "started, or the port is blocked between the hosts"
         )
         if say and not waited.last:
-            print(f"fsdp2: waiting for rank 0: MASTER_ADDR={address}: {why}", file=sys.stderr, flush=True)
+            tell(f"waiting for rank 0: MASTER_ADDR={address}: {why}")
     raise ConfigError(f"MASTER_ADDR={address}: {why}")
 
 

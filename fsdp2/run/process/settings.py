@@ -55,10 +55,8 @@ def process_settings(config: Config) -> Iterator[GarbageCollection]:
     cudnn = torch.backends.cudnn
     precision, workspace = torch.get_float32_matmul_precision(), os.environ.get(WORKSPACE)
     flags = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.set_float32_matmul_precision(config.matmul_precision)
     cudnn.allow_tf32 = config.matmul_precision != "highest"
     if config.deterministic:

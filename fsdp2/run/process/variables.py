@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Mapping
 
 from fsdp2.options.errors import ConfigError, shown
+from fsdp2.units import tell
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -91,6 +91,6 @@ def require_address(address: str, *, say: bool, seconds: float = SECONDS_TO_RESO
                 ) from None
         if say:
             say = False
-            text = f"waiting up to {seconds:.0f} s for an address of {shown(address)}, the host of rank 0"
-            print(f"fsdp2: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+            what = f"an address of {shown(address)}, the host of rank 0"
+            tell(f"{socket.gethostname()}: waiting up to {seconds:.0f} s for {what}")
         time.sleep(1.0)

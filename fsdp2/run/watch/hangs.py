@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.group import LONG, broadcast
 from fsdp2.run.process.runtime import world
 from fsdp2.run.watch.waiting import Pace, Standing, collectives_begun, groups_of, last_collective, look, verdict
+from fsdp2.units import tell
 
 EXIT_STATUS = 3
 FILE = "hang.txt"
@@ -196,10 +196,10 @@ class Watch:
             with open(self._folder / FILE, "a") as file:  # several ranks may, if the store has stopped
                 file.write(text)
         except OSError as error:  # a full disk must not keep the run from ending
-            print(f"fsdp2: {FILE} was not written: {error}\n{text}", file=sys.stderr, flush=True)
+            tell(f"{FILE} was not written: {error}\n{text}")
 
     def _say(self, text: str) -> None:
-        print(f"fsdp2: stopped: {text}; all ranks' stacks: {self._folder / FILE}", file=sys.stderr, flush=True)
+        tell(f"stopped: {text}; all ranks' stacks: {self._folder / FILE}")
         self._on_hang(text)
 
     def _end(self, text: str) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.options.errors import some
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import gather
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

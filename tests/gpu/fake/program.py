@@ -34,7 +34,7 @@ from fsdp2.data.loader import Batch, _on
 from fsdp2.evaluate import scored
 from fsdp2.models import attention as attending
 from fsdp2.parallel.engine import Engine
-from fsdp2.parallel.inspect import local
+from fsdp2.parallel.shards import local
 from fsdp2.report.metrics import StepLog
 from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step

@@ -1,0 +1,271 @@
+"""A run that goes on: which checkpoint `--resume` means, what of it has to fit, and its state taken up again."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp2.checkpoint import meaning
+from fsdp2.checkpoint.files import Files, is_there
+from fsdp2.checkpoint.places import open_files
+from fsdp2.checkpoint.restore import read_fitting_weights, restore
+from fsdp2.checkpoint.state import HOW, AppState
+from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
+from fsdp2.config import Config
+from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.parser import files_at, to_flags
+from fsdp2.options.values import is_step
+from fsdp2.run.directory.job import Job, Origin
+from fsdp2.run.directory.marker import kept_files, shapes_of
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.process.runtime import World, world
+from fsdp2.run.schedule import Length
+
+if TYPE_CHECKING:
+    from fsdp2.parallel.ema import Ema
+
+# Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
+KEPT = {
+    **dict.fromkeys(
+        ("dataset", "chat-fields", "bos", "seed", "seq-len"), "the place in the data would mean other samples"
+    ),
+    "documents": "tokens would see others than before, in training and in the test",
+    **dict.fromkeys(("optimizer", "optimizer-state", "freeze"), "the optimizer's state would not fit"),
+    **dict.fromkeys(("lora", "lora-alpha", "lora-targets"), "the adapters would be other ones"),
+    **dict.fromkeys(("lr", "gamma"), "the checkpoint's learning rate counts, and the flag would do nothing"),
+    **dict.fromkeys(("schedule", "warmup-steps", "lr-floor"), "the learning rate would jump"),
+    "ema": "the average would begin in the middle, or end there",
+    **dict.fromkeys(("betas", "weight-decay"), "the checkpoint's settings of the optimizer count"),
+}
+
+
+def chosen(config: Config, store: Store, committed: Sequence[int]) -> tuple[Origin, list[str]]:
+    """Decide from `--resume` which checkpoint to go on from, and say what becomes of others. Damage stops the run.
+
+    Args:
+        committed: steps of the checkpoints that the run's own store holds.
+
+    Raises ConfigError, and OSError for a folder that can't be read.
+    """
+    wanted, partial, notes = config.resume, config.resume_partial, list[str]()
+    found, newest_kept = None, None
+    if wanted == "auto":
+        found = str(store.checkpoint(committed[-1]))
+    elif wanted == "never":
+        if committed:
+            newest_kept = -1
+            notes.append(f"--resume never: {len(committed)} checkpoints of the earlier run are set aside")
+    elif is_step(wanted):
+        if int(wanted) not in committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.files} holds no committed checkpoint of that step; "
+                + (f"it has {', '.join(map(str, committed))}" if committed else "it has none at all")
+            )
+        found = str(store.checkpoint(int(wanted)))
+        # A partial load begins a new training; else this one goes on from that step.
+        newest_kept = -1 if partial else int(wanted)
+        newer = [step for step in committed if step > newest_kept]
+        if newer:
+            notes.append(f"--resume {wanted}: checkpoints {', '.join(map(str, newer))} are set aside")
+    else:
+        found = checkpoint_at(wanted)
+        if committed:
+            raise ConfigError(
+                f"--resume {wanted}: {store.files} has checkpoints of its own; choose another --run-dir, "
+                "or --resume auto to go on with those"
+            )
+    if found is not None:
+        try:
+            checkpoint = open_files(found)
+            marker = read_marker(checkpoint)
+            require_metadata(checkpoint, marker)
+            verify(checkpoint, hashes=False)
+            if not says_finite(marker):
+                notes.append(f"{found}: its weights hold NaN or infinity; --resume STEP chooses an older one")
+        except DamagedCheckpoint as error:
+            raise damaged(error) from None
+    return Origin(found, partial, newest_kept=newest_kept), notes
+
+
+def going_on(
+    config: Config, world: World, model: nn.Module, origin: Origin
+) -> tuple[int, Origin, tuple[str | None, ...]]:
+    """The steps that are done, the origin with what its marker says, and what is different from here on."""
+    checkpoint = open_files(str(origin.checkpoint))
+    check_checkpoint(config, model, checkpoint)
+    marker = read_marker(checkpoint)
+    length = length_before(marker)
+    changes = changed_batch(config, world, length), changed_flags(config, marker), changed_files(config, marker)
+    return marker["step"], origin._replace(before=length), changes
+
+
+def damaged(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--resume: the checkpoint is damaged: {error}; choose an older one with --resume STEP, or --resume never"
+    )
+
+
+def checkpoint_at(place: str) -> str:
+    """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
+    place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
+    files = files_at(place, "--resume")
+    if is_there(files, MARKER):
+        return place
+    store = RunDir(place).store
+    steps = store.committed()
+    if not steps:
+        raise ConfigError(
+            f"--resume {place}: holds no committed checkpoint (no {MARKER}); give a step, the folder of a "
+            "checkpoint or the folder of a run"
+        )
+    return str(store.checkpoint(steps[-1]))
+
+
+def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> None:
+    marker: dict[str, Any] = read_marker(checkpoint)
+    saved, ours = marker.get("model", {}), shapes_of(model)
+    wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
+             sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
+            f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
+            "with, another --run-dir, or --resume-partial for the weights that fit"
+        )
+    if config.model.startswith("hf:") and meaning.CONFIG in meaning.others(marker, kept_files(config)[meaning.PART]):
+        raise ConfigError(
+            f"--resume {config.resume}: {meaning.CONFIG} of --model {config.model} isn't as it was for {checkpoint}; "
+            "it says what weights mean (heads, positions, norms); put it back (a run has it in model/), or start a new "
+            "--run-dir with --init-from for the weights alone"
+        )
+    if marker.get("imported"):
+        return  # by a program that had no flags of ours
+    theirs, flags = marker.get("config", {}), to_flags(config)
+    run = str(checkpoint).rpartition("/checkpoints/")[0]
+    has_all = f" (--config {run}/config.json has all that the run had)" if run else ""
+    for flag, why in KEPT.items():
+        if flag in theirs and theirs[flag] != flags[flag]:
+            raise ConfigError(
+                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"
+                f"{has_all}, or start a new --run-dir, with --init-from for the weights alone"
+            )
+    if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):
+        raise ConfigError(
+            f"--mixed-precision {config.mixed_precision or 'off'}: the checkpoint to resume from was made with "
+            f"{theirs.get('mixed-precision') or 'off'}, and only fp16 has a gradient scaler; use the same"
+        )
+
+
+def changed_batch(config: Config, world: World, length: Length | None) -> str | None:
+    """Say that steps will be of more or fewer samples than before, as they are where they follow the ranks."""
+    now = config.global_batch(world.world_size)
+    if length is None or length.samples == now:
+        return None
+    keeps = f"--global-batch-size {length.samples} keeps that on any number of ranks"
+    return f"{now} samples a step from here on, and {length.samples} before: {keeps}"
+
+
+def length_before(marker: Mapping[str, Any]) -> Length | None:
+    """The length of the run that wrote a checkpoint with this marker; None if it doesn't say, as an imported one."""
+    flags = marker.get("config", {})
+    epochs, most, samples = flags.get("epochs"), flags.get("max-steps"), flags.get("global-batch-size")
+    parts = [flags.get("batch-size"), flags.get("grad-accumulation"), marker.get("world_size")]
+    together = [flags.get(name, 1) for name in ("tp", "sp")]  # ranks that have the same samples
+    if samples is None and all(type(one) is int and one > 0 for one in (*parts, *together)):
+        samples = math.prod(parts) // math.prod(together)
+    if not all(type(one) is int and one > 0 for one in (epochs, samples, 1 if most is None else most)):
+        return None
+    return Length(epochs, most, samples)
+
+
+# What a resumed run may change, and computes other numbers with.
+_COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
+
+
+def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
+    """Say that the steps from here on compute differently from those before the checkpoint; None if they don't."""
+    then, now = marker.get("config", {}), to_flags(config)
+    words = [
+        f"--{flag} {now[flag] or 'off'} (before: {shown(then[flag] or 'off')})"
+        for flag in _COMPUTES
+        if flag in then and then[flag] != now[flag]
+    ]
+    return f"from here on {', '.join(words)}" if words else None
+
+
+def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
+    """Name the files of a model or a tokenizer that have changed since: weights may mean something else then."""
+    words, files = [], kept_files(config)
+    for part, name in ((meaning.PART, config.model), (meaning.TOKENIZER, f"--tokenizer {config.tokenizer or 'unset'}")):
+        found = meaning.others(marker, files.get(part, {}), part)
+        if found and (part != meaning.PART or name.startswith("hf:")):
+            words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
+    return f"since the checkpoint {' and '.join(words)} changed" if words else None
+
+
+def take_up(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -> dict[str, Any]:
+    """Load the checkpoint that the job goes on from; `start.resume` says how. A collective call."""
+    origin = job.origin
+    files, began = open_files(str(origin.checkpoint)), time.perf_counter()
+    try:
+        if not origin.partial:
+            here, ours = world(), _settings(app)
+            sharers = (here.local_rank, here.local_world_size) if origin.in_memory else None
+            restored = restore(files, app, hashes=hashes, sharers=sharers)
+            theirs, marker = _settings(app), read_marker(files)
+            imported = marker.get("imported")
+            if imported and average is not None:
+                average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
+            job.optimizer = {name: theirs[name] for name in ours if theirs[name] != ours[name]}
+            if changed := ", ".join(f"{name} {value}" for name, value in job.optimizer.items()):
+                if not imported and job.optimizer != marker.get("optimizer"):
+                    raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
+                job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
+            _require_possible(app.optimizer, ours, theirs)
+            return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began}
+        loaded, left_out = read_fitting_weights(app.model, files, hashes=hashes)
+    except DamagedCheckpoint as error:
+        if origin.in_memory:
+            fix = "remove it there, and the run goes on from the run directory's newest"
+            raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
+        raise damaged(error) from None
+    except ValueError as error:
+        raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
+    if not loaded:
+        raise ConfigError(
+            f"--resume-partial: no tensor of {origin.checkpoint} fits this model; "
+            "`python -m fsdp2.checkpoint show` lists its names and shapes"
+        )
+    facts = {"random_state_restored": True, "restore_seconds": time.perf_counter() - began}
+    return {**facts, "loaded": loaded, "left_out": left_out}
+
+
+def _settings(app: AppState) -> dict[str, Any]:
+    """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
+    beside = ("params", "lr", "initial_lr", *HOW)
+    groups = enumerate(app.optimizer.param_groups)
+    found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    several = len(app.optimizer.param_groups) > 1
+    return {f"{name} of group {number}" if several else name: value for (name, number), value in found.items()}
+
+
+def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that torch refuses where it makes an optimizer, or that need other state."""
+    makes = type(optimizer)
+    known = inspect.signature(makes).parameters.keys() - {"params", *HOW}
+    try:
+        for group in optimizer.param_groups if makes.__module__.startswith("torch.optim.") else ():
+            float(sum(value for value in group.values() if isinstance(value, int)))  # else it fails in the first step
+            makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an optimizer with its settings can't be made ({error})") from None
+    if wrong := [name for name in ours if name.startswith("amsgrad") and theirs[name] != ours[name]]:
+        raise ValueError(f"its optimizer has {wrong[0]} {theirs[wrong[0]]}, and no state for that")
