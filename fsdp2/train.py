@@ -72,7 +72,7 @@ def main(
     examine_first(config, world, device)  # with --doctor
     spec = config.spec
     with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
-        node_memory = agree(config, job, world, device)  # on what rank 0 has chosen: where, and from what
+        folder = agree(config, job, world)  # on what rank 0 has chosen: where, and from what
         run = job.run
         runtime.set_threads(config.threads, world)
 
@@ -106,7 +106,7 @@ def main(
                 return evaluate(engine.forward, spec, dataset.test, config, world, device)
 
         with job.starting():
-            write_start(config, job, world, app, node_memory, engine.files, finished=finished())
+            memory = write_start(config, job, world, app, device, folder, engine.files, finished=finished())
             reports = Reports(
                 config, run.metrics, run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event
             )
@@ -114,7 +114,7 @@ def main(
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
 
         watch = Watch(config, engine.model, run, reports.last_words)
-        checkpoints = Checkpoints(config, job, app, engine, progress, device, node_memory, reports, watch)
+        checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
         observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)

@@ -25,7 +25,8 @@ from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.watch import replicas, waiting
 from fsdp2.run.watch.jumps import FEWEST, REMEMBERED, Jumps
-from fsdp2.run.watch.waiting import slow, waits_in
+from fsdp2.run.watch.pace import slow
+from fsdp2.run.watch.waiting import waits_in
 from fsdp2.train import main
 from tests.harness import Ranks, of_kind, small
 from tests.test_resume import metrics_of

@@ -61,7 +61,7 @@ def preflight(config: Config, world: World) -> Job:
     with ExitStack() as on_error:
         on_error.enter_context(job)
         if config.nvme_offload is not None:
-            job.hold(SwapFiles(config.nvme_offload, world.rank))
+            job.hold(SwapFiles(config.nvme_offload, world.rank).release)
         if world.rank != 0:
             if world.local_rank == 0:
                 check_room(config, model, world)

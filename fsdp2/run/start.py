@@ -21,24 +21,24 @@ from fsdp2.run.process.runtime import World
 
 if TYPE_CHECKING:
     from fsdp2.parallel.ema import Ema
-    from fsdp2_extra.elastic.node_memory import NodeMemory
+    from fsdp2_extra.elastic.node_memory import NodeFolder, NodeMemory
 
 
-def agree(config: Config, job: Job, world: World, device: torch.device) -> NodeMemory | None:
+def agree(config: Config, job: Job, world: World) -> NodeFolder | None:
     """Take over what rank 0 has found out. With `--memory-checkpoint`, find what is in the nodes' memories, and let
     `job` go on from it if it is newer. A collective call.
 
-    Raises ConfigError on every rank, as `Job.agree` and `NodeMemory` do.
+    Raises ConfigError on every rank, as `Job.agree` and `NodeFolder` do.
     """
     job.agree()
     if config.memory_checkpoint is None:
         return None
-    from fsdp2_extra.elastic.node_memory import NodeMemory
+    from fsdp2_extra.elastic.node_memory import NodeFolder
 
-    memory = NodeMemory(config, config.memory_checkpoint, job.run, world, device, job.hold)
-    if config.resume == "auto" and (found := memory.find(config, job.origin)) is not None:
+    folder = NodeFolder(config, job.run, world, job.hold)
+    if config.resume == "auto" and (found := folder.find(config, job.origin)) is not None:
         job.go_on_from(*found)
-    return memory
+    return folder
 
 
 def resume(job: Job, app: AppState, average: Ema | None, *, hashes: bool = True) -> dict[str, Any]:
@@ -94,22 +94,28 @@ def write_start(
     job: Job,
     world: World,
     app: AppState,
-    memory: NodeMemory | None,
+    device: torch.device,
+    folder: NodeFolder | None,
     files: Mapping[str, bytes],
     *,
     finished: bool,
-) -> None:
+) -> NodeMemory | None:
     """Write what a run directory holds before the first step, and put aside what this run replaces, in memory too.
+
+    Returns what keeps further checkpoints in memory, with `--memory-checkpoint`.
 
     Args:
         files: further ones by name, the engine's own.
         finished: there is nothing to train, so what an earlier run left is still true.
     """
     run = job.run
-    if memory is not None:
-        memory.begin(app)
+    memory = None
+    if folder is not None:
+        from fsdp2_extra.elastic.node_memory import NodeMemory
+
+        memory = NodeMemory(config, folder, app, device)
     if world.rank != 0:
-        return
+        return memory
     if memory is None and run.files.size(LINEAGE) is not None:
         run.files.unlink(LINEAGE)
     job.set_aside_newer()
@@ -124,3 +130,4 @@ def write_start(
         for name, content in model.items():
             run.files.write(f"model/{name}", content)
         meaning.replace(run.files.at(meaning.TOKENIZER), kept_files(config).get(meaning.TOKENIZER, {}))
+    return memory

@@ -35,7 +35,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.shards import local
 from fsdp2.run.directory.job import Origin
-from fsdp2.run.directory.lock import Held, WriterLock
+from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.process.group import broadcast, end_together, gather
@@ -49,51 +49,42 @@ FLAG = "--memory-checkpoint"
 ROOT = SHARED_MEMORY
 
 
-class NodeMemory:
-    """The checkpoints in memory of a run with `--memory-checkpoint`.
+class NodeFolder:
+    """This node's folder in memory, held by one run: what is in it of earlier starts, and where the run keeps more."""
 
-    Attributes:
-        failure: why this node's last save failed.
-    """
-
-    def __init__(
-        self, config: Config, every: int, run: RunDir, world: World, device: torch.device, hold: Callable[[Held], None]
-    ) -> None:
-        """Take this node's folder. A collective call. Raises ConfigError on every rank.
+    def __init__(self, config: Config, run: RunDir, world: World, hold: Callable[[Callable[[], None]], None]) -> None:
+        """Take the folder. A collective call. Raises ConfigError on every rank.
 
         Args:
-            hold: is given the folder's lock, to release it at the end of the run.
+            hold: is given what releases the folder's lock, for the end of the run.
         """
-        self.every, self.world = every, world
-        self.failure: str | None = None
-        self._saver: Saver | None = None
-        self._device, self._background = device, config.async_checkpoint is not None
-        self._rng = _GivenState()
-        self._start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
-        self._shards = world.world_size // config.replicas
-        self._check_world(config)
+        self.world, self.shards = world, world.world_size // config.replicas
         self.folder = ROOT / folder_of(run.place)
-        self._run, self.store = run, Store(LocalFiles(self.folder))
+        self.store = Store(LocalFiles(self.folder))
+        self.start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
+        self._run = run
         failure: Exception | None = None
         try:
+            self._check_nodes(gather((world.local_rank, world.local_world_size)))
             if world.local_rank == 0:
                 self._take(hold)
         except Exception as error:
             failure = error
         end_together(failure)
 
-    def _check_world(self, config: Config) -> None:
-        places = gather((self.world.local_rank, self.world.local_world_size))
-        even = all(place == (rank % places[0][1], places[0][1]) for rank, place in enumerate(places))
-        if not even or places[0][1] % self._shards:
+    def _check_nodes(self, places: list[tuple[int, int]]) -> None:
+        """Raise ConfigError unless each node holds whole copies; `places` are all ranks' on theirs."""
+        each = places[0][1]
+        even = all(place == (rank % each, each) for rank, place in enumerate(places))
+        if not even or each % self.shards:
             nodes = len({rank - place[0] for rank, place in enumerate(places)})
             raise ConfigError(
-                f"{FLAG}: the model is sharded over {self._shards} ranks, and no node holds all of it, so that with a "
+                f"{FLAG}: the model is sharded over {self.shards} ranks, and no node holds all of it, so that with a "
                 f"node a part would be lost; use as many ranks on each node, and --replicas {nodes} or a multiple, or "
                 f"drop {FLAG}"
             )
 
-    def _take(self, hold: Callable[[Held], None]) -> None:
+    def _take(self, hold: Callable[[Callable[[], None]], None]) -> None:
         if file_system(ROOT) not in ("tmpfs", "ramfs"):
             raise ConfigError(f"{FLAG}: {ROOT} isn't a file system in memory here; drop {FLAG}")
         with suppress(FileExistsError):
@@ -101,7 +92,7 @@ class NodeMemory:
         found = os.lstat(self.folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
-        hold(WriterLock(self.folder, flag=f"{FLAG}:"))
+        hold(WriterLock(self.folder, flag=f"{FLAG}:").release)
         self.store.remove_dead()
 
     def find(self, config: Config, origin: Origin) -> tuple[Origin, str, str | None] | None:
@@ -126,7 +117,7 @@ class NodeMemory:
         checkpoint = self.store.checkpoint(step)
         marker = read_marker(checkpoint)
         check_checkpoint(config, config.spec.described(config.model_size), checkpoint)
-        self._start["from"] = [marker["start"], step]
+        self.start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         note = f"step {step} was in memory{got}: {self.folder}"
         origin = origin._replace(checkpoint=str(checkpoint), in_memory=True, before=length_before(marker))
@@ -143,42 +134,69 @@ class NodeMemory:
                     return step
         return 0
 
-    def begin(self, app: AppState) -> None:
-        """Before the first step: make ready to save, and invalidate the checkpoints in memory, except the one resumed
-        from. A collective call. Raises ConfigError on every rank if a node has too little memory."""
-        self._open(app)
+    def keep_here(self) -> None:
+        """Before the first step: invalidate the checkpoints in memory, except the one resumed from."""
         if self.world.rank == 0:
-            publish(self._run.files, LINEAGE, json.dumps(self._start).encode())
+            publish(self._run.files, LINEAGE, json.dumps(self.start).encode())
         if self.world.local_rank == 0:
-            self.store.clear(keep=(self._start["from"] or (None, None))[1])
+            self.store.clear(keep=(self.start["from"] or (None, None))[1])
 
-    def due(self, step: int) -> bool:
-        """Return whether the state after this step is kept."""
-        return step % self.every == 0
+    def require_room(self, needed: int) -> None:
+        """Raise ConfigError on every rank if a node has too little memory for two checkpoints, `needed` of this rank.
 
-    def _open(self, app: AppState) -> None:
-        tree = app.state_dict()
-        needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
-        del tree
-        app.release()
+        A collective call.
+        """
         held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
         facts = gather((needed, held + _free()))
         for first in range(0, len(facts), self.world.local_world_size):
             # While one is written, the one before is still there.
-            node_needs, free = 2 * sum(one for one, _ in facts[first : first + self._shards]), facts[first][1]
+            node_needs, free = 2 * sum(one for one, _ in facts[first : first + self.shards]), facts[first][1]
             if node_needs > free:
                 raise ConfigError(
                     f"{FLAG}: two checkpoints take {size(node_needs)} of a node's memory, and {size(free)} are free on "
                     f"that of rank {first}; shard over more ranks, or drop {FLAG}"
                 )
-        first = self.world.rank - self.world.local_rank
-        if self.world.local_rank >= self._shards:
-            return  # another rank of this node has the same shard
-        ranks = list(range(first, first + self._shards))
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        app = app.with_parts({**app.parts, "rng": self._rng})
-        self._saver = Saver(self.store, app, self._device, keep=1, background=self._background, group=group)
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        self.store.clear()
+        (self.folder / ".lock").unlink()
+        with suppress(OSError):  # a stranger's file in it; the checkpoints are gone
+            self.folder.rmdir()
+
+
+class NodeMemory:
+    """The checkpoints that a run keeps in each node's memory, from its first step on.
+
+    Attributes:
+        failure: why this node's last save failed.
+    """
+
+    def __init__(self, config: Config, folder: NodeFolder, app: AppState, device: torch.device) -> None:
+        """A collective call. Raises ConfigError on every rank if a node has too little memory."""
+        assert config.memory_checkpoint is not None
+        self._every, self._folder, self._world = config.memory_checkpoint, folder, folder.world
+        self.failure: str | None = None
+        tree = app.state_dict()
+        needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
+        del tree
+        app.release()
+        folder.require_room(needed)
+        self._rng = _GivenState()
+        self._saver: Saver | None = None  # of one rank of those on this node that have the same shard
+        if self._world.local_rank < folder.shards:
+            first = self._world.rank - self._world.local_rank
+            ranks = list(range(first, first + folder.shards))
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            app = app.with_parts({**app.parts, "rng": self._rng})
+            background = config.async_checkpoint is not None
+            self._saver = Saver(folder.store, app, device, keep=1, background=background, group=group)
+        folder.keep_here()
+
+    def due(self, step: int) -> bool:
+        """Return whether the state after this step is kept."""
+        return step % self._every == 0
 
     @property
     def busy(self) -> bool:
@@ -194,29 +212,25 @@ class NodeMemory:
             return
         self._end(self._saver.wait())
         # Those of all ranks that have this shard: with their node they would be lost.
-        self._rng.state = {}
-        for state in generators[self.world.local_rank % self._shards :: self._shards]:
-            self._rng.state.update(state)
-        self._end(self._saver.save(step, {**info, "start": self._start["start"]}))
+        shards = self._folder.shards
+        alike = generators[self._world.local_rank % shards :: shards]
+        self._rng.state = {rank: state for each in alike for rank, state in each.items()}
+        self._end(self._saver.save(step, {**info, "start": self._folder.start["start"]}))
 
     def _end(self, ended: Outcome | None) -> None:
         if ended is not None:
             self.failure = None if ended.error is None else str(ended.error)
-        if self.failure and self.world.local_rank == 0:
-            self.store.remove_dead()
+        if self.failure and self._world.local_rank == 0:
+            self._folder.store.remove_dead()
 
     def close(self) -> None:
         """After the run's last checkpoint is on the disk: give the memory back."""
         if self._saver is not None:
             self._saver.wait()
             self._saver.close()
-            self._saver = None
         dist.barrier()
-        if self.world.local_rank == 0:
-            self.store.clear()
-            (self.folder / ".lock").unlink()
-            with suppress(OSError):  # a stranger's file in it; the checkpoints are gone
-                self.folder.rmdir()
+        if self._world.local_rank == 0:
+            self._folder.remove()
 
 
 class _GivenState:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import SimpleNamespace
 
@@ -95,56 +94,46 @@ def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Call
     return total
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of this node's memory that a run takes at once, each part by the flag that asks for it."""
+def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> dict[str, int]:
+    """Bytes that the ranks of this node take at once, by what takes them or the flag that asks for it.
 
-    parts: tuple[tuple[str, int], ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(count for _, count in self.parts)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{what} {size(count)}" for what, count in self.parts)
-
-
-def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> Memory:
-    """List the memory that the ranks of this node take; activations, batches and libraries come on top of it.
+    Activations, batches and libraries come on top of them.
 
     Args:
         loads_whole: rank 0 of this node has all weights a second time before the first step.
     """
-    plain = int  # bytes as they are
+
+    def here(tensors: Iterable[Tensor], taken: Callable[[int], int] = int) -> int:
+        return on_node(tensors, config, world, taken)
+
     offloads = config.cpu_offload and on_gpu
-    held = list[tuple[str, int]]()
+    always, later, first = dict[str, int](), dict[str, int](), dict[str, int]()
     if (not on_gpu or offloads) and config.nvme_offload is None:
         # FSDP2 pins parameters and gradients; the optimizer's own tensors aren't.
-        taken = pinned if offloads and config.strategy == "fsdp2" else plain
-        state = on_node(sizes.held, config, world, taken) + on_node(sizes.trained, config, world, taken)
-        state += on_node(sizes.averages, config, world, plain)
-        state += on_node(sizes.trained, config, world, plain) if config.ema is not None else 0
-        held.append(("--cpu-offload" if offloads else "parameters, gradients and optimizer state", state))
-    later = list[tuple[str, int]]()
+        taken = pinned if offloads and config.strategy == "fsdp2" else int
+        what = "--cpu-offload" if offloads else "parameters, gradients and optimizer state"
+        always[what] = here(sizes.held, taken) + here(sizes.trained, taken) + here(sizes.averages)
+        always[what] += here(sizes.trained) if config.ema is not None else 0
     if config.async_checkpoint is not None:
-        copies = 1 if config.memory_checkpoint is None else 2
-        count = copies * on_node(sizes.saved, config, world, pinned if on_gpu and not offloads else plain)
-        later.append((f"copies for --async-checkpoint{' (pinned)' if on_gpu and not offloads else ''}", count))
+        pins = on_gpu and not offloads
+        copies = here(sizes.saved, pinned if pins else int) * (1 if config.memory_checkpoint is None else 2)
+        later[f"copies for --async-checkpoint{' (pinned)' * pins}"] = copies
     if config.memory_checkpoint is not None:
-        later.append(("two checkpoints of --memory-checkpoint", 2 * bytes_of(sizes.saved)))
-    first = [("the whole model, in rank 0,", bytes_of(sizes.weights))] if loads_whole else []
-    then = max((later, first), key=lambda parts: sum(count for _, count in parts))
-    return Memory((*held, *then))
+        later["two checkpoints of --memory-checkpoint"] = 2 * bytes_of(sizes.saved)
+    if loads_whole:
+        first["the whole model, in rank 0,"] = bytes_of(sizes.weights)
+    return always | max(later, first, key=lambda parts: sum(parts.values()))
 
 
-def check_memory(config: Config, needs: Memory, world: World) -> str | None:
+def check_memory(config: Config, needs: Mapping[str, int], world: World) -> str | None:
     """A note if this node's memory is nearly too small. Raises ConfigError if it is too small."""
-    free = free_memory()
-    if free is None or not needs.parts:
+    free, needed = free_memory(), sum(needs.values())
+    if free is None or not needs:
         return None
     ranks = f"{world.local_world_size} rank{'s' * (world.local_world_size > 1)}"
-    says = f"this node's {ranks} need {size(needs.bytes)} of its memory ({needs}), and {size(free)} are available"
-    if needs.bytes > free:
+    parts = ", ".join(f"{what} {size(count)}" for what, count in needs.items())
+    says = f"this node's {ranks} need {size(needed)} of its memory ({parts}), and {size(free)} are available"
+    if needed > free:
         asked = [flag for flag, given in (
             ("--async-checkpoint", config.async_checkpoint is not None),
             ("--memory-checkpoint", config.memory_checkpoint is not None),
@@ -154,4 +143,4 @@ def check_memory(config: Config, needs: Memory, world: World) -> str | None:
         ways = ["shard over more nodes", *(f"drop {one}" for one in asked)]
         ways += [] if asked else ["choose a smaller model"]
         raise ConfigError(f"{flag}: {says} (a container's or a job's own limit counts); {', or '.join(ways)}")
-    return f"memory: {says}" if needs.bytes > NEAR * free else None
+    return f"memory: {says}" if needed > NEAR * free else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdp2.checkpoint.disk import disk_errors, explained
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory.lock import Held, LostRunDir, WriterLock
+from fsdp2.run.directory.lock import LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.group import RunStopped, broadcast, end_together, gather
 from fsdp2.run.process.runtime import world
@@ -61,7 +61,7 @@ class Job:
         self._token = ""  # of the folder's one writer, known to all ranks that see it
         self._lock: WriterLock | None = None
         self._lease: Lease | None = None
-        self._also_held: list[Held] = []
+        self._also_held = ExitStack()
 
     def go_on_from(self, origin: Origin, *notes: str | None) -> None:
         """Decide what the run goes on from, and say why in the opening event."""
@@ -69,9 +69,9 @@ class Job:
         for note in notes:
             self.add_note(note)
 
-    def hold(self, held: Held) -> None:
+    def hold(self, release: Callable[[], None]) -> None:
         """Keep something beside the run directory, such as the lock of another folder, until the end."""
-        self._also_held.append(held)
+        self._also_held.callback(release)
 
     def take(self) -> None:
         """Become the one writer of the run directory. Raises ConfigError if another run is, or it can't be used."""
@@ -170,9 +170,9 @@ class Job:
         with ExitStack() as each:  # also if one can't be given back
             if self._lock is not None:
                 each.callback(self._lock.release, refused=refused)
-            for held in (self._lease, *self._also_held):
-                if held is not None:
-                    each.callback(held.release)
+            if self._lease is not None:
+                each.callback(self._lease.release)
+            each.callback(self._also_held.close)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from fsdp2.checkpoint.disk import explained, file_system
 from fsdp2.checkpoint.files import LocalFiles, NotTheWriter
@@ -31,12 +30,6 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 class LostRunDir(NotTheWriter):
     """The run directory was removed, moved or taken while a run was writing there."""
-
-
-class Held(Protocol):
-    """The interface of what is given back at the end."""
-
-    def release(self) -> None: ...
 
 
 class WriterLock:

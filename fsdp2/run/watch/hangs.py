@@ -25,7 +25,8 @@ from fsdp2.config import Config
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.group import LONG, broadcast
 from fsdp2.run.process.runtime import world
-from fsdp2.run.watch.waiting import Pace, Standing, collectives_begun, groups_of, last_collective, look, verdict
+from fsdp2.run.watch.pace import Pace
+from fsdp2.run.watch.waiting import Standing, collectives_begun, groups_of, last_collective, look, verdict
 from fsdp2.units import tell
 
 EXIT_STATUS = 3
@@ -74,7 +75,10 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._world.world_size > 1:
             run = os.urandom(8).hex() if self._rank == 0 else ""  # a process group may see several runs
-            self._store = dist.PrefixStore(f"watch/{broadcast(run)}", own_client())
+            # A connection of its own: the group's may be busy. torch has its store, which a launcher such as Ray has
+            # made, under a private name alone.
+            client = dist.distributed_c10d._get_default_store().clone()
+            self._store = dist.PrefixStore(f"watch/{broadcast(run)}", client)
             for work in (self._keep_time, self._talk):
                 threading.Thread(target=work, name="watch", daemon=True).start()
         return self
@@ -205,9 +209,3 @@ class Watch:
     def _end(self, text: str) -> None:
         self._say(text)
         os._exit(EXIT_STATUS)
-
-
-def own_client() -> dist.Store:
-    """A connection to the process group's store beside the group's own, which may be busy. torch has that store, which
-    a launcher such as Ray has made, under a private name alone."""
-    return dist.distributed_c10d._get_default_store().clone()
