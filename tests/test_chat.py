@@ -74,7 +74,7 @@ def encoded(chat: Chat, *lines: dict[str, Any]) -> list[tuple[list[int], list[in
 def learned(chat: Chat, line: dict[str, Any]) -> str:
     """What of a conversation is to be predicted."""
     ((tokens, learn),) = encoded(chat, line)
-    return chat._text.decode([token for token, mark in zip(tokens, learn, strict=True) if mark])
+    return chat.tokenizer.decode([token for token, mark in zip(tokens, learn, strict=True) if mark])
 
 
 TALKS = [
@@ -125,7 +125,7 @@ def test_what_the_template_prints_begins_a_conversation_once(tmp_path: Path) -> 
         assert open_tokenizer(str(folder)).begin
         chat = Chat(str(folder))
         ((tokens, _),) = encoded(chat, TALKS[0])
-        assert chat._text.decode(tokens) == f"{shown}<|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
+        assert chat.tokenizer.decode(tokens) == f"{shown}<|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
         assert chat._tokenizer().apply_chat_template(TALKS[0]["messages"], return_dict=False) == tokens
 
 
@@ -171,7 +171,7 @@ def test_a_template_that_names_the_date_gives_the_same_tokens_tomorrow(tmp_path:
     dated = f"{{{{ strftime_now('{form}') }}}}\n{PLAIN}"
     chat = Chat(str(make_tokenizer(tmp_path / "dated", dated)))
     ((tokens, _),) = encoded(chat, TALKS[0])
-    assert chat._text.decode(tokens) == f"{date}\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
+    assert chat.tokenizer.decode(tokens) == f"{date}\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
 
 
 FORGETS = (

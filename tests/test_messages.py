@@ -102,7 +102,7 @@ def test_contents_have_the_form_that_the_template_takes(tmp_path: Path, content:
     for given in (talk("a b", "a b"), talk("a b", parts), talk(parts, parts), talk(parts, "a b")):
         shown = [CONTENTS[content][isinstance(one["content"], list)] for one in given["messages"]]
         ((tokens, _),) = encoded(chat, given)
-        assert chat._text.decode(tokens) == (f"<s><|user|>\n{shown[0]}<|end|>\n<|assistant|>\n{shown[1]}<|end|>\n")
+        assert chat.tokenizer.decode(tokens) == (f"<s><|user|>\n{shown[0]}<|end|>\n<|assistant|>\n{shown[1]}<|end|>\n")
         assert learned(chat, given) == shown[1] + "<|end|>\n"
     assert len(parts[0]) == 3  # what was read stays as it is
 
@@ -123,14 +123,14 @@ def test_tools_and_calls_that_are_json_text_are_objects_to_a_template(tmp_path: 
         line = {**talk("", ""), "tools": given}
         line["messages"][1] |= {"tool_calls": said}
         ((tokens, _),) = encoded(chat, line)
-        assert chat._text.decode(tokens).startswith("weather;<s>")
+        assert chat.tokenizer.decode(tokens).startswith("weather;<s>")
         assert learned(chat, line) == f"f({TEXT})<|end|>\n"
     nothing: list[Any] = [None, "", " ", "[]", "null", []]
     for none in nothing:
         line = {**talk("", ""), "tools": none}
         line["messages"][1] |= {"tool_calls": none, "weight": None}  # as a table has each column in each row
         ((tokens, _),) = encoded(chat, line)
-        assert chat._text.decode(tokens).startswith("<s><|user|>")
+        assert chat.tokenizer.decode(tokens).startswith("<s><|user|>")
 
 
 # What a conversation, and its second message, have beside the form that is read -> what the refusal says of it.

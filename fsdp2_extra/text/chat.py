@@ -61,7 +61,7 @@ class Chat:
         place = _place(folder)
         if not (place / "tokenizer.json").is_file():
             raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
-        self._folder, self._text = place, FromFile(place / "tokenizer.json")
+        self._folder, self.tokenizer = place, FromFile(place / "tokenizer.json")
         if not _has_template(place):
             raise UnusableText(
                 f"{place}: its tokenizer has no chat template; put one beside it as chat_template.jinja, or give the "
@@ -70,25 +70,12 @@ class Chat:
         for module in ("transformers", "jinja2"):
             if find_spec(module) is None:
                 raise UnusableText(f"{module} isn't installed; {install('hf')}")
-        self.size, self.end = self._text.size, self._text.end
-        self.about = {**self._text.about, "template": str(_template_file(place))}
+        self.size, self.end = self.tokenizer.size, self.tokenizer.end
+        self.about = {**self.tokenizer.about, "template": str(_template_file(place))}
         self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
         self._loaded: Any = None
         self._contents = Contents()
         self._form: str | None = None
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The text of each token, by its number."""
-        return self._text.names
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, special ones included."""
-        return self._text.decode(tokens)
-
-    def unlike(self) -> str:
-        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
-        return self._text.unlike()
 
     def source(self) -> str | None:
         """The form of the conversations that it has encoded."""
@@ -106,7 +93,7 @@ class Chat:
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The tokens of a text, and 1 for those of the spans."""
         ends = sorted({position for span in spans for position in span})
-        parts = [list(part) for part in self._text.encode([text, *(text[:end] for end in ends)])]
+        parts = [list(part) for part in self.tokenizer.encode([text, *(text[:end] for end in ends)])]
         whole, learn = parts[0], numpy.zeros(len(parts[0]), dtype=numpy.uint8)
         for end, part in zip(ends, parts[1:], strict=True):
             if whole[: len(part)] != part:
@@ -218,7 +205,7 @@ class Chat:
                     auto = opened(self._folder)
                     for name in unnamed & auto.special_tokens_map.keys():  # which its class alone knows, as GPT-2's
                         token = str(auto.special_tokens_map[name])
-                        if [len(tokens) for tokens in self._text.encode([token])] != [1]:
+                        if [len(tokens) for tokens in self.tokenizer.encode([token])] != [1]:
                             raise ValueError(f"{type(auto).__name__} has {token} as {name}, and tokenizer.json hasn't")
                         setattr(self._loaded, name, token)
             except Exception as error:  # its errors are of no class of their own

@@ -22,6 +22,7 @@ from fsdp2.data.splits import identity_of
 from fsdp2_extra.text.forms import FORMS, Fields, fields_of, spelled
 from fsdp2_extra.text.places import File
 from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
 FORMAT = 10
@@ -46,7 +47,6 @@ class Encoder(Protocol):
         field: of a line or row, the one that holds the text; of `chat` how those of conversations are called.
         suffixes: of the files that it reads.
         about: see `Tokenizer`; of `chat` also the file of its `template`.
-        names: how each token is shown.
     """
 
     kind: str
@@ -59,16 +59,8 @@ class Encoder(Protocol):
     suffixes: tuple[str, ...]
 
     @property
-    def names(self) -> Sequence[str]:
-        """The text of each token, by its number."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        ...
-
-    def unlike(self) -> str:
-        """How transformers reads text differently, in a clause; "" where it doesn't."""
-        ...
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its text, which knows how each token is shown."""
 
     def source(self) -> str | None:
         """The field of text, or the form of conversations, that it has encoded."""

@@ -156,7 +156,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "empty": output.empty,
         "beside": ", ".join(sorted(output.beside - read))[:MOST],
         "turns": output.turns,
-        "unlike": encoder.unlike(),
+        "unlike": encoder.tokenizer.unlike(),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
     }
     with open(work / META, "wb") as last:
@@ -182,7 +182,9 @@ class _Output:
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
         self._files, self._dtype = files, dtype_of(encoder)
-        self._turns = Turns(encoder.names, encoder.about["added"], encoder.end) if encoder.kind == "chat" else None
+        self._turns = (
+            Turns(encoder.tokenizer.names, encoder.about["added"], encoder.end) if encoder.kind == "chat" else None
+        )
         self._inside = ""  # the split of a document that has begun and not ended
         self.content, self.characters, self.empty = "", 0, 0
         self.tokens, self.documents, self.targets = (dict.fromkeys(SPLITS, 0) for _ in range(3))

@@ -55,6 +55,6 @@ def require_mask(config: Config, encoder: Encoder) -> None:
         return
     raise ConfigError(
         f"--tokenizer {tokenizer_of(config)}: --model {config.model} hides tokens behind token {token}, which is "
-        f"{encoder.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files into the "
-        "model's folder"
+        f"{encoder.tokenizer.decode([token])[:40]!r} there; give the model's own tokenizer, or put this one's files "
+        "into the model's folder"
     )

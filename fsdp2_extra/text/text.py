@@ -35,22 +35,9 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
         self.field: str | Fields = field
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
         self.begin, self.end = tokenizer.begin, tokenizer.end
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The text of each token, by its number."""
-        return self._tokenizer.names
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        return self._tokenizer.decode(tokens)
-
-    def unlike(self) -> str:
-        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
-        return self._tokenizer.unlike()
 
     def source(self) -> str | None:
         """The field of the text."""
@@ -58,7 +45,7 @@ class Text:
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""
-        found = self._tokenizer.encode([row.content for row in rows])
+        found = self.tokenizer.encode([row.content for row in rows])
         for row, tokens in zip(rows, found, strict=True):
             yield document(tokens, self.begin, self.end, begins=row.begins, ends=row.ends), None
 
@@ -121,7 +108,7 @@ def load(
                 f"{place}: its {name} split has nothing to learn: each of its documents is one token, which is no "
                 "target; give longer ones"
             )
-    return Dataset(train, test, classes=encoder.names, about={**meta, **encoder.about, "place": place})
+    return Dataset(train, test, classes=encoder.tokenizer.names, about={**meta, **encoder.about, "place": place})
 
 
 def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, read: bool = True) -> None:

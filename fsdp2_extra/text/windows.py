@@ -15,13 +15,6 @@ from fsdp2.data.splits import IGNORED, Rows
 Item = tuple[Any, Tensor]
 
 
-def _only(inputs: Any, targets: Tensor) -> Item:
-    """The sample of a batch of one."""
-    if isinstance(inputs, dict):
-        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
-    return inputs[0], targets[0]
-
-
 def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> numpy.ndarray:
     """The tokens at some places, int64. A model's embedding has no row for one that is too large."""
     found = tokens[places].astype(numpy.int64)
@@ -32,33 +25,46 @@ def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> num
     return found
 
 
-class Documents(TorchDataset[Item]):
+class _Windows(TorchDataset[Item]):
+    """Windows of `seq_len` of a row of tokens; those below say how it is cut or packed.
+
+    Args:
+        content: another one for other tokens.
+        size: each token is below it; None = not known.
+    """
+
+    def __init__(
+        self, tokens: numpy.ndarray, seq_len: int, *, apart: bool, content: str = "", size: int | None = None
+    ) -> None:
+        self.tokens, self.seq_len, self.apart, self.content, self.size = tokens, seq_len, apart, content, size
+        self.targets_per_sample = seq_len
+
+    def __getitem__(self, index: int) -> Item:
+        inputs, targets = self.__getitems__([index])
+        if isinstance(inputs, dict):
+            return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Rows) -> Item:
+        raise NotImplementedError
+
+
+class Documents(_Windows):
     """A row of tokens cut into windows of `seq_len`, in which documents are kept apart.
 
     Args:
         tokens: (T,), an integer dtype. Windows don't overlap; what is left over at the end is not used.
         ends: (documents,) int64, where each document ends.
         apart: whether documents in a window see nothing of each other; else a window is one text.
-        content: another one for other tokens.
-        size: each token is below it; None = not known.
 
     A list of indices gives a batch, (N, seq_len) each: `input_ids`, `position_ids` that begin at 0 in each document and
     window, and `document_ids`; and the next tokens as targets, `IGNORED` where that is another document's. With
     `apart=False` the inputs are the tokens alone. Raises UnusableText for a token that isn't below `size`.
     """
 
-    def __init__(
-        self,
-        tokens: numpy.ndarray,
-        ends: numpy.ndarray,
-        seq_len: int,
-        *,
-        apart: bool,
-        content: str = "",
-        size: int | None = None,
-    ) -> None:
-        self.tokens, self.ends, self.seq_len, self.apart, self.content = tokens, ends, seq_len, apart, content
-        self.targets_per_sample, self.size = seq_len, size
+    def __init__(self, tokens: numpy.ndarray, ends: numpy.ndarray, seq_len: int, **settings: Any) -> None:
+        super().__init__(tokens, seq_len, **settings)
+        self.ends = ends
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
@@ -70,9 +76,6 @@ class Documents(TorchDataset[Item]):
             return len(starts) * self.seq_len
         last, first = (self.ends.searchsorted(at, side="right") for at in (starts + self.seq_len, starts))
         return int(len(starts) * self.seq_len - (last - first).sum())
-
-    def __getitem__(self, index: int) -> Item:
-        return _only(*self.__getitems__([index]))
 
     def __getitems__(self, indices: Rows) -> Item:
         starts = numpy.asarray(indices, dtype=numpy.int64)[:, None] * self.seq_len
@@ -90,7 +93,7 @@ class Documents(TorchDataset[Item]):
         return {**named, "document_ids": numbers[:, :-1]}, targets
 
 
-class Conversations(TorchDataset[Item]):
+class Conversations(_Windows):
     """Conversations packed into windows of `seq_len`, each whole, in their order; the rest of a window is empty.
 
     Args:
@@ -100,8 +103,6 @@ class Conversations(TorchDataset[Item]):
         targets: (conversations,) int64, how many tokens up to there are to be predicted; the first of a conversation
             never is.
         apart: whether conversations in a window see nothing of each other.
-        content: another one for other tokens.
-        size: each token is below it; None = not known.
 
     A list of indices gives a batch as `Documents` does, with the targets `IGNORED` where `learn` is 0. The empty rest
     of a window has tokens 0 and a document of its own.
@@ -114,14 +115,11 @@ class Conversations(TorchDataset[Item]):
         ends: numpy.ndarray,
         targets: numpy.ndarray,
         seq_len: int,
-        *,
-        apart: bool,
-        content: str = "",
-        size: int | None = None,
+        **settings: Any,
     ) -> None:
-        self.tokens, self.learn, self.seq_len, self.apart, self.content = tokens, learn, seq_len, apart, content
+        super().__init__(tokens, seq_len, **settings)
+        self.learn = learn
         self.ends, self.targets = (numpy.concatenate([[0], one]) for one in (ends, targets))
-        self.targets_per_sample, self.size = seq_len, size
         first, count = [0], len(ends)
         while first[-1] < count:
             after = int(self.ends.searchsorted(self.ends[first[-1]] + seq_len, side="right")) - 1
@@ -136,9 +134,6 @@ class Conversations(TorchDataset[Item]):
         """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
         numbers = numpy.asarray(rows, dtype=numpy.int64)
         return int((self.targets[self.first[numbers + 1]] - self.targets[self.first[numbers]]).sum())
-
-    def __getitem__(self, index: int) -> Item:
-        return _only(*self.__getitems__([index]))
 
     def __getitems__(self, indices: Rows) -> Item:
         rows = numpy.asarray(indices, dtype=numpy.int64)

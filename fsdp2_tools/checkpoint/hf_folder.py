@@ -14,6 +14,7 @@ from torch import Tensor
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.spool import spool
+from fsdp2.parallel.meta import shared_names
 from fsdp2_extra.models.hf import RETURNED
 
 
@@ -98,10 +99,7 @@ def dtype_of(config: bytes) -> str | None:
 
 def tied(model: Any) -> list[list[str]]:
     """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
+    return [names for names in shared_names(model) if len(names) > 1]
 
 
 def without_copies(source: Source, names: Mapping[str, str], model: Any) -> dict[str, str]:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ((_, encoder),) = opened(name, arguments.tokenizer, arguments.text_field, arguments.bos, arguments.chat_fields)
         files = [file for place in arguments.places for file in found(place, encoder.suffixes)]
         meta = prepare(files, out, encoder, say=_say)
-        warnings = header_lines.warnings({**meta, **encoder.about}, encoder.names)
+        warnings = header_lines.warnings({**meta, **encoder.about}, encoder.tokenizer.names)
         kind, what = encoder.kind, {"chat": "conversations", "text": "documents"}[encoder.kind]
     except UnusableText as error:
         raise ConfigError(str(error)) from None
@@ -75,7 +75,7 @@ def show(config: Config, count: int) -> dict[str, Any]:
             print(line)
         parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]
         for part, encoder in zip(parts, encoders, strict=True):
-            for line in (*samples(part, encoder.decode, count), *lengths(part)):
+            for line in (*samples(part, encoder.tokenizer.decode, count), *lengths(part)):
                 print(line)
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from None
