@@ -12,7 +12,7 @@ from fsdp2.checkpoint.dcp_files import HashingStream
 from fsdp2.checkpoint.files import Files, LocalFiles, publish
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker, verify
 from fsdp2.options.errors import ConfigError, shown
-from fsdp2_extra.foreign.model_files import MOST_KEPT
+from fsdp2_extra.foreign import model_files
 
 
 def upload_full_model(here: LocalFiles, there: Files) -> None:
@@ -56,8 +56,8 @@ def fetch_tokenizer(here: LocalFiles, there: Files) -> bool:
     """Copy the tokenizer that a run keeps; False if it keeps none. Raises ConfigError for files that no run keeps."""
     try:
         names = list(meaning.names(there))
-        if large := [name for name in names if (there.size(name) or 0) > MOST_KEPT]:
-            raise ValueError(f"{shown(large[0])} has more than {MOST_KEPT >> 20} MiB; remove it there")
+        if large := [name for name in names if (there.size(name) or 0) > model_files.MOST_KEPT]:
+            raise ValueError(f"{shown(large[0])} has more than {model_files.MOST_KEPT >> 20} MiB; remove it there")
         files = {name: there.read(name) for name in names}
     except ValueError as error:  # a name that leads elsewhere, too
         raise ConfigError(f"{there}: {error}") from None
