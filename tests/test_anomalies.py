@@ -23,7 +23,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import RunStopped
-from fsdp2.run.watch import replicas, waiting
+from fsdp2.run.watch import pace, replicas
 from fsdp2.run.watch.jumps import FEWEST, REMEMBERED, Jumps
 from fsdp2.run.watch.pace import slow
 from fsdp2.run.watch.waiting import waits_in
@@ -248,8 +248,8 @@ def _slow_rank(line: list[str]) -> Events:
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "WINDOW", 1.0)
-        patch.setattr(waiting, "FEWEST", 10)
+        patch.setattr(pace, "WINDOW", 1.0)
+        patch.setattr(pace, "FEWEST", 10)
         patch.setattr(Batches, "__iter__", slow_batches)
         main(parse(line), lambda kind, data: events.append((kind, data)))
     return events
