@@ -226,7 +226,7 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
 
 
 def engine_of(config: Config, spec: ModelSpec, start: Start) -> Engine:
-    """The engine of the strategy: the only place that asks for it, as each is driven in the same way."""
+    """The strategy's engine: no other place asks for it, as each is driven in the same way. A collective call."""
     if config.strategy == "fsdp2":
         engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **vars(start))
     else:
