@@ -39,7 +39,8 @@ def in_a_line():
 
 def build(folder):
     with parameters_on_meta():
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        # Without dropout: a reference that draws masks would not be one.
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
 
 
 def sharded(folder: str, device: torch.device, *, trained: bool):
@@ -102,8 +103,9 @@ if __name__ == "__main__":
     with exit_status():
         with in_a_line():
             folder, place, out, *fields = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
-            words = AutoConfig.from_pretrained(folder).vocab_size
-            data = pairs.load(place, folder, LENGTH, words, forms.fields_of(",".join(fields)))
+            config = AutoConfig.from_pretrained(folder)
+            length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
+            data = pairs.load(place, folder, length, config.vocab_size, forms.fields_of(",".join(fields)))
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if not train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)) and dist.get_rank() == 0:

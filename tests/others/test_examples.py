@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -135,6 +136,12 @@ def test_dpo(ranks: Ranks, tmp_path: Path) -> None:
         assert found["its gradients"] == []
 
 
+def test_dpo_draws_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    """The first loss is that of a policy which still is the reference: no mask makes them differ."""
+    folder = save("gpt2", tmp_path / "model", n_positions=64, resid_pdrop=0.5).removeprefix("hf:")
+    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 1) == [[pytest.approx(math.log(2), rel=1e-6)]] * 2
+
+
 def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
     """On conversations, by a model's own template; what can't be used is one line."""
     folder, file = save("llama", tmp_path / "model", vocab_size=300).removeprefix("hf:"), tmp_path / "pairs.jsonl"
@@ -148,10 +155,13 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
     assert status == 0, printed
     assert re.findall(r"^step (\d)/2  loss 0\.\d+$", printed, re.MULTILINE) == ["1", "2"]  # of one rank
     assert {"config.json", "tokenizer.json"} <= {one.name for one in (tmp_path / "out" / "model-2").iterdir()}
+    short = save("llama", tmp_path / "short", vocab_size=300, max_position_embeddings=4).removeprefix("hf:")
+    make_tokenizer(Path(short), PLAIN)
     (tmp_path / "others.jsonl").write_text(file.read_text().replace("yes", "yea"))
     for words, part in (
         ([folder, str(tmp_path / "others.jsonl"), out], "--dataset: the checkpoint's data differs from this run's"),
         ([folder, str(tmp_path / "none.jsonl"), out], "none.jsonl: there is no file of text"),
+        ([short, str(file), out], "more than 4 tokens, and none is cut"),
         ([folder, str(file), out, "chosen=good"], "pairs.jsonl, line 1: has no field good, which --chat-fields names"),
     ):
         status, printed = on_ranks_of_its_own(2, dpo.__file__, words, tmp_path, {})
