@@ -39,12 +39,12 @@ def differences(full: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> di
         there, here = full[name], targets[name]
         if there.shape != here.shape:
             lines[name] = f"{tuple(there.shape)} in the file, {tuple(here.shape)} in the model"
-        elif there.dtype != here.dtype and not (_is_cast(there.dtype) and _is_cast(here.dtype)):
+        elif there.dtype != here.dtype and not (is_cast(there.dtype) and is_cast(here.dtype)):
             lines[name] = f"{there.dtype} in the file, {here.dtype} in the model"
     return {name: f"{name}: {lines[name]}" for name in sorted(lines)}
 
 
-def _is_cast(dtype: torch.dtype) -> bool:
+def is_cast(dtype: torch.dtype) -> bool:
     """Return whether a cast to and from it means the same weights.
 
     Integers would be rounded. As weights, they and floating point numbers of 8 bits are quantized, which makes no sense

@@ -98,7 +98,7 @@ class ModelSpec:
         load: reads a folder by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict and name -> why, of what has no weights of theirs. Raises ValueError
             if there is such, unless it is called with `partial=True`. With `read=False` it only looks at the files,
-            and the tensors are on `meta`.
+            and the tensors are on `meta`; `packed` are names in them of integers, and of numbers of 8 bits.
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.

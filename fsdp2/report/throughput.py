@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp2.config import Config
@@ -35,32 +37,30 @@ def peak_tflops(gpu: str, mixed_precision: str | None, matmul_precision: str) ->
     return next((peaks[column] for pattern, peaks in PEAKS.items() if re.search(pattern, gpu)), None)
 
 
+class _Conditions(TorchDispatchMode):
+    """Meets a condition on values, which `meta` lacks: models of transformers ask whether a mask hides nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool
+        return True if asks else func(*args, **(kwargs or {}))
+
+
 def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Any, Tensor]) -> int:
     """Floating-point operations of one forward and backward of one sample, counted on meta: no memory, no arithmetic.
 
     torch counts the matrix products, convolutions and attention that run, and nothing else. The model is not the one
     that trains, so what recomputation adds is not in it.
     """
-
-    def on_meta(tensors: Any) -> Any:
-        if isinstance(tensors, dict):
-            return {name: on_meta(tensor) for name, tensor in tensors.items()}
-        return tensors.to("meta").unsqueeze(0)
-
     spec = spec.whole or spec  # a loss in chunks computes its last layer twice
-    batch = SimpleNamespace(inputs=on_meta(sample[0]), targets=on_meta(sample[1]))
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+    inputs, targets = tree_map(lambda tensor: tensor.to("meta").unsqueeze(0), sample)
+    batch = SimpleNamespace(inputs=inputs, targets=targets)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, _Conditions():
         spec.loss(spec.call(spec.on_meta(size).to("meta"), batch), batch.targets).backward()
     return int(counter.get_total_flops())
 
 
 class Throughput:
-    """The speed in a `train` record.
-
-    Args:
-        sample: an item of the training split.
-        ranks: GPUs that share the work.
-    """
+    """The speed in a `train` record. `sample` is an item of the training split, and `ranks` share the work."""
 
     def __init__(
         self, config: Config, spec: ModelSpec, sample: tuple[Any, Tensor], device: torch.device, ranks: int
@@ -75,8 +75,8 @@ class Throughput:
                 flops = flops_per_sample(spec, config.model_size, sample)
             except Exception as error:  # a stranger's forward may look at values, which meta doesn't have
                 why = " ".join(str(error).split())[:160]
-                failed = f"a forward on meta fails ({type(error).__name__}: {why})"
-                self.lines = [f"compute: unknown, so no TFLOP/s: {failed}"]
+                failed = f"compute: unknown, so no TFLOP/s: a forward on meta fails ({type(error).__name__}: {why})"
+                self.lines = [failed]
                 return
             self.tflop = flops / 1e12 / ranks
             self.peak = peak_tflops(gpu, config.mixed_precision, config.matmul_precision)

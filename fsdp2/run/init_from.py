@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.full_dtensor import scatter
-from fsdp2.checkpoint.full_file import verdict, vouched_step
+from fsdp2.checkpoint.full_file import is_cast, verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import is_checkpoint, opened, require_undamaged
 from fsdp2.checkpoint.state import plain_names
@@ -48,9 +48,10 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     place, spec = str(config.weights), config.spec
     flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
     fix = f"give weights of this model, or {SCRATCH}"
-    load, other = by_library(config), ""
+    load, other, packed = by_library(config), "", list[str]()
     try:
         with opened(place) as source:
+            packed += [name for name, tensor in source.tensors.items() if not is_cast(tensor.dtype)]
             if source.folder is not None and source.file is not None:
                 vouched = verdict(vouched_step(source.folder, source.file))
             else:
@@ -66,9 +67,9 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
         if load is None:
             raise ConfigError(f"{flag}: {error}; {fix}") from None
         try:
-            load(read=False)
+            load(read=False, packed=packed)
         except ValueError as difference:
-            raise ConfigError(f"{flag}: {difference}; use --init-partial for what fits, or {SCRATCH}") from None
+            raise ConfigError(f"{flag}: {difference}, or {SCRATCH}") from None
         why = "its files aren't the model's tensor by tensor; rank 0 loads the whole model by its library"
         return f"{flag}: {why}{other}", True
     except (OSError, Refused) as error:
@@ -150,5 +151,5 @@ def _by_its_library(
             answer[0] = str(error)
     dist.broadcast_object_list(answer, src=0)
     if answer[0] is not None:
-        raise ConfigError(f"{flag}: {answer[0]}; use --init-partial for what fits, or --init-from scratch for none")
+        raise ConfigError(f"{flag}: {answer[0]}, or --init-from scratch for none")
     return full, answer[1]

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -157,7 +157,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         return model(**{name: tensor for name, tensor in inputs.items() if name in accepted})
 
     def load(
-        place: Path, *, partial: bool = False, read: bool = True
+        place: Path, *, partial: bool = False, read: bool = True, packed: Sequence[str] = ()
     ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         _folder(str(place))  # refuses one with adapters
         # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
@@ -175,7 +175,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             with installed_code_only(place, trusted=trust_remote_code):
                 model, info = auto.from_pretrained(place, dtype=torch.float32, **settings)
         except Exception as error:
-            raise ValueError(f"transformers can't load {place} ({_line(error)})") from None
+            raise ValueError(f"transformers can't load {place} ({_line(error)}); give another") from None
         finally:
             words.set_verbosity(verbosity)
             if bars:
@@ -186,9 +186,13 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
             for one in sorted(found)
         }
         state: Mapping[str, Tensor] = model.state_dict()
+        if quantized := _weights_of(model, packed) - wrong.keys():
+            what = f"{place}: {min(quantized)} is of integers or 8 bits"
+            raise ValueError(f"{what}, which is no weight without its scales; give weights of 16 bits or more")
         if wrong and not (partial and state.keys() - wrong.keys()):
             lines = [f"{name}: {kind}" for name, kind in wrong.items()]
-            raise ValueError(f"{place} is of another model; {len(lines)} tensors differ: {'; '.join(lines[:20])}")
+            differ = f"{len(lines)} tensors differ: {'; '.join(lines[:20])}"
+            raise ValueError(f"{place} is of another model; {differ}; use --init-partial for what fits")
         return state, wrong
 
     @cache
@@ -229,6 +233,13 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
     # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
     in_doubt = task == "causal" and not getattr(config, "is_decoder", encoder is None)
     return made, model_class.__name__ if in_doubt else ""
+
+
+def _weights_of(model: nn.Module, packed: Sequence[str]) -> set[str]:
+    """Names of a folder's tensors without those of tables and counters, and those that the class never reads."""
+    own = {name.rpartition(".")[2] for name, one in model.named_buffers() if not one.is_floating_point()}
+    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
+    return {name for name in packed if name.rpartition(".")[2] not in own and not ignored.search(name)}
 
 
 def _forgetful(auto: Any) -> Any:

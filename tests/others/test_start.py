@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,10 @@ from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.data import digits
 from fsdp2.models.meta import parameters_on_meta
+from fsdp2.options.errors import ConfigError
+from fsdp2.report.throughput import flops_per_sample
+from fsdp2.run.preflight import preflight
+from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
 from tests.harness import Ranks, main_in_ranks, of_kind, same
 from tests.others.common import SEED, WORDS, buffers_of, contents, flags, plain, save, started
@@ -44,6 +49,36 @@ def test_packed_weights_of_another_folder_arrive_and_none_are_imported(
     assert capsys.readouterr().err.endswith(f"so no run resumes from these; begin one with --init-from {place}\n")
     llama = save("llama", tmp_path / "llama").removeprefix("hf:")
     assert checkpoint(["import", llama, str(tmp_path / "imported")]) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused_and_not_cast_by_the_library(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """The tensors of mixtral's experts have other names in the folder; gpt2's older files have a mask of its own."""
+    tensors = pytest.importorskip("safetensors.torch")
+    model = save(name, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    line = flags(model, tmp_path / "run", *WORDS)
+    weights = tensors.load_file(file)
+    if name == "gpt2":
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
+        tensors.save_file(weights, file, {"format": "pt"})
+        preflight(parse(line), World(0, 2, 0, 2)).release(refused=True)
+    changed = next(one for one in weights if re.search("experts.0.w1|q_proj|c_attn.weight", one))
+    tensors.save_file({**weights, changed: weights[changed].to(dtype)}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{re.escape(changed)} is of integers or 8 bits"):
+        preflight(parse(line), World(0, 2, 0, 2))
+
+
+def test_the_operations_of_a_model_that_asks_for_values_are_counted(tmp_path: Path) -> None:
+    """transformers asks, to make a mask, whether positions begin again; MFU on a GPU rests on the count."""
+    spec, tokens = parse(flags(save("llama", tmp_path), tmp_path / "run", *WORDS)).spec, torch.arange(16)
+    layers = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 256
+    attention = 2 * 2 * 2 * 16 * 16 * 32  # of two layers two products, which count without a mask
+    for inputs in (tokens, {"input_ids": tokens, "position_ids": tokens}):
+        assert flops_per_sample(spec, "own", (inputs, tokens)) == 3 * (2 * 16 * layers + attention)
 
 
 def test_own_initial_values_are_those_of_the_seed_for_every_strategy(ranks: Ranks, tmp_path: Path) -> None:
