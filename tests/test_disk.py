@@ -242,7 +242,10 @@ def test_the_disks_error_is_found_behind_others(tmp_path: Path, hidden: str) -> 
     assert (type(again), str(again)) == (DiskError, str(caught.value))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "gone"), KeyError("no"), OSError("of no number")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOENT, "gone"), KeyError("no"), OSError("of no number"), PermissionError(errno.EPERM, "a socket")],
+)
 def test_other_errors_stay_as_they_are(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error)) as caught, disk_errors(tmp_path):
         raise error

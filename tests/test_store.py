@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.files import LocalFiles, NotAFile
 from fsdp2.checkpoint.planner import StrictLoadPlanner
 from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
+from fsdp2.checkpoint.store import HASH, MARKER, DamagedCheckpoint, Store, fingerprint, read_marker, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import preflight
@@ -160,6 +162,29 @@ def test_without_a_marker_there_is_nothing(tmp_path: Path) -> None:
     assert store.remove_dead() == ["step-00000007"]
     with pytest.raises(DamagedCheckpoint, match=r"COMMIT\.json can't be read"):
         read_marker(store.checkpoint(7))
+
+
+def test_one_checkpoint_that_stays_keeps_no_others(tmp_path: Path) -> None:
+    store = Store(LocalFiles(tmp_path / "checkpoints"))
+    for step in (1, 2, 3, 4):
+        store.begin(step)
+        store.commit(step, {".metadata": {"size": 0, HASH: ""}}, {})
+    (tmp_path / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotAFile, match="step-00000002 is a link"):
+        store.retain(1)
+    assert store.committed() == [2, 4]
+
+
+def test_a_dead_save_that_cannot_be_removed_is_one_line(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = copy / "checkpoints" / "step-00000003"
+    (dead / MARKER).unlink()
+
+    def unlink(_: Any, name: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dead))
+
+    monkeypatch.setattr(LocalFiles, "unlink", unlink)
+    assert f"Permission denied: this user may not use {dead}, the file system is /" in _refusal(copy)
 
 
 class Payload:

@@ -16,6 +16,7 @@ from fsdp2.checkpoint.files import Files, LocalFiles
 from fsdp2.units import size
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+RIGHTS = {errno.EPERM, errno.EACCES}  # of a file, where the error names one
 
 
 class DiskError(OSError):
@@ -42,14 +43,17 @@ def explained(error: BaseException, place: str | Path | Files, needed: int | Non
         place: a path, existing or not, or the files that were being written.
         needed: bytes that were to be written there.
     """
-    found = next((one for one in chain(error) if isinstance(one, OSError) and one.errno in DISK_ERRORS), None)
+    errors = [one for one in chain(error) if isinstance(one, OSError)]
+    known = (one for one in errors if one.errno in DISK_ERRORS or (one.errno in RIGHTS and one.filename))
+    found = next(known, None)
     if found is None or isinstance(found, DiskError):
         return found
     assert found.errno is not None
     if not isinstance(place, (str, Path)):
         # Files of an object store are collected in a temporary folder.
         place = place.root if isinstance(place, LocalFiles) else temporary_folder()
-    return DiskError(found.errno, f"{os.strerror(found.errno)}: {_facts(found.errno, Path(place), needed)}")
+    what = f"this user may not use {found.filename}, " if found.errno in RIGHTS else ""
+    return DiskError(found.errno, f"{os.strerror(found.errno)}: {what}{_facts(found.errno, Path(place), needed)}")
 
 
 def _facts(code: int, path: Path, needed: int | None) -> str:

@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 from blake3 import blake3
@@ -248,14 +248,15 @@ class Store:
         """Remove old committed checkpoints; the steps removed.
 
         Those stay that are among the newest `keep` or of each `keep_every`th step, and the newest that is finite.
-        Raises NotAFile if one of them is a link or holds a folder.
+        Raises NotAFile or OSError if one can't be removed, such as a link; the others are.
         """
         committed = self.committed()
         old = [step for step in committed[:-keep] if not (keep_every and step % keep_every == 0)]
         if old and (finite := self.newest_finite(committed)) in old:
             old.remove(finite)
-        for step in old:
-            self._remove(self.name(step))
+        with ExitStack() as each:  # also if one can't be removed, which must not fill the disk with the others
+            for step in reversed(old):
+                each.callback(self._remove, self.name(step))
         return old
 
     def clear(self, *, keep: int | None = None) -> None:

@@ -100,10 +100,9 @@ def _explained(config: Config, place: str, run: RunDir) -> Iterator[None]:
     except NotAFile as error:
         raise ConfigError(f"--run-dir {place}: {error}") from None
     except OSError as error:
-        full = explained(error, run.path)
-        if full is None:
-            raise
-        raise ConfigError(f"--run-dir {place}: {full.strerror}; make room or choose another folder") from None
+        if full := explained(error, run.path):
+            raise ConfigError(f"--run-dir {place}: {full.strerror}; mend that or choose another") from None
+        raise
 
 
 def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> int:

@@ -145,14 +145,9 @@ class Job:
             self.has_folder()
             yield
         except Exception as error:
-            failure = error
-            full = explained(error, self.run.path)
-            if full is not None:
-                failure = ConfigError(
-                    f"--run-dir {self.run.place}: {full.strerror}; make room or choose another folder"
-                )
-            elif isinstance(error, LostRunDir):
-                failure = ConfigError(str(error))
+            failure = ConfigError(str(error)) if isinstance(error, LostRunDir) else error
+            if full := explained(error, self.run.path):
+                failure = ConfigError(f"--run-dir {self.run.place}: {full.strerror}; mend that or choose another")
         end_together(failure)
 
     def __enter__(self) -> Job:
