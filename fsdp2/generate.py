@@ -44,7 +44,7 @@ def generate(
         seen = tokens[-window:].unsqueeze(0)
         logits = spec.logits(forward(Batch(seen, seen, True, 1, seen.numel(), True)))[0, -1].double().cpu()
         if temperature:
-            drawn = torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator)
+            drawn = torch.multinomial(torch.softmax((logits - logits.max()) / temperature, 0), 1, generator=generator)
         else:
             drawn = logits.argmax().reshape(1)
         if dist.is_initialized() and dist.get_world_size() > 1:

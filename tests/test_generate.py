@@ -40,6 +40,10 @@ def test_the_same_text_however_many_ranks_hold_the_model(ranks: Ranks, run: Path
     assert ranks.run(_go_on, run, temperature, True, ranks=2) == [alone, alone]
 
 
+def test_a_temperature_near_zero_is_zero(run: Path) -> None:
+    assert _go_on(run, 1e-320, False) == _go_on(run, 0.0, False)
+
+
 def test_the_tokens_are_those_that_transformers_generates(run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "hf"

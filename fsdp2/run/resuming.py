@@ -185,8 +185,8 @@ def length_before(marker: Mapping[str, Any]) -> Length | None:
     return Length(epochs, most, samples)
 
 
-# What a resumed run may change, and computes other numbers with.
-_COMPUTES = ("clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
+# What a resumed run may change, and trains differently with. Without `--init-from` it has more epochs by default.
+_COMPUTES = ("epochs", "clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
 
 
 def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:
