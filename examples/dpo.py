@@ -104,8 +104,8 @@ if __name__ == "__main__":
         with in_a_line():
             folder, place, out, *fields = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
             config = AutoConfig.from_pretrained(folder)
-            length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
-            data = pairs.load(place, folder, length, config.vocab_size, forms.fields_of(",".join(fields)))
+            most = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
+            data = pairs.load(place, folder, most, config.vocab_size, forms.fields_of(",".join(fields)))
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if not train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)) and dist.get_rank() == 0:

@@ -43,10 +43,9 @@ def generate(
     for _ in range(new_tokens):
         seen = tokens[-window:].unsqueeze(0)
         logits = spec.logits(forward(Batch(seen, seen, True, 1, seen.numel(), True)))[0, -1].double().cpu()
+        drawn = logits.argmax().reshape(1)
         if temperature:
             drawn = torch.multinomial(torch.softmax((logits - logits.max()) / temperature, 0), 1, generator=generator)
-        else:
-            drawn = logits.argmax().reshape(1)
         if dist.is_initialized() and dist.get_world_size() > 1:
             drawn = drawn.to(tokens.device)
             dist.broadcast(drawn, src=0)  # ranks of other hardware may round to another one

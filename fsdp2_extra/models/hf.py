@@ -187,12 +187,10 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         }
         state: Mapping[str, Tensor] = model.state_dict()
         if quantized := _weights_of(model, packed) - wrong.keys():
-            what = f"{place}: {min(quantized)} is of integers or 8 bits"
-            raise ValueError(f"{what}, which is no weight without its scales; give weights of 16 bits or more")
+            raise ValueError(f"{place}: {min(quantized)} is of integers or 8 bits and needs scales; give 16 or more")
         if wrong and not (partial and state.keys() - wrong.keys()):
-            lines = [f"{name}: {kind}" for name, kind in wrong.items()]
-            differ = f"{len(lines)} tensors differ: {'; '.join(lines[:20])}"
-            raise ValueError(f"{place} is of another model; {differ}; use --init-partial for what fits")
+            lines = "; ".join(f"{name}: {kind}" for name, kind in [*wrong.items()][:20])
+            raise ValueError(f"{place} is of another model; {len(wrong)} tensors differ: {lines}; use --init-partial")
         return state, wrong
 
     @cache
