@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from published_page import memory, page, summary
 from published_rows import ROOT, Row, executed, planned, read, rows, tables
-from tables import write_page
+from tables import write_within
 
 from fsdp2.config import Config
 from fsdp2.options.parser import Parser
@@ -71,7 +71,7 @@ def command(given: argparse.Namespace) -> None:
         print("\n".join(summary(found)))
     if found and not given.only:
         there = [row.point for row in found]
-        write_page(given.page, page(found, [point for point in points if point not in there]))
+        write_within(given.page, *page(found, [point for point in points if point not in there]), like=PAGE)
 
 
 def line(row: Row) -> str:

@@ -19,8 +19,8 @@ GIB = 2**30
 COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
 
 
-def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The whole page.
+def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> tuple[str, str, str]:
+    """The parts of the page that follow from its points.
 
     Args:
         missing: points that haven't been planned yet, which the page names.
@@ -44,77 +44,20 @@ def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> str:
             memory(row),
         )
 
-    head = (
-        "GPU",
-        "ranks",
-        "model",
-        "flags",
-        "planned tokens/s a GPU",
-        "published",
-        "error",
-        "exposed",
-        "role",
-        "GiB on the device",
-        "GiB planned of published",
-    )
+    head = ("GPU", "ranks", "model", "flags", "planned tokens/s a GPU", "published", "error", "exposed", "role")
+    head += ("GiB on the device", "GiB planned of published")
     newer = [row for row in rows if row.point["gpu"].startswith("h200")]
     waiting = max(row.planned.exposed_ms / row.planned.milliseconds for row in newer)
     sources = "\n".join(f"- {source}" for source in dict.fromkeys(row.point["source"] for row in rows))
     summary_lines = "\n".join([*summary(rows), *left(rows, missing)])
-    return f"""\
-# Planned time beside published figures
-
-Written by `make plan-published`, which plans each point of `benchmarks/published.toml` with its configuration.
-
+    first = f"""\
 {summary_lines}
 - Date: {time.strftime("%Y-%m-%d")}
-- Versions: torch {torch.__version__}; the published runs used those of their time, 2023 to 2026
-
-Efficiencies of an H100 and an A100 were fitted on the points marked *fit*; an H200 has those of an H100. The flags
-`--mixed-precision=bf16 --optimizer=adamw --clip-grad-norm`, which all points have, aren't repeated.
-
-What stands against a figure:
-
-- Several fits are nearly equal on the *fit* points. One was chosen with the errors of the *test* points in view. The
-  *blind* points were added afterwards and have changed nothing: all rows of llm-foundry's table for 128 GPUs and more,
-  and every sixth of those rows of its other tables in bf16 that weren't in use. They share their source with points of
-  the fit; `By source` has the others.
-- Nearly all points are bound by computation: `exposed` is the part of the planned step that waits for exchanges. No
-  published figure of FSDP was found that is bound by exchanges and says its network, model, batch and recomputation.
-- MPT is planned as GPT-2 of the same widths. llm-foundry ran it with FSDP1, and with a flash attention of 2023.
-- The rows that use `torch.compile` are planned without it, shown, and not counted: a plan can't see what it fuses.
-- The network's bandwidth is published for torchtitan's H100 and IBM's clusters, and assumed for the others.
-- Rows with tensor parallelism are three, all of torchtitan and all with `torch.compile`; those with its asynchronous
-  form, with context or pipeline parallelism, or with float8 are left out.
-- *GiB on the device* are what a plan prints, with the terms of [plan.md](../plan.md): the CUDA context and NCCL's
-  buffers as well. *GiB planned of published* compares like with like: what the allocator reserved (torchtitan), or the
-  most that tensors took (KempnerForge).
-
-How the sources ran, where no flag of ours says it (`WAYS` in `benchmarks/published_rows.py`; read from their code):
-
-- *embedding and head in the root*: blocks alone are groups; torchtitan, fms-fsdp and KempnerForge wrap so.
-- *keeps every second product*: torchtitan's selective recomputation recomputes every second product of matrices.
-- *fused norm*: torchtitan's RMSNorm of 2024 in its Llama 3 8B and Llama 2 13B keeps its input alone.
-- *bf16 loss*: fms-fsdp and KempnerForge take the cross-entropy of bf16 logits; ours widens them to fp32 first.
-- *fused loss*: llm-foundry's kernel keeps bf16 logits and makes their gradient, and nothing else of that size.
-- *bf16 state*: KempnerForge's parameters, gradients and moments are bf16. It reduces once, after the last microbatch,
-  so each rank keeps whole gradients in fp32 until then.
-
-The rates were fitted before *fused loss*, *fused norm*, *bf16 loss* and *embedding and head in the root* were known,
-and haven't been fitted again. The loss is a large part of the step of a small model with a large vocabulary. The fit
-took fp32 logits to be there; without them the plans of small MPTs are too fast.
-
-## Why an H200 is planned too slow
-
+- Versions: torch {torch.__version__}; the published runs used those of their time, 2023 to 2026"""
+    second = f"""\
 The errors of its {len(newer)} points are {", ".join(errors_of(row) for row in newer)}. At most {waiting:.0%} of
-a planned step waits for exchanges, so the rates of computation decide, and these are an H100's. They were fitted on
-runs of 2023 and 2024, with a flash attention of 2023 and, for Llama, at 500 W. The planner knows an H200's memory,
-bandwidth and peak; it takes a part of the peak that this run of 2026 exceeds. The eager point asks for rates that are
-{needed(newer):.2f} times as high. One eager point can't fit a rate and test it too, so nothing was fitted to it.
-`--gpu FILE.toml` takes rates of one's own runs. What `torch.compile` adds can't be planned.
-
-## What plans above its card
-
+a planned step waits for exchanges, and the eager point asks for rates that are {needed(newer):.2f} times as high."""
+    third = f"""\
 {above(rows)}
 
 ## Sources
@@ -123,8 +66,8 @@ bandwidth and peak; it takes a part of the peak that this run of 2026 exceeds. T
 
 ## Every point
 
-{markdown_table(head, [cells(row) for row in rows])}
-"""
+{markdown_table(head, [cells(row) for row in rows])}"""
+    return first, second, third
 
 
 def left(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]]) -> list[str]:

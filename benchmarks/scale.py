@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tables import machine, write_page
+from tables import machine, write_within
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -51,44 +51,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
 GPUS = 8  # of a node
 MOST_PLANNED = 1024  # ranks whose plans fit into this process' memory, and into minutes
 MOST_NODES = 128  # whose rendezvous ends in one process: see the page
-TEXT = """# What grows with the number of ranks
-
-`make scale` measures in one process what a job of 2 to 4,096 ranks does beside its training: torchrun's rendezvous, the
-agreement, meshes, the planning of a checkpoint, `.metadata` and `COMMIT.json`, listing, verifying, retention, and the
-doctor's judgement.
-Other ranks are made up: their plans are rank 0's with other rows, and their files have a byte each. What judges,
-reads and writes is the code of a run. Links and file systems are this machine's, so the table shows how work grows,
-and not how long a cluster takes.
-
-{table}
-
-Checkpoints are of Llama {model} with Adam ({tensors:,} tensors, {parameters:,} parameters). Plans of more than
-{most:,} ranks don't fit into this process. A rendezvous of more than {nodes} nodes isn't measured: 512 hadn't
-met after minutes, perhaps since all nodes share one interpreter here. {machine}, torch {torch}, {date}.
-
-- **rendezvous**: all nodes of {gpus} ranks start at once and meet by torchrun's c10d rendezvous. They write in turn
-  into one entry of the store that lists them all, and who wrote at the same time as another writes again. Nodes with
-  numbers of their own ([`NODE_RANK`](clusters.md#torchrun-on-each-node)) exchange none of this.
-- **agreement**: rank 0 reads what every rank has written to the store, and compares it. Each rank writes once and
-  reads one verdict.
-- **mesh**: `init_device_mesh` of nodes × {gpus} with its groups, whose members need no messages here.
-- **plans**: what rank 0 receives when ranks send it which rows they save, and its unpickling and merging of them
-  (torch's `create_global_plan`). It happens at the first save: later ones reuse it.
-- **.metadata**: the index of all shards, and how long a rank takes to read it with the reader that runs no code of a
-  file (`fsdp2/checkpoint/pickles.py`; its docstring says why C's isn't used). Each rank reads it once, at a resume.
-- **COMMIT.json**: rank 0 writes it and reads it again, one entry a file.
-- **listing**: the steps that have a checkpoint, which a run asks for at its start, and `python -m fsdp2.checkpoint list
-  --quick`. There are two checkpoints.
-- **verify**: sizes of all files against the marker, by one rank; ranks divide it among them.
-- **retention**: rank 0 deletes the oldest of two checkpoints, file by file.
-- **doctor**: rounds of the tournament of pairs, and how long rank 0 takes to judge their figures, one of which is
-  bad.
-
-**What to take from it.** The largest is what DCP
-does for each shard of each tensor: plans and `.metadata` have as many entries as ranks times tensors, of which each
-rank reads all. A resume on 1,024 ranks waits for that index, for a model of any size with as many tensors. The bytes of
-a rendezvous grow faster than its nodes, since each of them reads and writes the list of all.
-"""
 
 
 @dataclasses.dataclass
@@ -123,21 +85,13 @@ def main() -> None:
     lines = ["| " + " | ".join(column) + " |" for column in columns]
     table = "\n".join([lines[0], "|---" * len(columns[0]) + "|", *lines[1:]])
     model = Config(model="llama").spec.on_meta(options.model_size)
-    text = TEXT.format(
-        table=table,
-        model=options.model_size,
-        tensors=3 * len(list(model.parameters())),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        machine=machine(),
-        torch=torch.__version__.partition("+")[0],
-        date=time.strftime("%Y-%m-%d"),
-        most=MOST_PLANNED,
-        nodes=MOST_NODES,
-        gpus=GPUS,
-    )
+    tensors, parameters = 3 * len(list(model.parameters())), sum(one.numel() for one in model.parameters())
+    table += f"\n\nCheckpoints are of Llama {options.model_size} with Adam ({tensors:,} tensors, "
+    table += f"{parameters:,} parameters). {machine()}, torch {torch.__version__.partition('+')[0]}, "
+    table += f"{time.strftime('%Y-%m-%d')}."
     print(table)
     if not options.no_page:
-        write_page(PAGE, text)
+        write_within(PAGE, table)
 
 
 def measured(ranks: int, model_size: str) -> dict[str, str]:

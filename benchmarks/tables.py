@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from pathlib import Path
 
@@ -27,3 +28,16 @@ def write_page(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_text(text)
     os.replace(new, path)
+
+
+def write_within(path: Path, *texts: str, like: Path | None = None) -> None:
+    """Write a page whose text stands in it, but for what lies between each `<!-- measured -->` and `<!-- end -->`.
+
+    Args:
+        like: the page whose other text it gets; unset = that of before.
+    """
+    parts = re.split("(<!-- measured -->\n|<!-- end -->)", (like or path).read_text())
+    if len(parts) != 4 * len(texts) + 1:
+        raise ValueError(f"{path}: has other than {len(texts)} pairs of <!-- measured --> and <!-- end -->")
+    parts[2::4] = [f"{text}\n" for text in texts]
+    write_page(path, "".join(parts))

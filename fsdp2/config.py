@@ -88,11 +88,11 @@ class Config:
         "apart", "for data of your own, whether documents in one sequence see each other", one_of("apart", "together")
     )
     data_root: str | None = option(None, "folder with torchvision's layout; unset = each node downloads once", location)
-    seq_len: int = option(128, "language: tokens in a sequence", whole(1, 2**20))
+    seq_len: int = option(None, "language: tokens in a sequence" + unset("seq_len"), whole(1, 2**20))
 
     epochs: int = option(None, "passes over the data" + unset("epochs"), whole(1), section="steps and batches")
     max_steps: int | None = option(None, "stop after this many optimizer steps, evaluate and save", whole(1))
-    batch_size: int = option(64, "samples per rank and microbatch", whole(1))
+    batch_size: int = option(None, "samples per rank and microbatch" + unset("batch_size") + " of language", whole(1))
     global_batch_size: int | None = option(
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
     )
@@ -128,7 +128,10 @@ class Config:
     lr_floor: float = option(0.0, "cosine, linear: the last learning rate, as a fraction of --lr", number(0, 1))
     ema: float | None = option(None, "keep a moving average of weights, of this decay", or_off(number(0, 0.9999999)))
     clip_grad_norm: float | None = option(
-        None, "clip the gradients to this norm; bare = 1.0", or_off(number(0, 1e30, open_minimum=True)), bare=1.0
+        "auto",
+        "clip the gradients to this norm; bare = 1.0; auto = off, from weights 1.0",
+        or_off(number(0, 1e30, open_minimum=True)),
+        bare=1.0,
     )
     grad_accumulation: int = option(1, "microbatches per optimizer step", whole(1, 2**16))
     grad_accumulation_sync: str = option(

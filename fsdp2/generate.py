@@ -6,7 +6,7 @@ at what a model has learned, and not to serve it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def generate(
     window: int,
     temperature: float = 0.0,
     seed: int = 1,
-    end: int | None = None,
+    ends: Collection[int | None] = (),
 ) -> Iterator[int]:
     """The tokens that follow, one after the other. A collective call where the model is sharded.
 
@@ -37,7 +37,7 @@ def generate(
         window: how many of the last tokens the model sees: what it was trained on.
         temperature: 0 takes the likeliest token; else they are drawn by softmax(logits / temperature), from a generator
             that `seed` starts.
-        end: the token that ends a text.
+        ends: the tokens of which each ends a text.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(new_tokens):
@@ -50,7 +50,7 @@ def generate(
             drawn = drawn.to(tokens.device)
             dist.broadcast(drawn, src=0)  # ranks of other hardware may round to another one
         token = int(drawn)
-        if token == end:
+        if token in ends:
             return
         tokens = torch.cat([tokens, drawn.to(tokens)])
         yield token

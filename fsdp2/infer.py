@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fsdp2 import data
-from fsdp2.data.errors import UnusableText
 from fsdp2.data.loader import evaluation_batches
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import evaluate
@@ -25,7 +23,7 @@ from fsdp2.generate import generate
 from fsdp2.models import NAMES
 from fsdp2.options.errors import ConfigError, flag_of, require
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import Parse, checked, dataset_name, location, model_name, number, text, whole
+from fsdp2.options.values import Parse, checked, dataset_name, location, model_name, number, one_of, text, whole
 from fsdp2.report.console import in_words
 from fsdp2.report.predictions import context_of, draw, samples_of, shown
 from fsdp2.run.dataset import load_data, tokenizer_of
@@ -47,6 +45,10 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
     ),
     "init_from": ("PLACE", None, location, "where the run's --init-from is, if at a URL: it isn't opened unnamed"),
     "prompt": ("TEXT", None, text, "let a language model continue this text, instead of predicting"),
+    "prompt_as": (
+        *("chat|text", None, one_of("chat", "text")),
+        "chat = the prompt is a user's message, by the chat template; unset = of a run on chat:, else text",
+    ),
     "new_tokens": ("N", "200", whole(1, 10**6), "with --prompt, how many tokens to add (default: 200)"),
     "temperature": ("T", "0.8", number(0, 100), "with --prompt, of sampling; 0 = the likeliest token (default: 0.8)"),
     "seed": ("N", "1", whole(0, 2**63 - 1), "with --prompt, of sampling (default: 1)"),
@@ -105,50 +107,34 @@ def go_on(
     new_tokens: int,
     temperature: float,
     seed: int,
+    prompt_as: str | None = None,
     sharded: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
-    """Let a language model go on with a text, and print what it writes while it does. For `named` see `main`.
+    """Let a language model go on with a text, or answer a message, and print what it writes while it does.
+
+    For `named` see `main`, and for `prompt_as` the flag.
 
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.
     """
-    with opened(place, sharded=sharded, **named) as run, _usable_text():
+    with opened(place, sharded=sharded, **named) as run:
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
-        from fsdp2_extra.text.tokenizer import document
-        from fsdp2_extra.text.tokenizer_file import open_tokenizer
+        from fsdp2_extra.text.prompts import asked_of
 
-        tokenizer = open_tokenizer(tokenizer_of(config), config.bos)
-        (tokens,) = tokenizer.encode([prompt])
-        tokens = document(tokens, tokenizer.begin, tokenizer.end, ends=False)
-        if len(tokens) == 0:
-            raise ConfigError("--prompt: holds no token; give some text")
-        begin = torch.tensor(tokens.astype("int64"), device=run.device)
+        asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as)
+        begin = torch.tensor(asked.tokens.astype("int64"), device=run.device)
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
-        known, said, text = tokens.tolist(), "", ""
-        asked = tokenizer.decode(known)  # decoded alone, what follows may lose the space before it
-        if run.world.rank == 0:
-            print(prompt, end="", flush=True)
-        for token in generate(run.forward, spec, begin, window=config.seq_len, end=tokenizer.end, **settings):
-            known.append(token)
-            text = tokenizer.decode(known)[len(asked) :]
-            # What a token ends may be the rest of a character.
-            if run.world.rank == 0 and not text.endswith("\ufffd"):
-                print(printable(text.removeprefix(said), "\n\t"), end="", flush=True)
-                said = text
-        if run.world.rank == 0:
-            print()
+        found = generate(run.forward, spec, begin, window=config.seq_len, ends=asked.ends, **settings)
+
+        def say(text: str) -> None:
+            if run.world.rank == 0:
+                print(printable(text, "\n\t"), end="", flush=True)
+
+        text = asked.answer(found, say)
         return {"prompt": prompt, "text": text, "weights": run.weights}
-
-
-@contextmanager
-def _usable_text() -> Iterator[None]:
-    try:
-        yield
-    except UnusableText as error:
-        raise ConfigError(f"--prompt: {error}") from None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -176,13 +162,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cli() -> None:
     with ending.exit_status():
         arguments = parse()
-        names = ("model", "trust_remote_code", "dataset", "data_root", "init_from")
-        named = {name: getattr(arguments, name) for name in names}
-        if arguments.prompt is None:
-            result = main(arguments.run, sharded=arguments.sharded, **named)
-        else:
-            settings = {name: getattr(arguments, name) for name in ("new_tokens", "temperature", "seed", "sharded")}
-            result = go_on(arguments.run, arguments.prompt, **settings, **named)
+        names = ["model", "trust_remote_code", "dataset", "data_root", "init_from", "sharded"]
+        if arguments.prompt is not None:
+            names += ["prompt", "prompt_as", "new_tokens", "temperature", "seed"]
+        given = {name: getattr(arguments, name) for name in names}
+        result = (main if arguments.prompt is None else go_on)(arguments.run, **given)
         if arguments.json is not None and runtime.world().rank == 0:
             try:
                 Path(arguments.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")

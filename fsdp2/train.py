@@ -119,7 +119,8 @@ def main(
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
             opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path, reports.plan)
-            reports.emit(*job.opening_event({"header": opening + speed.lines, **at(), **engine.started, **restored}))
+            opening += header.steps(config, spec, batches, progress.step + schedule.course.left) + speed.lines
+            reports.emit(*job.opening_event({"header": opening, **at(), **engine.started, **restored}))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 

@@ -186,8 +186,8 @@ SMALL = ["--model-size=tiny", "--batch-size=16", "--threads=1", "--device=cpu"]
 LEAVES_NOTHING = ("--no-save-model", "--checkpoint-every=never")  # two fifths of the smallest run is what it leaves
 
 
-# The schedule of a run from nothing, said by one from weights that is compared with it.
-FROM_NOTHING = ("--lr=1e-3", "--schedule=step", "--warmup-steps=0")
+# The schedule and clipping of a run from nothing, said by one from weights that is compared with it.
+FROM_NOTHING = ("--lr=1e-3", "--schedule=step", "--warmup-steps=0", "--clip-grad-norm=off")
 
 
 def small(run: Path | str, *flags: str) -> list[str]:

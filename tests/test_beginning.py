@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from fsdp2.config import Config, parse
 from fsdp2.options.beginning import FROM_NOTHING, FROM_WEIGHTS, WITH_ADAPTERS
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
@@ -28,16 +30,42 @@ def _set(config: Config) -> dict[str, Any]:
 def test_defaults_follow_from_where_a_run_begins() -> None:
     assert _set(parse([])) == FROM_NOTHING
     assert (parse([]).epochs, parse([]).lr, parse([]).schedule) == (12, 1e-3, "step")
-    assert _set(parse([*LLAMA, "--init-from=a"])) == FROM_WEIGHTS
-    assert _set(parse([*LLAMA, "--init-from=a", "--lora=4"])) == WITH_ADAPTERS
-    assert _set(parse([*LLAMA, "--init-from=scratch"])) == FROM_NOTHING
+    assert _set(parse([*LLAMA, "--init-from=a"])) == {**FROM_WEIGHTS, "seq_len": 16}
+    assert _set(parse([*LLAMA, "--init-from=a", "--lora=4"])) == {**WITH_ADAPTERS, "seq_len": 16}
+    assert _set(parse([*LLAMA, "--init-from=scratch"])) == {**FROM_NOTHING, "seq_len": 16}
+    of_images = {name: FROM_NOTHING[name] for name in ("seq_len", "batch_size")}
+    assert _set(parse(["--init-from=a"])) == {**FROM_WEIGHTS, **of_images}
+    # A test batch of language is as large as one of training.
+    assert (parse([*LLAMA, "--init-from=a"]).test_batch_size, parse(LLAMA).test_batch_size) == (8, 64)
 
 
 def test_what_is_said_counts_also_where_it_is_the_other_default() -> None:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in FROM_NOTHING.items()]
+    said = {**FROM_NOTHING, "clip_grad_norm": "off"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in said.items()]
     assert _set(parse([*LLAMA, "--init-from=a", *words])) == FROM_NOTHING
     given: dict[str, Any] = dict(FROM_WEIGHTS)
     assert _set(Config(**given)) == FROM_WEIGHTS
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(514, 512), (2050, 1024), (64, 64), (131072, 1024), (0, 1024)])
+def test_sequences_are_no_longer_than_a_model_has_positions_for(tmp_path: Path, positions: int, expected: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    folder = tmp_path / "model"
+    transformers.LlamaConfig(vocab_size=300, max_position_embeddings=positions, **sizes).save_pretrained(folder)
+    flags = [f"--model=hf:{folder}", "--dataset=source-text"]
+    assert parse([*flags, "--init-from=a"]).seq_len == expected
+    assert parse([*flags, "--init-from=a", "--seq-len=33"]).seq_len == 33
+    assert parse([*flags, "--init-from=scratch"]).seq_len == 128
+
+
+def test_no_clipping_is_kept_by_the_file_of_a_run(tmp_path: Path) -> None:
+    for given in ("off", "auto", "0.5"):
+        config = parse([*LLAMA, "--init-from=a", f"--clip-grad-norm={given}"])
+        assert config.clip_grad_norm == {"off": None, "auto": 1.0, "0.5": 0.5}[given]
+        file = tmp_path / "flags.json"
+        file.write_text(json.dumps(to_flags(config)))
+        assert parse([f"--config={file}"]) == config
 
 
 @pytest.mark.parametrize("value", ["1.5", "-1", "x", "1.0e9999"])
@@ -56,7 +84,8 @@ def test_a_run_from_weights_says_its_defaults_and_a_resume_keeps_them(
     events = train(*LLAMA, weights, "--no-save-model", run="second", steps=40)
     (start,) = of_kind(events, "start")
     (line,) = (line for line in start["header"] if line.startswith("from weights: "))
-    assert "adamw, lr 2e-05, cosine, warm-up of 3% of the steps, weight decay 0.01; --epochs" in line
+    assert "adamw, lr 2e-05, cosine, warm-up of 3% of the steps, weight decay 0.01, gradients clipped to" in line
+    assert "norm 1, 16 sequences of 16 tokens a rank and microbatch; --epochs" in line
     rates = [record["lr"] for record in of_kind(events, "train")]
     assert rates[:3] == pytest.approx([2e-5 / 3, 4e-5 / 3, 2e-5])  # 3 % of 40 are 2 steps
     assert rates[-1] < 1e-7
@@ -67,6 +96,28 @@ def test_a_run_from_weights_says_its_defaults_and_a_resume_keeps_them(
     line_of_run = [f"--config={tmp_path / 'second' / 'config.json'}", f"--run-dir={tmp_path / 'second'}"]
     more = of_kind(ranks.run(main_in_ranks, [*line_of_run, "--max-steps=41"])[0], "train")
     assert [record["step"] for record in more] == [41]
+
+
+def test_a_header_says_what_a_step_is_and_that_steps_are_few(train: Train) -> None:
+    def found(kind: str, *flags: str, run: str, steps: int | None) -> list[str]:
+        header = of_kind(train(*flags, "--no-save-model", run=run, steps=steps), kind)[0]["header"]
+        return [line for line in header if line.startswith(("steps: ", "warning: "))]
+
+    parts = (*LLAMA, "--grad-accumulation=3", "--batch-size=4", "--clip-grad-norm=0.5")
+    of_all = "global batch 24 = 4 a microbatch x 3 accumulated x 2 data-parallel ranks, 384 tokens (sequences of 16)"
+    for kind, steps in (("start", 2), ("resume", 4)):
+        line = f"steps: {steps} in all, 43 an epoch; {of_all}; gradients clipped to norm 0.5"
+        assert found(kind, *parts, run="language", steps=steps) == [line]
+    few = ("--epochs=1", "--checkpoint-every=never", "--grad-accumulation=2")
+    assert found("start", *few, "--global-batch-size=719", run="vit", steps=None) == [
+        "steps: 2 in all, 2 an epoch; global batch 719 = up to 180 a microbatch x 2 accumulated x 2 data-parallel "
+        "ranks; gradients not clipped",
+        "warning: the whole run is 2 optimizer steps; lower --global-batch-size, raise --epochs or give more data",
+    ]
+    assert found("start", *few, "--batch-size=1000", run="one", steps=5)[1:] == [
+        "warning: the whole run is 1 optimizer step, an epoch is one of them; lower --grad-accumulation, raise "
+        "--epochs or give more data"
+    ]
 
 
 def test_the_console_of_a_language_model_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:

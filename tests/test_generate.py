@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from fsdp2 import infer
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, main_in_ranks, of_kind, small
+from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
 
 PROMPT = "öäü\nö"
 
@@ -61,6 +64,31 @@ def test_a_character_is_printed_when_it_is_whole(run: Path, capsys: pytest.Captu
     assert "ö" in text
     printed = capsys.readouterr().out
     assert PROMPT + text.rstrip("\ufffd") in printed
+
+
+def _answers(run: Path, prompt_as: str | None, sharded: bool) -> str:
+    given: dict[str, Any] = {"new_tokens": 12, "temperature": 0.0, "seed": 1, "sharded": sharded}
+    return str(infer.go_on(run, "hi", prompt_as=prompt_as, **given)["text"])
+
+
+@pytest.mark.parametrize("template", [PLAIN, GENERATION])
+def test_a_model_of_conversations_gets_a_message_and_ends_its_answer(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    """The prompt is that of training, and the token that ended answers there ends this one."""
+    pytest.importorskip("transformers")
+    tokenizer, file = make_tokenizer(tmp_path / "tokenizer", template), tmp_path / "talks.jsonl"
+    file.write_text((json.dumps(talk("hi", "yes")) + "\n") * 40)
+    flags = ["--model=llama", "--model-size=debug", f"--dataset=chat:{file}", f"--tokenizer={tokenizer}"]
+    flags += ["--seq-len=64", "--batch-size=2", "--max-steps=24", "--lr=0.01", "--threads=1", "--device=cpu"]
+    run = tmp_path / "run"
+    ranks.run(main_in_ranks, [*flags, f"--run-dir={run}"])
+    assert ranks.run(_answers, run, None, True) == ["yes", "yes"]
+    assert _answers(run, "chat", False) == "yes"
+    said = "prompt: a user's message, by the chat template; --prompt-as text takes it as it is\nhi\nyes\n"
+    assert capsys.readouterr().out.endswith(said)
+    assert _answers(run, "text", False) != "yes"
+    assert "by the chat template" not in capsys.readouterr().out
 
 
 def test_an_empty_prompt_is_refused() -> None:

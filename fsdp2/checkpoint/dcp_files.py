@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
 
 import torch.distributed.checkpoint as dcp
@@ -58,9 +57,7 @@ class HashingStream(io.RawIOBase):
             self._file.close()
             super().close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             self._file.__exit__(kind, error, trace)  # a remote file that an error cut short isn't uploaded
         finally:

@@ -94,6 +94,7 @@ class ModelSpec:
             `seq2seq` (by a decoder, what follows on that which its encoder got).
         special_token: of a language model that learns something else than the next token: the one that hides others, or
             that a decoder begins with.
+        positions: of a language model, how many its configuration says that it has; None if it says nothing.
         weights: the folder whose weights a run starts from unless it names another.
         load: reads a folder by the model's own library, for files whose tensors have other names or shapes than the
             model's. Returns the whole state dict and name -> why, of what has no weights of theirs. Raises ValueError
@@ -128,6 +129,7 @@ class ModelSpec:
     classes: int = 10
     task: str = "causal"
     special_token: int | None = None
+    positions: int | None = None
     weights: Path | None = None
     load: Callable[..., tuple[Mapping[str, Tensor], Mapping[str, str]]] | None = None
     files: Callable[[str], Mapping[str, bytes]] = no_files

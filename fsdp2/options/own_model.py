@@ -127,10 +127,10 @@ def complete(config: Config) -> None:
         )
     if config.dataset is None:
         object.__setattr__(config, "dataset", data.DEFAULTS[found.kind])
+    beginning.complete(config)
     if config.test_batch_size is None:
         # A forward of language gives a number for each token and each word of the vocabulary.
         object.__setattr__(config, "test_batch_size", 1000 if found.kind == "image" else config.batch_size)
-    beginning.complete(config)
 
 
 def blocks_of(config: Config) -> Callable[[nn.Module], Sequence[nn.Module]]:

@@ -302,6 +302,6 @@ def check_values(config: Any) -> None:
     """Parse each field of a frozen dataclass in place; raise ConfigError that names the flag."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value is None and field.default is None:
+        if value == field.default and value in (None, "auto"):
             continue
         object.__setattr__(config, field.name, checked(flag_of(field.name), value, field.metadata["parse"]))

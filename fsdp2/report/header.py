@@ -9,6 +9,7 @@ import torch
 
 from fsdp2 import data
 from fsdp2.config import Config
+from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options import beginning
@@ -18,6 +19,8 @@ from fsdp2.units import short, size
 
 if TYPE_CHECKING:
     from fsdp2.report.planned import Planned
+
+FEW = 10  # optimizer steps of a run
 
 
 def lines(
@@ -42,12 +45,7 @@ def lines(
     if config.float8:
         from fsdp2_extra.low_precision import float8
 
-        layers = list(float8.converted(engine.model))
-        in_float8 = sum(layer.config.enable_fsdp_float8_all_gather for layer in layers)  # not those that are shared
-        some = f" of {in_float8}" if in_float8 < len(layers) else ""
-        gathered = f", weights{some} gathered so" if in_float8 else ""
-        emulated = ", emulated" if device.type == "cpu" else ""
-        dtype += f", {len(layers)} linear layers in float8 ({config.float8}{gathered}{emulated})"
+        dtype += float8.described(engine.model, config.float8, device.type)
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
@@ -64,6 +62,23 @@ def lines(
         *attention(config, spec, device),
         f"run directory: {short(folder)}",
     ]
+
+
+def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[str]:
+    """The number of the last optimizer step, the global batch, clipping, and a warning where steps are few."""
+    samples, parts, ranks = batches.global_batch, batches.accumulation, batches.world_size
+    each, an_epoch = -(-samples // (parts * ranks)), batches.steps_per_epoch
+    made_of = f"{'up to ' * (each * parts * ranks > samples)}{each:,} a microbatch x {parts} accumulated x {ranks}"
+    tokens = f", {samples * config.seq_len:,} tokens (sequences of {config.seq_len:,})" * (spec.kind == "language")
+    clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
+    line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "
+    found = [line + f"rank{'s' * (ranks > 1)}{tokens}; gradients {clip}"]
+    if an_epoch == 1 or (last < FEW and last != config.max_steps):
+        flag = "grad-accumulation" if parts > 1 else "batch-size"
+        fix = f"lower --{'global-batch-size' if config.global_batch_size else flag}, " * (samples > 1)
+        what = f"{last:,} optimizer step{'s' * (last != 1)}{', an epoch is one of them' * (an_epoch == 1)}"
+        found.append(f"warning: the whole run is {what}; {fix}raise --epochs or give more data")
+    return found
 
 
 def _data(dataset: Dataset) -> list[str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdp2.checkpoint.files import Files
@@ -109,9 +108,7 @@ class Reports:
         self._started = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             with self._open:
                 if error is not None:

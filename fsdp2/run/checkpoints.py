@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -90,9 +89,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Wait until old checkpoints are removed, also after an error: then another run may have the directory."""
         self._saver.wait_for_removal()
 

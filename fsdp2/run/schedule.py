@@ -75,18 +75,19 @@ class Schedule:
     Attributes:
         scheduler: torch's, whose state belongs to the run's. For `step` without a warm-up it counts epochs, as
             the tutorials have it; else optimizer steps.
+        course: what lies before the run; its `step` is as the scheduler counts.
     """
 
     def __init__(self, config: Config, optimizer: Optimizer, batches: Batches) -> None:
         self._config, self._batches = config, batches
         self._by_epoch = config.schedule == "step" and not config.warmup_steps
         self._length = Length(config.epochs, config.max_steps, batches.global_batch)
-        self._course = course(self._length, batches, 0, 0)
+        self.course = course(self._length, batches, 0, 0)
         self.scheduler: LRScheduler
         if self._by_epoch:
             self.scheduler = StepLR(optimizer, step_size=1, gamma=config.gamma)
         else:
-            self.scheduler = LambdaLR(optimizer, lambda step: factor(config, step, self._course))
+            self.scheduler = LambdaLR(optimizer, lambda step: factor(config, step, self.course))
 
     def go_on(self, trained: int, before: Length | None) -> str | None:
         """Take up the course that a restored run has from here on; what to say if its length changed.
@@ -97,20 +98,20 @@ class Schedule:
             trained: optimizer steps that the run has done.
             before: of the run that wrote the checkpoint, if it is known.
         """
+        name, step = self._config.schedule, self.scheduler.last_epoch
+        self.course = course(self._length, self._batches, step, trained)
         if self._by_epoch:
             rates = sorted({group["lr"] for group in self.scheduler.optimizer.param_groups})
             if before is not None or rates == sorted(set(self.scheduler.base_lrs)):
                 return None  # not of an import, or what --lr says
             words = ", ".join(f"{rate:g}" for rate in rates)
             return f"--schedule step goes on from the import's learning rate {words}; another schedule begins with --lr"
-        name, step = self._config.schedule, self.scheduler.last_epoch
-        self._course = course(self._length, self._batches, step, trained)
-        rate = factor(self._config, step, self._course)
+        rate = factor(self._config, step, self.course)
         for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * rate
         if before is None or name not in ("cosine", "linear"):
             return None
-        total, earlier = self._course.total, course(before, self._batches, step, trained).total
+        total, earlier = self.course.total, course(before, self._batches, step, trained).total
         if total == earlier:
             return None
         return (

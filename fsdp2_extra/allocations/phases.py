@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from fsdp2.parallel.engine import Engine
@@ -41,9 +40,7 @@ class Phases(AbstractContextManager["Phases"]):
             self._tell(self.checkpoints, method, during, "between")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         for owner, method in self._replaced:
             delattr(owner, method)  # the class's own is seen again
 

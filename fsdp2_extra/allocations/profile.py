@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,9 +60,7 @@ class Profile(AbstractContextManager["Profile"]):
         self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._end_annotation()
         self._profiler.__exit__(kind, error, trace)
         # At the end, and not where a step waits for it: a trace has some 10 MB a step.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,9 +54,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.ledger.watch(self.engine.model, self.engine.held())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.ledger.mark("gradients", self.engine.gradients())  # a step may have been cut short
         self.ledger.__exit__(kind, error, trace)
         rank = self.facts["rank"]

@@ -81,6 +81,14 @@ def converted(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, Float8Linear))
 
 
+def described(model: nn.Module, recipe: str, device_type: str) -> str:
+    """How many layers are in float8, for the header of a run."""
+    layers = list(converted(model))
+    count = sum(layer.config.enable_fsdp_float8_all_gather for layer in layers)  # not those that are shared
+    gathered = f", weights{f' of {count}' * (count < len(layers))} gathered so" if count else ""
+    return f", {len(layers)} linear layers in float8 ({recipe}{gathered}{', emulated' * (device_type == 'cpu')})"
+
+
 def keep_plain_shards(model: nn.Module) -> None:
     """Give a model that was just sharded, on meta, plain shards in place of torchao's.
 

@@ -205,6 +205,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         return sizes_of(made.described("own"))
 
     language = task != "image"
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     made = ModelSpec(
         name=f"hf:{place}",
         kind="language" if language else "image",
@@ -218,6 +219,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         classes=config.num_labels,
         task=task,
         special_token=special,
+        positions=positions if isinstance(positions, int) else None,
         weights=folder,
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,

@@ -17,7 +17,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
@@ -320,9 +319,7 @@ class _Upload(io.RawIOBase):
         self._spool.close()
         super().close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.close()
         else:

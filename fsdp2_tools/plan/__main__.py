@@ -124,9 +124,13 @@ def _plan(asked: Asked, say: Say) -> list[Plan]:
     for count in asked.ranks:
         say(f"planning {count:,} ranks")
         plans.append(plan(config, count, gpu, limit, last=True))
-    lines = report.lines(plans, gpu)
-    if gpu is not None:
-        lines += report_time.lines(plans, gpu, asked.tokens)
+
+    def tell(*lines: str) -> None:
+        if not asked.as_json:
+            print(*lines, sep="\n", flush=True)
+
+    # Before what takes as long again: what flags would save.
+    tell(*report.lines(plans, gpu), *([] if gpu is None else report_time.lines(plans, gpu, asked.tokens)))
     found, wasted = None, None
     tried: dict[Config, Plan] = {}  # a flag alone is tried again where others were of no use
 
@@ -141,12 +145,13 @@ def _plan(asked: Asked, say: Say) -> list[Plan]:
     if not advised.fits or config.run_dir is not None:
         found = advice.advise(advised, replan)
         if not advised.fits:
-            lines += ["", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised)]
+            tell("", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised))
     if advised.fits and limit is not None:
         wasted = advice.wasted(advised, replan)
-        lines += ["", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised)]
+        tell("", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised))
     text = report.as_json(plans, gpu, found, asked.tokens, wasted)
-    print(text if asked.as_json else "\n".join(lines))
+    if asked.as_json:
+        print(text)
     if asked.html is not None:
         _draw(asked.html, plans, gpu, limit, say)
     if config.run_dir is not None:

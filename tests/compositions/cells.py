@@ -92,6 +92,7 @@ def flags_of(cell: Cell) -> list[str]:
         "--optimizer=sgd",
         "--schedule=constant",
         "--warmup-steps=0",
+        "--clip-grad-norm=off",
         "--tokenizer=bytes",
     ]
     line += [f"--global-batch-size={samples_of(cell)}", "--test-batch-size=8", "--epochs=100"]

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.units import size
+from fsdp2_tools.plan import advice
 from fsdp2_tools.plan.__main__ import main, parser
 
 LLAMA = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, wasted = [""], advice.wasted
+
+    def advised(*given: Any) -> Any:
+        before[0] = capsys.readouterr().out
+        return wasted(*given)
+
+    monkeypatch.setattr(advice, "wasted", advised)
     main([*LLAMA, "--ranks=2,8", "--gpu=h100"])
-    printed = capsys.readouterr().out
+    printed = before[0] + capsys.readouterr().out
+    assert "8 ranks: fits" in before[0], "the plan stands there before others are made for advice"
     for word in (
         "parameters",
         "activations",

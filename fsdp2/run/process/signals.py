@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from fsdp2.run.process.group import gather
@@ -56,9 +56,7 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         for number, handler in self._before.items():
             # torchrun sends SIGTERM to all ranks as soon as one has failed, and this one has yet to say why it ends.
             if error is None or number != signal.SIGTERM:

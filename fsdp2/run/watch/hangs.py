@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -83,9 +82,7 @@ class Watch:
                 threading.Thread(target=work, name="watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._ending.is_set():
             time.sleep(ANSWER)  # a rank that has ended a moment before makes an error here, which isn't the cause
         self._closed.set()

@@ -1,0 +1,78 @@
+"""A prompt as tokens: the beginning of a text, or a user's message to a model that has learned conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy
+
+from fsdp2.data import OWN
+from fsdp2.data.errors import UnusableText
+from fsdp2.options.errors import ConfigError
+from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.ends_of_turns import Turns
+from fsdp2_extra.text.places import sources
+from fsdp2_extra.text.rows import Row
+from fsdp2_extra.text.tokenizer import Tokenizer, document
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
+
+BY_TEMPLATE = "prompt: a user's message, by the chat template; --prompt-as text takes it as it is"
+
+
+class Asked(NamedTuple):
+    """What a model is asked.
+
+    Attributes:
+        shown: before the answer.
+        tokens: (n,).
+        ends: the tokens of which each ends the answer.
+    """
+
+    shown: str
+    tokens: numpy.ndarray
+    ends: frozenset[int | None]
+    tokenizer: Tokenizer
+
+    def answer(self, tokens: Iterable[int], say: Callable[[str], None]) -> str:
+        """Say the prompt, and the answer while its tokens come; the answer."""
+        known, text, said = self.tokens.tolist(), "", ""
+        before = self.tokenizer.decode(known)  # decoded alone, what follows may lose the space before it
+        say(self.shown)
+        for token in tokens:
+            known.append(token)
+            text = self.tokenizer.decode(known)[len(before) :]
+            # What a token ends may be the rest of a character.
+            if not text.endswith("\ufffd"):
+                say(text.removeprefix(said))
+                said = text
+        say("\n")
+        return text
+
+
+def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None) -> Asked:
+    """A text that is to go on; or, of conversations, what stood before an answer to these words in training.
+
+    Args:
+        dataset: the run's, which decides where `as_`, `chat` or `text`, is None.
+        tokenizer, bos: as `open_tokenizer` takes them; of `chat` a folder with a chat template.
+
+    Raises ConfigError.
+    """
+    own = dataset.startswith(OWN) and any(source.startswith("chat:") for source, _ in sources(dataset))
+    try:
+        if as_ == "chat" or (as_ is None and own):
+            chat = open_chat(tokenizer)
+            messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
+            ((tokens, learn),) = chat.encode([Row({"messages": messages}, "the prompt", 0)])
+            turns = Turns(chat.tokenizer.names, chat.about["added"], chat.end)(tokens, learn)
+            ends = frozenset({chat.end, *(end for end, _ in turns)})
+            return Asked(f"{BY_TEMPLATE}\n{words}\n", tokens[: learn.argmax()], ends, chat.tokenizer)
+        plain = open_tokenizer(tokenizer, bos)
+        (tokens,) = plain.encode([words])
+    except UnusableText as error:
+        raise ConfigError(f"--prompt: {error}") from None
+    tokens = document(tokens, plain.begin, plain.end, ends=False)
+    if len(tokens) == 0:
+        raise ConfigError("--prompt: holds no token; give some text")
+    return Asked(words, tokens, frozenset({plain.end}), plain)
