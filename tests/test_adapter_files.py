@@ -40,6 +40,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"r": 0}, "r is no whole number from 1 to 1000000"),
     "half a rank": ({"r": 0.5}, "r is no whole number from 1 to 1000000"),
     "a base that is no text": ({"base_model_name_or_path": "\ud800"}, "base_model_name_or_path is no name"),
+    "a task that peft has for no language": ({"task_type": "SEQ_CLS"}, "task_type is none of CAUSAL_LM, SEQ_2_SEQ_LM"),
     "a base with a NUL": ({"base_model_name_or_path": "a\0b"}, "base_model_name_or_path is no name"),
 }
 
@@ -62,6 +63,13 @@ def test_adapters_count_as_their_checkpoint_says(
         out, line = capsys.readouterr()
         assert (out, line.count("\n"), reason in line) == ("", 1, True), line
         assert not (tmp_path / "out").exists()
+
+
+def test_a_task_that_peft_reads_is_no_other_meaning(adapters: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(adapters, tmp_path / "run"))
+    file = run / "model" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "CAUSAL_LM"}))
+    assert checkpoint_command(["export", str(run), str(tmp_path / "out"), "--format=pt"]) == 0
 
 
 def test_a_base_at_a_url_is_opened_only_by_name(

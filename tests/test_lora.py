@@ -147,6 +147,12 @@ def test_peft_and_transformers_get_the_same_model(base: Path, adapters: Path, tm
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = logits(plain, tokens)
     beside = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "peft"), tokens)
+    file = tmp_path / "peft" / "adapter_config.json"
+    described = json.loads(file.read_text())
+    assert (described["task_type"], described["base_model_name_or_path"]) == ("CAUSAL_LM", str(base))
+    file.write_text(json.dumps({**described, "base_model_name_or_path": str(tmp_path / "base")}))
+    alone = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
+    assert torch.equal(logits(alone, tokens), beside)
     merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), tokens)
     assert (beside - before).abs().max() > 1e-3
     # W x + s B A x is rounded in other places than (W + s B A) x.

@@ -24,11 +24,12 @@ from fsdp2.checkpoint.meaning import TOKENIZER
 from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.data.errors import UnusableText
+from fsdp2.models.spec import ModelSpec
 from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
 from fsdp2_extra.text.tokenizer_file import tokenizer_files
-from fsdp2_tools.checkpoint.adapters import FILE, Adapters, read_adapters
-from fsdp2_tools.checkpoint.card import card
+from fsdp2_tools.checkpoint.adapters import FILE, TASKS, Adapters, read_adapters
+from fsdp2_tools.checkpoint.card import base_on_hub, card
 from fsdp2_tools.checkpoint.diff import diff
 from fsdp2_tools.checkpoint.export import MAX_SHARD_SIZE, export
 from fsdp2_tools.checkpoint.import_ import import_
@@ -45,8 +46,8 @@ def model_file(place: str, name: str) -> Path | None:
     return next((file for file in files if os.path.lexists(file)), None)  # what is no file, its reader refuses
 
 
-def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
-    """The model on meta of a run, or of a checkpoint of one, and the files that go with it. Raises Refused."""
+def hf_spec(place: str) -> ModelSpec:
+    """The model of a run, or of a checkpoint of one, as transformers has it. Raises Refused."""
     file = model_file(place, "config.json")
     if file is None:
         raise Refused(
@@ -55,11 +56,9 @@ def hf_model(place: str) -> tuple[Any, Mapping[str, bytes]]:
         )
     without_links(file.parent)
     try:
-        spec = models.get(f"hf:{file.parent}")
+        return models.get(f"hf:{file.parent}")
     except ValueError as error:
         raise Refused(f"--format hf: {error}") from None
-    size = next(iter(spec.sizes))
-    return spec.on_meta(size), spec.files(size)
 
 
 def tokenizer_of(place: str) -> tuple[Mapping[str, bytes] | None, str]:
@@ -114,13 +113,21 @@ def adapters_of(place: str) -> Adapters | None:
     return read_adapters(content, place)
 
 
-def card_of(place: str, form: str, *, average: bool) -> Callable[[int | None], bytes] | None:
+def card_of(place: str, form: str, task: str | None, *, average: bool) -> Callable[[int | None], bytes] | None:
     """A function that makes a card for the weights of a run; None where there is no run. Raises Refused."""
     file = model_file(place, "config.json")
     if file is None or not (said := _said(file.parents[1] / "config.json")):
         return None
     library = "peft" if form == "peft" else "transformers"
-    return lambda step: card(file.parents[1], said, step, library, average=average)
+    return lambda step: card(file.parents[1], said, step, library, task, average=average)
+
+
+def named_for_peft(place: str, task: str | None) -> dict[str, str]:
+    """What adapter_config.json says of a run's model: its task, and its name if it is the hub's. Raises Refused."""
+    file = model_file(place, "config.json")
+    base = None if file is None else base_on_hub(_flags(file.parents[1] / "config.json"))
+    found = {"task_type": TASKS.get(task or ""), "base_model_name_or_path": base}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,10 +142,13 @@ def run(arguments: argparse.Namespace) -> int:
         return diff(arguments.a, arguments.b)
     if arguments.command == "export":
         to = destination(arguments.push) if arguments.push is not None else None
-        like = hf_model(arguments.place) if arguments.format == "hf" else None
-        if arguments.format == "safetensors" and model_file(arguments.place, "config.json") is not None:
+        spec, like = hf_spec(arguments.place) if arguments.format == "hf" else None, None
+        if arguments.format in ("safetensors", "peft") and model_file(arguments.place, "config.json") is not None:
             with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
-                like = hf_model(arguments.place)
+                spec = hf_spec(arguments.place)
+        if spec is not None and arguments.format != "peft":
+            like = spec.on_meta(size := next(iter(spec.sizes))), spec.files(size)
+        task = None if spec is None else spec.task if spec.kind == "language" else spec.kind
         tokenizer, without = tokenizer_of(arguments.place) if arguments.format == "hf" else (None, "")
         line = export(
             arguments.place,
@@ -151,7 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
             adapters=adapters_of(arguments.place),
             base=arguments.base,
             average=arguments.ema,
-            card=card_of(arguments.place, arguments.format, average=arguments.ema),
+            card=card_of(arguments.place, arguments.format, task, average=arguments.ema),
+            peft=named_for_peft(arguments.place, task) if arguments.format == "peft" else {},
         )
         line += f"; {without}" if without else ""
         print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}", flush=True)

@@ -25,7 +25,8 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 # What a run says there of its adapters. peft has fifteen other settings by which the same tensors mean something else:
 # they are as peft has them by default, which for those that aren't here is empty.
 _SAID = (_BASE, "fan_in_fan_out", "r", "lora_alpha", "target_modules")
-_ASIDE = (_BASE, "inference_mode", "peft_version")  # which may change
+_ASIDE = (_BASE, "inference_mode", "peft_version", "task_type")  # which may change
+TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # of a model -> as peft calls it
 _DEFAULTS = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, "lora_dropout": 0.0}
 _DEFAULTS |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "layers_to_transform": None}
 
@@ -64,6 +65,8 @@ def read_adapters(content: bytes, place: str) -> Adapters:
             raise ValueError(f"r is no whole number from 1 to {_LARGEST}")
         if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
             raise ValueError(f"lora_alpha is no number above 0, and up to {_LARGEST}")
+        if facts.get("task_type") not in (None, *TASKS.values()):
+            raise ValueError(f"task_type is none of {', '.join(TASKS.values())}")
         if not (isinstance(targets, list) and all(isinstance(one, str) for one in targets)):
             raise TypeError("target_modules is no list of names")
         for key in facts.keys() - {*_SAID, *_ASIDE}:
@@ -126,13 +129,21 @@ def _layers(source: Source, adapters: Adapters) -> dict[str, tuple[str, str]]:
 
 
 def write_peft(
-    folder: LocalFiles, adapters: Adapters, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
+    folder: LocalFiles,
+    adapters: Adapters,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    named: Mapping[str, str],
 ) -> None:
-    """Fill an empty folder with what `PeftModel.from_pretrained(model, folder)` reads."""
+    """Fill an empty folder with what `PeftModel.from_pretrained(model, folder)` reads, and `AutoPeftModel…` alone.
+
+    Args:
+        named: what the description says of the model in the place of what the run wrote.
+    """
     names = {f"base_model.model.{name.replace('.default.', '.')}": name for name in tensors}
-    named = {theirs: tensors[ours] for theirs, ours in names.items()}
-    write_file(folder, "adapter_model.safetensors", named, lambda name: read(names[name]))
-    folder.write(FILE, adapters.content)
+    theirs = {name: tensors[ours] for name, ours in names.items()}
+    write_file(folder, "adapter_model.safetensors", theirs, lambda name: read(names[name]))
+    folder.write(FILE, (json.dumps({**json.loads(adapters.content), **named}, indent=1) + "\n").encode())
     folder.fsync(FILE)
 
 

@@ -23,26 +23,40 @@ NAME = "README.md"
 AT_MOST = 1 << 20  # bytes of metrics.jsonl, from its end
 LEFT_OUT = ("run-dir", "resume")
 VERSIONS = ("python", "torch", "git", "world_size", "machine", "gpu")  # of what `environment` of a run says
+PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "image": "image-classification"}  # the hub's
 # Of a path that says where it begins, also of each in a --dataset; and what a URL may hold of whoever gives it.
 _FOLDERS = re.compile(r"(^|[:,=\"])(?:~[^/,:]*|\.\.?)?/(?!/)(?:[^/,:]+/)*(?=[^/,:])")
 _SECRETS = re.compile(r"(://)(?:[^/@\s]*@)?([^?#,\s]*)(?:[?#][^,\s]*)?")
 
 
-def card(run: Path, said: Mapping[str, Any], step: int | None, library: str, *, average: bool = False) -> bytes:
+def base_on_hub(flags: Mapping[str, Any]) -> str | None:
+    """The hub's name of the model that a run began with; None if its weights came from elsewhere."""
+    named = re.fullmatch(r"hf:(\w[\w.-]{0,95}/\w[\w.-]{0,95})", str(flags.get("model")), re.ASCII)
+    return None if named is None or flags.get("init-from") is not None else named[1]
+
+
+def card(
+    run: Path, said: Mapping[str, Any], step: int | None, library: str, task: str | None, *, average: bool = False
+) -> bytes:
     """The card of the weights after `step`, or those at the end of the run.
 
     Args:
         said: the run's config.json.
         library: that loads the weights, as the hub knows it.
+        task: that of a model for language, or its kind.
         average: whether they are the average of the weights, which no loss is of.
     """
     flags, versions = (said.get(name) for name in ("flags", "environment"))
-    lines = ["---", f"library_name: {library}", "---", f"# {_text(run.name)[1:-1]}", ""]
+    flags = flags if isinstance(flags, dict) else {}
+    facts = {"library_name": library, "pipeline_tag": PIPELINES.get(task or ""), "base_model": base_on_hub(flags)}
+    facts |= {"base_model_relation": "adapter" if library == "peft" else "finetune"} if facts["base_model"] else {}
+    lines = ["---", *(f"{key}: {value}" for key, value in facts.items() if value), "---"]
+    lines += [f"# {_text(run.name)[1:-1]}", ""]
     lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
     lines += ["licence it may be used, nobody has written here yet.", ""]
     of_average = {"step": step, "weights": "their moving average"}
     lines += _table("result", of_average if average else _results(run / "metrics.jsonl", step))
-    lines += _table("flag", _chosen(flags if isinstance(flags, dict) else {}))
+    lines += _table("flag", _chosen(flags))
     lines += _table("version", {name: versions.get(name) for name in VERSIONS} if isinstance(versions, dict) else {})
     return "\n".join(lines).encode()
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def export(
     base: str | None = None,
     average: bool = False,
     card: Callable[[int | None], bytes] | None = None,
+    peft: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
@@ -65,6 +67,7 @@ def export(
             none is. Unset = the model was trained with its own.
         adapters: as the run's file describes those of the checkpoint, which are added to the weights but for `peft`.
         card: makes the README.md of a folder of `hf` or `peft`, of the checkpoint's step if it has one.
+        peft: for `peft`, `task_type` and `base_model_name_or_path` in the place of what the run's file says.
         base: where those weights are, if not where the file says.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
@@ -117,7 +120,7 @@ def export(
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
                 elif adapters is not None and to == "peft":
-                    write_peft(LocalFiles(aside), adapters, tensors, read)
+                    write_peft(LocalFiles(aside), adapters, tensors, read, peft)
                 elif to == "hf":
                     assert like is not None
                     model, beside = like

@@ -39,7 +39,7 @@ def test_it_says_steps_losses_flags_and_versions(llama: Path, tmp_path: Path, cl
     status, *_ = cli("export", place, tmp_path / "out", "--format", "hf")
     assert status == 0
     text = (tmp_path / "out" / "README.md").read_text()
-    assert text.startswith("---\nlibrary_name: transformers\n---\n# run\n")
+    assert text.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# run\n")
     rows, records = rows_of(text), metrics_of(llama)
     (loss,) = (one["loss"] for one in records if one["kind"] == "train" and one["step"] == (step or 4))
     assert (rows["step"], float(rows["train loss"])) == (str(step or 4), loss)
@@ -63,6 +63,25 @@ def test_figures_are_of_the_exported_weights_alone(llama: Path, tmp_path: Path, 
         rows = rows_of((out / "README.md").read_text())
         assert (rows["step"], "eval loss" in rows, "train loss" in rows) == (str(step), wanted, not flags)
         assert rows.get("weights") == ("their moving average" if flags else None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "base"),
+    [
+        ({"model": "hf:owner/na-me.1"}, "owner/na-me.1"),
+        ({"model": "hf:owner/name", "init-from": "runs/a"}, None),
+        ({"model": "hf:/models/name"}, None),
+        ({"model": "hf:a/b\n---\nlicense: mit"}, None),
+        ({"model": ["hf:a/b"]}, None),
+        ({"model": "llama"}, None),
+    ],
+)
+def test_a_base_is_named_as_the_hub_knows_it(tmp_path: Path, flags: dict[str, Any], base: str | None) -> None:
+    for library, relation in (("peft", "adapter"), ("transformers", "finetune")):
+        text = card.card(tmp_path, {"flags": flags}, 1, library, "image").decode()
+        lines = text.partition("---\n")[2].partition("\n---")[0].splitlines()
+        facts = [f"library_name: {library}", "pipeline_tag: image-classification"]
+        assert lines == facts + ([f"base_model: {base}", f"base_model_relation: {relation}"] if base else [])
 
 
 @pytest.mark.parametrize(
