@@ -39,5 +39,5 @@ def write_within(path: Path, *texts: str, like: Path | None = None) -> None:
     parts = re.split("(<!-- measured -->\n|<!-- end -->)", (like or path).read_text())
     if len(parts) != 4 * len(texts) + 1:
         raise ValueError(f"{path}: has other than {len(texts)} pairs of <!-- measured --> and <!-- end -->")
-    parts[2::4] = [f"{text}\n" for text in texts]
+    parts[2::4] = [f"\n{text}\n\n" for text in texts]
     write_page(path, "".join(parts))

@@ -123,7 +123,7 @@ def card_of(place: str, form: str, task: str | None, *, average: bool) -> Callab
 
 
 def named_for_peft(place: str, task: str | None) -> dict[str, str]:
-    """What adapter_config.json says of a run's model: its task, and its name if it is the hub's. Raises Refused."""
+    """Settings of adapter_config.json on a run's model: its task, and its name if it is the hub's. Raises Refused."""
     file = model_file(place, "config.json")
     base = None if file is None else base_on_hub(_flags(file.parents[1] / "config.json"))
     found = {"task_type": TASKS.get(task or ""), "base_model_name_or_path": base}
