@@ -20,8 +20,6 @@ from fsdp2.units import short, size
 if TYPE_CHECKING:
     from fsdp2.report.planned import Planned
 
-FEW = 10  # optimizer steps of a run
-
 
 def lines(
     config: Config,
@@ -73,7 +71,7 @@ def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[
     clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
     line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "
     found = [line + f"rank{'s' * (ranks > 1)}{tokens}; gradients {clip}"]
-    if an_epoch == 1 or (last < FEW and last != config.max_steps):
+    if an_epoch == 1 or (last < 10 and last != config.max_steps):
         flag = "grad-accumulation" if parts > 1 else "batch-size"
         fix = f"lower --{'global-batch-size' if config.global_batch_size else flag}, " * (samples > 1)
         what = f"{last:,} optimizer step{'s' * (last != 1)}{', an epoch is one of them' * (an_epoch == 1)}"
