@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_page import Figures, Found, facts_of, page
 from checkpoint_sides import Job, Save, Side, sides
-from tables import write_page
+from tables import write_within
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -183,7 +183,7 @@ def main() -> None:
             for number, found in enumerate(run(job, given.rounds, folder, size), 1):
                 if world.rank == 0:  # after each round, so that an interruption leaves a page of those before
                     facts = facts_of(device, parameters, number, given.dir, load)
-                    write_page(given.page, page(found, facts, gpu=device.type == "cuda"))
+                    write_within(given.page, page(found, facts, gpu=device.type == "cuda"), like=PAGE)
                 late = given.seconds is not None and time.perf_counter() - began > given.seconds
                 if any(gather(late)):
                     break

@@ -82,13 +82,7 @@ def page(found: Found, facts: dict[str, str], gpu: bool) -> str:
     )
     sizes = [figures["bytes"] / 1e6 for name in saves for figures in found[name]]
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"""\
-# How long does a save keep training waiting?
-
-Written by `benchmarks/checkpoint.py`. A cell is the median of all rounds, with minimum and maximum, in seconds, of the
-slowest rank. A ratio is of two saves of one round.
-
-{listed}
+    return f"""{listed}
 
 ## Aims
 
@@ -115,23 +109,7 @@ the call to the end of the last of these steps: the stall, and slower steps.
 
 Ours, synchronous, with one of them left out.
 
-{costs}
-
-## What is compared
-
-- **State**: parameters and Adam's state of a stack of linear layers, sharded by `fully_shard`, and the random
-  generators, from the same `AppState`.
-- **ours**: `Saver`: BLAKE3 of every file; files and folders synced; a marker, synced before and after its rename.
-  **dcp.save** hashes nothing, syncs its files and not the folder, and has no marker.
-- **dcp.async_save** saves in a thread with a gloo group of its own, as ours does. Kept stager: one `DefaultStager` for
-  all saves, so that its buffers are reused. In a thread: `staging_completion` is awaited before `optimizer.step()`.
-- **torch_checkpointing** saves in a process of its own. Its settings are those of its troubleshooting page for hosts
-  without a GPU, with `manager.lock()` before `optimizer.step()`. It hashes nothing and syncs nothing; here its
-  callbacks sync its files and folders, for what isn't synced isn't durable. Two of its features fail on a CPU and ext4
-  and are off: `use_direct_io` (its writes aren't aligned: EINVAL), and without a GPU `DefaultResharder` (its metadata
-  is gathered on `cuda`), so that its checkpoint can be read by the same number of ranks alone.
-- A side that keeps buffers saves once before it is measured. Each side is closed before the next is opened.
-"""
+{costs}"""
 
 
 def facts_of(device: torch.device, parameters: int, rounds: int, folder: Path, load: float) -> dict[str, str]:

@@ -103,8 +103,7 @@ class ModelSpec:
         files: size -> name -> content of what belongs to the model and a run keeps with its checkpoints: configuration,
             tokenizer.
         lora: of a model with adapters, which they are.
-        methods: of the module, those beside `forward` that compute with its parameters from outside, such as
-            `generate`; none that `forward` calls.
+        methods: those of the module beside `forward` that compute with its parameters, such as `generate`.
         head: the layer whose output are the logits; None for a model that doesn't tell.
         scores: (outputs, targets) -> the sum of losses and the number of targets that are the likeliest class.
         whole: of a model whose loss is made in chunks, the specification that makes whole logits.

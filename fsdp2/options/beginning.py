@@ -30,18 +30,3 @@ def complete(config: Any) -> None:
     for name, value in table.items():
         if getattr(config, name) == ("auto" if name == "clip_grad_norm" else None):  # whose None is off
             object.__setattr__(config, name, value)
-
-
-def line(config: Any) -> list[str]:
-    """A line for the header of a run that begins with trained weights."""
-    if config.weights is None:
-        return []
-    warm, decay = config.warmup_steps, config.weight_decay
-    words = [f"{config.epochs} epochs", f"{config.optimizer}, lr {config.lr:g}", config.schedule]
-    words += [f"warm-up of {f'{warm:.0%} of the steps' if warm < 1 else f'{warm} steps'}"] * bool(warm)
-    words += [f"weight decay {0.01 if decay is None else decay:g}"] * (config.optimizer == "adamw")
-    words += [] if config.clip_grad_norm is None else [f"gradients clipped to norm {config.clip_grad_norm:g}"]
-    if config.spec.kind == "language":
-        words.append(f"{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in FROM_WEIGHTS)
-    return [f"from weights: {', '.join(words)}; {flags} change them"]

@@ -12,7 +12,6 @@ from fsdp2.config import Config
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
 from fsdp2.models.spec import ModelSpec
-from fsdp2.options import beginning
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import short, size
@@ -47,7 +46,7 @@ def lines(
     return [
         f"model: {config.model} {config.model_size}, {which}; data: {config.dataset}; "
         f"{config.optimizer}, lr {config.lr:g}",
-        *beginning.line(config),
+        *_from_weights(config),
         *_data(dataset),
         *served_otherwise(spec, config.model_size, dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
@@ -77,6 +76,14 @@ def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[
         what = f"{last:,} optimizer step{'s' * (last != 1)}{', an epoch is one of them' * (an_epoch == 1)}"
         found.append(f"warning: the whole run is {what}; {fix}raise --epochs or give more data")
     return found
+
+
+def _from_weights(config: Config) -> list[str]:
+    if config.weights is None:
+        return []
+    from fsdp2_extra.models.from_weights import line
+
+    return [line(config)]
 
 
 def _data(dataset: Dataset) -> list[str]:

@@ -21,7 +21,7 @@ BY_TEMPLATE = "prompt: a user's message, by the chat template; --prompt-as text 
 
 
 class Asked(NamedTuple):
-    """What a model is asked.
+    """A prompt as a model gets it.
 
     Attributes:
         shown: before the answer.

@@ -1,0 +1,20 @@
+"""The defaults of a run that begins with trained weights, for its header."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp2.options.beginning import FROM_WEIGHTS
+
+
+def line(config: Any) -> str:
+    """A line for the header of a run that begins with trained weights."""
+    warm, decay = config.warmup_steps, config.weight_decay
+    words = [f"{config.epochs} epochs", f"{config.optimizer}, lr {config.lr:g}", config.schedule]
+    words += [f"warm-up of {f'{warm:.0%} of the steps' if warm < 1 else f'{warm} steps'}"] * bool(warm)
+    words += [f"weight decay {0.01 if decay is None else decay:g}"] * (config.optimizer == "adamw")
+    words += [] if config.clip_grad_norm is None else [f"gradients clipped to norm {config.clip_grad_norm:g}"]
+    if config.spec.kind == "language":
+        words.append(f"{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in FROM_WEIGHTS)
+    return f"from weights: {', '.join(words)}; {flags} change them"
