@@ -59,20 +59,11 @@ def page(found: Found, facts: dict[str, str], gpu: bool) -> str:
         ("", "call", "wait", "stall, both", "durable", "stall ÷ `dcp.save`", "durable ÷ `dcp.save`"), rows
     )
     plain: list[tuple[str, ...]] = [("no save", column(found, "no save", "step"))]
-    beside = markdown_table(
-        ("", "step", "÷ no save", "lost in all"),
-        plain
-        + [
-            (
-                name,
-                column(found, name, "step"),
-                spread(ratios(found, "step", name, "no save")),
-                column(found, name, "lost"),
-            )
-            for name in saves
-            if found[name][0]["steps"]
-        ],
-    )
+    for name in saves:
+        if found[name][0]["steps"]:
+            ratio = spread(ratios(found, "step", name, "no save"))
+            plain.append((name, column(found, name, "step"), ratio, column(found, name, "lost")))
+    beside = markdown_table(("", "step", "÷ no save", "lost in all"), plain)
     costs = markdown_table(
         ("", "durable", "÷ ours"),
         [

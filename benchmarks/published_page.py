@@ -32,17 +32,8 @@ def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> tupl
         notes = [*point.get("ways", ()), *([f"{point['apart']} is left out"] if "apart" in point else [])]
         exposed = plan.exposed_ms / plan.milliseconds
         numbers = (f"{plan.tokens:,.0f}", f"{point['tokens']:,}", f"{row.error:+.1%}", f"{exposed:.0%}")
-        used = f"{row.used / GIB:.1f}"
-        return (
-            point["gpu"],
-            str(point["ranks"]),
-            point["shape"],
-            f"`{shown(row)}` {'; '.join(notes)}".strip(),
-            *numbers,
-            role,
-            used,
-            memory(row),
-        )
+        ran = (point["gpu"], str(point["ranks"]), point["shape"], f"`{shown(row)}` {'; '.join(notes)}".strip())
+        return (*ran, *numbers, role, f"{row.used / GIB:.1f}", memory(row))
 
     head = ("GPU", "ranks", "model", "flags", "planned tokens/s a GPU", "published", "error", "exposed", "role")
     head += ("GiB on the device", "GiB planned of published")
