@@ -39,6 +39,7 @@ from fsdp2_tools.plan.work import Work
 
 STEPS = 2  # the first makes what later ones find: gathered buffers, gradients' memory
 PLANNED = ("fsdp2", "none")
+MEASURE = "measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
 
 
 @dataclass
@@ -100,6 +101,8 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
                 modes.enter_context(one)
             return _execute(config, world, device, ledger, modes, blocks)
 
+    with fake.fake_mode():
+        pass  # torch 2.11 crashes once the first thread that has entered it ends, so that one is this thread
     try:
         # In a thread of its own: DTensor remembers what it has made of a mesh for the life of a thread, and would find
         # the groups of another rank.
@@ -109,7 +112,15 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         operator = getattr(error, "func", None) or str(error).partition("\n")[0]
         raise ConfigError(
             f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
-            "decide what to compute; measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
+            f"decide what to compute; {MEASURE}"
+        ) from error
+    except RuntimeError as error:
+        if not ledger.module:
+            raise
+        part, told = ledger.phases[-1].name, " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--model {config.model}: can't be planned, since its {part} fails on tensors without values ({told}); "
+            f"{MEASURE}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A model whose control flow depends on values, for `--model tests.plan.models:deciding`."""
+"""Models that can't be planned, for `--model tests.plan.models:deciding`: one reads values, one has an own operator."""
 
 from __future__ import annotations
 
@@ -22,3 +22,24 @@ class Deciding(nn.Module):
 
 def deciding() -> nn.Module:
     return Deciding()
+
+
+@torch.library.custom_op("tests_plan::doubled", mutates_args=())
+def doubled(images: Tensor) -> Tensor:
+    return images * 2
+
+
+class Opaque(nn.Module):
+    """Runs, and says nothing of its operator's result to who has no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(28 * 28, 16)])
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(doubled(self.body[0](images.flatten(1)).detach()))
+
+
+def opaque() -> nn.Module:
+    return Opaque()

@@ -55,6 +55,14 @@ def test_a_model_that_reads_values_is_refused_by_name() -> None:
         run(config, 2, 0, gloo=True)
 
 
+def test_a_model_whose_operator_needs_values_is_refused_by_name() -> None:
+    config = parse(["--model=tests.plan.models:opaque", "--dataset=digits", "--batch-size=4"])
+    with pytest.raises(
+        ConfigError, match=r"opaque: can't be planned, .* forward fails .*tests_plan::doubled.*measure it"
+    ):
+        run(config, 2, 0, gloo=True)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
 def test_a_strategy_that_cannot_be_planned_is_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"--strategy {strategy}: .*compare"):
