@@ -236,7 +236,7 @@ LEFT_OUT: dict[str, tuple[type[_Block], str, str]] = {
     "none": (_Block, "off", "2 graphs"),
     "break": (_Branching, "off", "4 graphs; parts of blocks are not compiled: Data-dependent branching"),
     "break in what is recomputed": (_Branching, "block", f"{NOTHING}: Data-dependent branching"),
-    "disabled": (_Disabled, "off", f"{NOTHING}: Skip calling `torch.compiler.disable()`d function"),
+    "disabled": (_Disabled, "off", f"{NOTHING}: Skip "),  # and then each torch's own words
     "limit": (_Numbered, "op", "16 graphs; parts of blocks are not compiled: Dynamo recompile limit exceeded"),
 }
 

@@ -149,7 +149,11 @@ SAME = (
         ("--tp=2 --activation-checkpointing=op --inspect", 4),
         ("--tp=2 --shard-granularity=layer --explicit-prefetching --reshard-after-forward=false", 4),
         ("--tp=2 --cpu-offload --ema=0.9 --on-nonfinite=skip", 4),
-        ("--tp=2 --dcp-api --shard-granularity=root", 4),
+        pytest.param(
+            "--tp=2 --dcp-api --shard-granularity=root",
+            4,
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's backward fails; it is refused"),
+        ),
         ("--sp=2 --ema=0.9 --freeze=*.mlp.* --inspect", 4),
         ("--sp=4", 4),
     ],

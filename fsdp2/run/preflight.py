@@ -197,10 +197,11 @@ def check_versions(config: Config) -> None:
             f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
             "install a newer torch and the torchvision that belongs to it"
         )
-    if config.optimizer_state:
-        require("torchao", "torchao", f"--optimizer-state {config.optimizer_state}")
-    if config.float8:
-        require("torchao", "torchao", f"--float8 {config.float8}")
+    if config.tp > 1 and config.shard_granularity == "root" and torch_version(torch.__version__) < (2, 13):
+        raise ConfigError("--tp with --shard-granularity root: fails in torch 2.11; install 2.13, or leave that out")
+    for flag, value in (("--optimizer-state", config.optimizer_state), ("--float8", config.float8)):
+        if value:
+            require("torchao", "torchao", f"{flag} {value}")
     if config.profile:
         require("plotly", "plots", "--profile")
     if config.compile:

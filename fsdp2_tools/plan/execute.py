@@ -39,7 +39,6 @@ from fsdp2_tools.plan.work import Work
 
 STEPS = 2  # the first makes what later ones find: gathered buffers, gradients' memory
 PLANNED = ("fsdp2", "none")
-MEASURE = "measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
 
 
 @dataclass
@@ -108,19 +107,17 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         # the groups of another rank.
         with ThreadPoolExecutor(1, "rank") as thread:
             return thread.submit(executed).result()
-    except fake.data_dependent() as error:
-        operator = getattr(error, "func", None) or str(error).partition("\n")[0]
-        raise ConfigError(
-            f"--model {config.model}: can't be planned, since {ledger.module or 'it'} reads values ({operator}) to "
-            f"decide what to compute; {MEASURE}"
-        ) from error
     except RuntimeError as error:
-        if not ledger.module:
+        reads = isinstance(error, fake.data_dependent())
+        if not reads and not ledger.module:
             raise
-        part, told = ledger.phases[-1].name, " ".join(str(error).split())[:200]
+        told = getattr(error, "func", None) or str(error).partition("\n")[0]
+        how = (
+            f"reads values ({told}) to decide what to compute" if reads else f"fails on tensors without values ({told})"
+        )
         raise ConfigError(
-            f"--model {config.model}: can't be planned, since its {part} fails on tensors without values ({told}); "
-            f"{MEASURE}"
+            f"--model {config.model}: can't be planned, since its {ledger.phases[-1].name} {how}; measure it with "
+            "python -m fsdp2.train --memory-snapshot on a few ranks"
         ) from error
 
 
@@ -180,7 +177,6 @@ def _execute(
         saving.write_full_model(STEPS + 1)
         del reported
     held = engine.held()
-    average = engine.ema.averages.values() if engine.ema is not None else ()
     named = {module: name for name, module in engine.model.named_modules()}
     return Execution(
         world.rank,
@@ -189,7 +185,7 @@ def _execute(
         named.get(spec.head(engine.model)) if spec.head is not None else None,
         model_bytes=_bytes([*held["parameters"], *held["buffers"]]),
         optimizer_bytes=_bytes(held["optimizer"]),
-        average_bytes=_bytes(average),
+        average_bytes=_bytes(engine.ema.averages.values() if engine.ema is not None else ()),
         work=ledger.watching.done,
         starting=starting[0] if starting else None,
     )
