@@ -110,4 +110,5 @@ if __name__ == "__main__":
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if not train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)) and dist.get_rank() == 0:
             print(f"{out} is finished")
+        dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
         dist.destroy_process_group()
