@@ -159,7 +159,7 @@ def test_a_run_made_longer_has_the_rates_of_an_uninterrupted_one(
     rest = train(*always, longer, run="cut", n=1, steps=None)
     assert _rates(rest) == _rates(whole)[done:]
     (resumed,) = of_kind(rest, "resume")
-    assert (line or "None") in str(resumed["note"])
+    assert line is None or line in str(resumed["note"])
     if line is None:  # nothing but the length of the run has changed, and the rates don't follow from it
         assert resumed["note"] in (None, "from here on --epochs 2 (before: 1)")
 
