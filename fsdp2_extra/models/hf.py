@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         import transformers
     except ImportError:
         raise ValueError(f"transformers isn't installed; {install('hf')}") from None
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # a line for each enum of torchao's
     folder = _folder(place)
 
     def described() -> tuple[ModelSpec, str]:
@@ -96,6 +98,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
 
 def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code: bool) -> tuple[ModelSpec, str]:
     """`spec`, and the name of a causal model's class which may see later tokens all the same; else no name."""
+    file = folder / "config.json"
 
     def guarded() -> AbstractContextManager[None]:
         return installed_code_only(folder, trusted=trust_remote_code)
@@ -107,7 +110,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
     except Exception as error:  # whatever a library raises for a stranger's numbers
         asks = isinstance(error, ForeignCode) or "trust_remote_code" in str(error)
         hint = "; --trust-remote-code runs the model's own Python files" if asks else ""
-        raise ValueError(f"transformers can't use {folder / 'config.json'} ({_line(error)}){hint}") from None
+        raise ValueError(f"transformers can't use {file} ({_line(error)}){hint}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"{place}: its weights are quantised: packed integers and scales have no rows to shard; give "
@@ -116,20 +119,18 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
     settings = list(_settings(config.to_dict()))
     if dropped := sorted(name for name, value in settings if _drops_layers(name, value)):
         raise ValueError(
-            f"{folder / 'config.json'}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
+            f"{file}: {dropped[0]} is above 0: each rank would skip layers of its own, and wait for "
             "the others to gather them; set it to 0"
         )
     if own := getattr(config, "transformers_weights", None):
         raise ValueError(
-            f"{folder / 'config.json'}: transformers_weights names {_line(ValueError(own))}, and only "
+            f"{file}: transformers_weights names {_line(ValueError(own))}, and only "
             "model.safetensors, pytorch_model.bin or an index of either is read; name that file so, and drop the key"
         )
     if (nan := next((name for name, value in settings if value != value), None)) is not None:
-        raise ValueError(f"{folder / 'config.json'}: {nan} is NaN, and so would be all of the model; give a number")
+        raise ValueError(f"{file}: {nan} is NaN, and so would be all of the model; give a number")
     if outside := next((value for _, value in settings if _is_file(value)), None):
-        raise ValueError(
-            f"{folder / 'config.json'}: names a file, {outside}, of which a model would be made; drop it there"
-        )
+        raise ValueError(f"{file}: names a file, {outside}, of which a model would be made; drop it there")
     _settled(config)
     try:
         with guarded():
@@ -146,9 +147,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
                 model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
                 return by_flex(model) if attention == "flex" else model
         except Exception as error:  # it looks at few of the numbers before
-            raise ValueError(
-                f"transformers can't make the model of {folder / 'config.json'} ({_line(error)})"
-            ) from error
+            raise ValueError(f"transformers can't make the model of {file} ({_line(error)})") from error
 
     def call(model: nn.Module, batch: Batch) -> Any:
         if task == "image":
