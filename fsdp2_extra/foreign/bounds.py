@@ -35,6 +35,7 @@ T = TypeVar("T")
 SECONDS, MEMORY, ANSWER = 60.0, 4 << 30, 256 << 20  # of a processor, of bytes, of bytes
 SECONDS_PER_BYTE, MEMORY_PER_BYTE, ANSWER_PER_BYTE = 1e-5, 256, 64
 RESERVED = 128 << 30  # of bytes
+BEGINS, TRIES = 20.0, 3  # seconds that a child has to begin, and how many are made
 LOOK = 0.02  # seconds between two looks at the child's memory
 WAITING = 20  # seconds by the clock for each of a processor: others use it, too, and disks are slow
 
@@ -83,16 +84,29 @@ def run_in_bounds(function: Callable[[], T], foreign: Foreign) -> T:
 class _Child:
     def __init__(self, make: Callable[[], Any], foreign: Foreign) -> None:
         self._foreign, self._granted = foreign, 0
+        # Python before 3.12 may fork while another thread, such as gloo's, holds a lock that the child then waits for.
+        if not any(self._begins(make) for _ in range(TRIES)):
+            raise foreign.refusal(
+                f"{foreign.name}: none of {TRIES} processes for it began in {BEGINS:.0f} s; try again"
+            )
+        self._ask("")
+
+    def _begins(self, make: Callable[[], Any]) -> bool:
         self._pipe, theirs = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of this process's threads; the child needs none
             pid = os.fork()
         if pid == 0:
-            _serve(make, theirs, foreign.refusal)
+            _serve(make, theirs, self._foreign.refusal)
         theirs.close()
         self._pid, self._before = pid, _written(pid)
         self._end = weakref.finalize(self, _end, self._pipe, pid, os.getpid())
-        self._ask("")
+        if not self._pipe.poll(BEGINS):
+            self._end()
+            return False
+        with suppress(EOFError, OSError):  # of one that has ended, which the first request tells
+            self._pipe.recv_bytes()
+        return True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -160,6 +174,7 @@ def _serve(make: Callable[[], Any], pipe: Connection, refusal: type[Exception]) 
     """Answer until the other end is closed."""
     try:
         _let_go(pipe)
+        pipe.send_bytes(b"begun")
         reserved, made = _pages(os.getpid(), 5) + RESERVED, None
         while True:
             seconds, memory, length = pipe.recv()

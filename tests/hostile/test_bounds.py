@@ -74,6 +74,29 @@ def test_a_bound_ends_in_one_line(function: Callable[[], Any], part: str) -> Non
     one_line(caught.value)
 
 
+@pytest.mark.parametrize("stuck", [1, 3])
+def test_a_child_that_never_begins_is_made_again(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Python 3.11 forks while another thread holds the lock of its list of threads."""
+    forked, fork = list[int](), os.fork
+
+    def forking() -> int:
+        forked.append(fork())
+        while forked[-1] == 0 and len(forked) <= stuck:
+            signal.pause()
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", forking)
+    monkeypatch.setattr(bounds, "BEGINS", 1.0)
+    if stuck < bounds.TRIES:
+        assert run_in_bounds(lambda: 7, FOREIGN) == 7
+    else:
+        with pytest.raises(UnusableText, match="file: none of 3 processes for it began in 1 s"):
+            run_in_bounds(lambda: 7, FOREIGN)
+    assert len(forked) == min(stuck + 1, bounds.TRIES)
+    for pid in forked[:stuck]:
+        assert not os.path.exists(f"/proc/{pid}")
+
+
 class Counter:
     """Something with attributes and methods."""
 
