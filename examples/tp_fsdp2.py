@@ -60,9 +60,8 @@ def train(device: torch.device) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(STEPS):
         rows = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))[:ROWS]
-        mine = TEXT[rows.tensor_split(mesh["shard"].size())[mesh["shard"].get_local_rank()]].to(
-            device
-        )  # both of a pair
+        # Both of a pair have the same rows.
+        mine = TEXT[rows.tensor_split(mesh["shard"].size())[mesh["shard"].get_local_rank()]].to(device)
         with loss_parallel():  # of logits that stay split by words, forward and backward
             loss = F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten(), reduction="sum")
             (loss * mesh["shard"].size() / (ROWS * TOKENS)).backward()  # FSDP2 averages over the pairs

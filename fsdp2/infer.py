@@ -133,6 +133,7 @@ def go_on(
             if run.world.rank == 0:
                 print(printable(text, "\n\t"), end="", flush=True)
 
+        say(f"temperature {temperature:g}, seed {seed}; --temperature 0 takes the likeliest\n" if temperature else "")
         text = asked.answer(found, say)
         return {"prompt": prompt, "text": text, "weights": run.weights}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from fsdp2.options.parser import to_flags
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2_extra.models import from_weights
 from tests.harness import Ranks, main_in_ranks, of_kind, small
 
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
@@ -96,6 +99,14 @@ def test_a_run_from_weights_says_its_defaults_and_a_resume_keeps_them(
     line_of_run = [f"--config={tmp_path / 'second' / 'config.json'}", f"--run-dir={tmp_path / 'second'}"]
     more = of_kind(ranks.run(main_in_ranks, [*line_of_run, "--max-steps=41"])[0], "train")
     assert [record["step"] for record in more] == [41]
+
+
+@pytest.mark.parametrize("seq_len", [256, 257])
+def test_a_header_warns_of_sequences_beyond_the_weights_positions(seq_len: int) -> None:
+    config = parse([*LLAMA, "--init-from=a", f"--seq-len={seq_len}"])
+    known = SimpleNamespace(**vars(config), spec=dataclasses.replace(config.spec, positions=256))
+    said = "microbatch (warning: its weights were trained for 256 positions)" in from_weights.line(known)
+    assert said == (seq_len > 256)
 
 
 def test_a_header_says_what_a_step_is_and_that_steps_are_few(train: Train) -> None:

@@ -47,6 +47,13 @@ def test_a_temperature_near_zero_is_zero(run: Path) -> None:
     assert _go_on(run, 1e-320, False) == _go_on(run, 0.0, False)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_text_that_is_drawn_says_so(run: Path, temperature: float, capsys: pytest.CaptureFixture[str]) -> None:
+    _go_on(run, temperature, False)
+    said = "temperature 0.5, seed 3; --temperature 0 takes the likeliest\n" in capsys.readouterr().out
+    assert said == (temperature > 0)
+
+
 def test_the_tokens_are_those_that_transformers_generates(run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "hf"

@@ -171,12 +171,12 @@ def test_what_a_resume_computes_otherwise_is_said(train: Train) -> None:
     assert begun["note"] is None
 
 
-def test_a_resume_of_a_run_from_weights_says_that_it_has_more_epochs(train: Train, tmp_path: Path) -> None:
+def test_a_resume_of_a_run_from_weights_says_what_it_lost(train: Train, tmp_path: Path) -> None:
     given = ("--optimizer=adamw", "--lr=1e-3", "--schedule=constant", "--warmup-steps=0", "--no-save-model")
     train(run="first", steps=1)
     train(*given, f"--init-from={tmp_path / 'first'}", steps=1)
     (begun,) = of_kind(train(*given, steps=2), "resume")
-    assert begun["note"] == "from here on --epochs 12 (before: 3)"
+    assert begun["note"] == "from here on --epochs 12 (before: 3), --clip-grad-norm off (before: 1.0)"
 
 
 def test_resume_never_starts_again_and_loses_nothing(train: Train, tmp_path: Path) -> None:

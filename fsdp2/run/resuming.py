@@ -137,7 +137,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
         raise ConfigError(
             f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
             f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
-            "with, another --run-dir, or --resume-partial for the weights that fit"
+            "with, as --config RUN/config.json does, another --run-dir, or --resume-partial for the weights that fit"
         )
     if config.model.startswith("hf:") and meaning.CONFIG in meaning.others(marker, kept_files(config)[meaning.PART]):
         raise ConfigError(

@@ -16,5 +16,7 @@ def line(config: Any) -> str:
     words += [] if config.clip_grad_norm is None else [f"gradients clipped to norm {config.clip_grad_norm:g}"]
     if config.spec.kind == "language":
         words.append(f"{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
+        if (known := config.spec.positions) and config.seq_len > known:
+            words[-1] += f" (warning: its weights were trained for {known:,} positions)"
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in FROM_WEIGHTS)
     return f"from weights: {', '.join(words)}; {flags} change them"
