@@ -86,7 +86,7 @@ def test_a_child_that_never_begins_is_made_again(stuck: int, monkeypatch: pytest
         return forked[-1]
 
     monkeypatch.setattr(os, "fork", forking)
-    monkeypatch.setattr(bounds, "BEGINS", 1.0)
+    monkeypatch.setattr(bounds, "BEGINS", 3.0)
     with pytest.raises(UnusableText, match="none of 3 processes for it began") if stuck == 3 else nullcontext():
         assert run_in_bounds(lambda: len(forked), FOREIGN) == 2
     assert not any(os.path.exists(f"/proc/{pid}") for pid in forked)
