@@ -241,7 +241,7 @@ def on_workers(
         raise KeyboardInterrupt from None
     finally:
         # Ray leaves its handler, which holds the run's controller: the actor would live on and get each later Ctrl-C.
-        if threading.current_thread() is threading.main_thread():
+        if interrupted is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupted)
 
 

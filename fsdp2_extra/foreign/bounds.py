@@ -86,9 +86,7 @@ class _Child:
         self._foreign, self._granted = foreign, 0
         # Python before 3.12 may fork while another thread, such as gloo's, holds a lock that the child then waits for.
         if not any(self._begins(make) for _ in range(TRIES)):
-            raise foreign.refusal(
-                f"{foreign.name}: none of {TRIES} processes for it began in {BEGINS:.0f} s; try again"
-            )
+            raise foreign.refusal(f"{foreign.name}: none of {TRIES} processes for it began in {BEGINS:g} s; try again")
         self._ask("")
 
     def _begins(self, make: Callable[[], Any]) -> bool:

@@ -57,9 +57,12 @@ def wrong_with(model: nn.Module, task: str, call: Callable[[nn.Module, Any], Any
         call: (model, batch) -> outputs.
     """
     batch = SimpleNamespace(inputs=_samples(task), targets=torch.zeros(SAMPLES, dtype=torch.int64, device="meta"))
-    wrong = _raised(model, batch, call)
-    # Numbers that don't fit fail in each dtype. torch 2.11 multiplies experts on `meta` in bf16 alone.
-    return wrong and _raised(model.to(torch.bfloat16), batch, call)
+    try:
+        wrong = _raised(model, batch, call)
+        # Numbers that don't fit fail in each dtype. torch 2.11 multiplies experts on `meta` in bf16 alone.
+        return wrong and _raised(model.to(torch.bfloat16), batch, call)
+    except TooLarge as error:  # for good: in another dtype it may be within the bound
+        return str(error)
 
 
 def _raised(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]) -> str | None:
@@ -67,8 +70,8 @@ def _raised(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any])
     try:
         with torch.no_grad(), torch.device("meta"), bounded:
             call(model.to("meta").train(), batch)
-    except TooLarge as error:
-        return str(error)
+    except TooLarge:
+        raise
     except Exception as error:  # whatever a stranger's numbers raise
         text = " ".join(str(error).split())
         # What `meta` lacks says nothing of the model: values, some operations, tensors that were made elsewhere.

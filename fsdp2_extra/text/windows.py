@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy
@@ -45,8 +46,9 @@ class _Windows(TorchDataset[Item]):
             return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
         return inputs[0], targets[0]
 
+    @abstractmethod
     def __getitems__(self, indices: Rows) -> Item:
-        raise NotImplementedError
+        """A batch of windows."""
 
 
 class Documents(_Windows):

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.safe_reader import SafeReader
+from fsdp2_extra.models.meta_trial import wrong_with
 from tests.harness import python_environment
 from tests.hostile.common import checkpoint_of, vouch
 
@@ -163,3 +165,20 @@ def test_no_file_takes_more_memory_than_it_has(finished: Path, tmp_path: Path) -
     assert list(zip(statuses, lines, strict=True)) == list(zip(expected, lines, strict=True)), done.stderr
     assert "weights_only" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(make.__name__ for make in HOSTILE)
+
+
+class _Wide(nn.Module):
+    """Makes a tensor of so many elements, in the dtype of its weight."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, device="meta"))
+        self.elements = elements
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight.expand(self.elements).exp()
+
+
+@pytest.mark.parametrize(("elements", "wrong"), [(4 << 30, None), (5 << 30, "makes a tensor of 20 GiB")])
+def test_a_tensor_that_would_fit_in_half_precision_is_too_large(elements: int, wrong: str | None) -> None:
+    assert wrong_with(_Wide(elements), "causal", lambda model, batch: model(batch.inputs)) == wrong
