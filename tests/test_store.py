@@ -57,7 +57,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(finished: Path) -> Non
     message = _refusal(finished, model_size="seed")
     assert "is of another model" in message
     assert "class_token: [1, 1, 32] there, [1, 1, 128] here" in message
-    assert "as --config RUN/config.json does" in message
+    assert f"(--config {finished}/config.json has all that the run had), another --run-dir" in message
     assert "is of another model" in _refusal(finished, model="cnn")
 
 

@@ -133,11 +133,13 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
     saved, ours = marker.get("model", {}), shapes_of(model)
     wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
              sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
+    run = str(checkpoint).rpartition("/checkpoints/")[0]
+    has_all = f" (--config {run}/config.json has all that the run had)" if run else ""
     if wrong:
         raise ConfigError(
             f"--resume {config.resume}: {checkpoint} is of another model; {len(wrong)} tensors differ "
             f"({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''}); give the --model and --model-size it was made "
-            "with, as --config RUN/config.json does, another --run-dir, or --resume-partial for the weights that fit"
+            f"with{has_all}, another --run-dir, or --resume-partial for the weights that fit"
         )
     if config.model.startswith("hf:") and meaning.CONFIG in meaning.others(marker, kept_files(config)[meaning.PART]):
         raise ConfigError(
@@ -148,8 +150,6 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> Non
     if marker.get("imported"):
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
-    run = str(checkpoint).rpartition("/checkpoints/")[0]
-    has_all = f" (--config {run}/config.json has all that the run had)" if run else ""
     for flag, why in KEPT.items():
         if flag in theirs and theirs[flag] != flags[flag]:
             raise ConfigError(
