@@ -218,7 +218,7 @@ def _described(transformers: Any, place: str, folder: Path, *, trust_remote_code
         classes=config.num_labels,
         task=task,
         special_token=special,
-        positions=positions if isinstance(positions, int) else None,
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
         weights=folder,
         load=load,
         head=lambda model: model.get_output_embeddings() if language else None,
