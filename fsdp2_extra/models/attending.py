@@ -7,24 +7,25 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fsdp2.models.attention import KERNELS, way
+from fsdp2_extra.models.hf_config import settings_of
 
 
-def attentions(config: Any, model_class: Any, settings: Iterable[tuple[str, Any]], task: str) -> Sequence[str]:
+def attentions(config: Any, model_class: Any, task: str) -> Sequence[str]:
     """Which of `names.ATTENTIONS` a model can follow; its configuration may say how it attends, and nothing else can.
 
     Args:
-        settings: all of the configuration's, by name. transformers' FlexAttention drops no scores in training.
+        config: one that drops scores has no FlexAttention, as that of transformers drops none in training.
         task: FlexAttention is for causal models: only those are tried with several documents in a row.
     """
     if getattr(config, "_attn_implementation", None) not in (None, "sdpa"):
         return ("auto",)
-    drops = any("drop" in name and "att" in name and value for name, value in settings)
+    drops = any("drop" in name and "att" in name and value for name, value in settings_of(config.to_dict()))
     flex = task == "causal" and bool(getattr(model_class, "_supports_flex_attn", False)) and not drops
     torchs = KERNELS if getattr(model_class, "_supports_sdpa", False) else ()
     return ("auto", *torchs, *(["flex"] if flex else []))

@@ -15,7 +15,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.spool import spool
 from fsdp2.parallel.meta import shared_names
-from fsdp2_extra.models.hf import RETURNED
+from fsdp2_extra.models.hf_config import RETURNED
 
 
 def write_hf(
