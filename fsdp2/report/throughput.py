@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,24 +36,18 @@ def peak_tflops(gpu: str, mixed_precision: str | None, matmul_precision: str) ->
     return next((peaks[column] for pattern, peaks in PEAKS.items() if re.search(pattern, gpu)), None)
 
 
-class _Conditions(TorchDispatchMode):
-    """Meets a condition on values, which `meta` lacks: models of transformers ask whether a mask hides nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool
-        return True if asks else func(*args, **(kwargs or {}))
-
-
 def flops_per_sample(spec: ModelSpec, size: str, sample: tuple[Any, Tensor]) -> int:
     """Floating-point operations of one forward and backward of one sample, counted on meta: no memory, no arithmetic.
 
     torch counts the matrix products, convolutions and attention that run, and nothing else. The model is not the one
     that trains, so what recomputation adds is not in it.
     """
+    from fsdp2.models.attention import MeetsConditions
+
     spec = spec.whole or spec  # a loss in chunks computes its last layer twice
     inputs, targets = tree_map(lambda tensor: tensor.to("meta").unsqueeze(0), sample)
     batch = SimpleNamespace(inputs=inputs, targets=targets)
-    with torch.device("meta"), FlopCounterMode(display=False) as counter, _Conditions():
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, MeetsConditions():
         spec.loss(spec.call(spec.on_meta(size).to("meta"), batch), batch.targets).backward()
     return int(counter.get_total_flops())
 

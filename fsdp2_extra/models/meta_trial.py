@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdp2.models.attention import MeetsConditions
 
 SAMPLES, TOKENS = 2, 16  # a batch norm needs more than one
 LARGEST = 16 << 30  # bytes of a tensor that is made of so few samples
@@ -23,23 +24,19 @@ class TooLarge(ValueError):
     """A forward makes a tensor that no step could hold."""
 
 
-class _Bounded(TorchDispatchMode):
+class _Bounded(MeetsConditions):
     """While entered, raises TooLarge at a tensor of more than `LARGEST` bytes. Views count as what they are views of.
 
-    A condition on values, which are asked for to see whether a mask hides anything, is met. `knows` is False once a
-    model has asked for another value, and goes on with 0.
+    `knows` is False once a model has asked for a value that isn't a condition, and goes on with 0.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.knows = True
+    knows = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            is_condition = args[0].dtype == torch.bool
-            self.knows = self.knows and is_condition
-            return is_condition or 0
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype != torch.bool:
+            self.knows = False
+            return 0
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (size := tensor.untyped_storage().nbytes()) > LARGEST:
                 given = {id(one.untyped_storage()) for one in tree_leaves(args) if isinstance(one, Tensor)}
