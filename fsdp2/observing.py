@@ -30,14 +30,8 @@ def observed(
     An out-of-memory error gets a note of what was alive, and of the flags that would have saved some of it.
     """
     blocks = _names_of_blocks(engine, config)
-    facts = {
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "device": device.type,
-        "strategy": config.strategy,
-        "model": f"{config.model} {config.model_size}",
-        "blocks": blocks,
-    }
+    facts = {"rank": world.rank, "world_size": world.world_size, "device": device.type, "strategy": config.strategy}
+    facts |= {"model": f"{config.model} {config.model_size}", "blocks": blocks}
     recorder: Recorder | None = None
     run, record = checkpoints.run, checkpoints.job.write
     with ExitStack() as observers:

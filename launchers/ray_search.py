@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import os
 import runpy
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, flag_of, shown
+from fsdp2.options.parser import instead
 
 # Ray Tune's names, which users know, and how many arguments they take.
 WAYS = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "choice": None, "grid": None}
@@ -46,10 +46,9 @@ def parse_search(texts: Sequence[str]) -> Space:
             name = flag.removeprefix("--").replace("-", "_")
             known = [f.name for f in dataclasses.fields(Config) if f.name not in NOT_SEARCHED]
             if name not in known:
-                close = difflib.get_close_matches(name[:80], known, 1)
-                hint = f"; did you mean {flag_of(close[0])[2:]}?" if close else ""
+                fix = instead(flag_of(name), list(map(flag_of, known)))
                 raise ConfigError(
-                    f"--search {shown(text)}: {shown(flag)} is not a flag that trials can differ in{hint}"
+                    f"--search {shown(text)}: {shown(flag)} is not a flag that trials can differ in; {fix}"
                 )
             if name in space:
                 raise ConfigError(f"--search {shown(text)}: {shown(flag)} is varied already; give it once")

@@ -193,7 +193,7 @@ def test_other_commands(action: Callable[[], Any], part: str) -> None:
     ("words", "part"),
     [
         (["show", ""], 'show "": is empty'),
-        (["show", "a\udcff"], "a\\udcff: is empty, or no UTF-8 text"),
+        (["show", "a\udcff"], "a\\udcff: is no UTF-8 text"),
         (["list", "x" * 5000], "File name too long"),
         (["nothing" * 500], "choose from"),
         (

@@ -218,7 +218,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(flags: list[str], parts: li
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ('{"batch_size": 3}', "batch_size is not a flag; did you mean batch-size?"),
+        ('{"batch_size": 3}', "batch_size is not a flag; did you mean --batch-size?"),
         ('{"batch-size": "many"}', "--batch-size many: must be a whole number"),
         ('{"cpu-offload": "yes"}', "--cpu-offload yes: is either true or false"),
         ("[1]", "must hold a table"),

@@ -9,7 +9,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
+OTHERS = Path(__file__).with_name("other_trainers.toml")
 # What the short words of the help mean.
 SHORT = "In this list, bare = the flag without a value, and unset = without the flag."
 
@@ -31,17 +33,26 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(re.sub(r"\S{100,}", lambda long: shown(long[0]), message.removeprefix("argument ")))
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, for `parse_args` and a command's parser. Raises ConfigError for what nobody knows."""
         words = list(sys.argv[1:] if args is None else args)
         if (empty := empty_word(words)) is not None:
             self.error(f"{empty}: is empty; give a value, or drop it")
-        values, extra = self.parse_known_args(words, namespace)
+        values, extra = super().parse_known_args(words, namespace)
         if extra:
             known = [name for action in self._actions for name in action.option_strings]
-            close = difflib.get_close_matches(extra[0].split("=")[0][:SHOWN], known, 1)
-            hint = f"did you mean {close[0]}?" if close else "see --help"
-            self.error(f"{shown(extra[0])}: no such flag; {hint}")
-        return values
+            flags = [word for word in extra if word.startswith("--")] or extra[:1]
+            self.error("; ".join(f"{shown(one)}: no such flag; {instead(one, known)}" for one in flags))
+        return values, extra
+
+
+def instead(flag: str, known: Collection[str], otherwise: str = "see --help") -> str:
+    """The fix for a flag that there isn't: its meaning for another trainer, or the nearest of those that are known."""
+    name = flag.partition("=")[0].replace("_", "-")[:SHOWN]
+    meant = tomllib.loads(OTHERS.read_text(encoding="utf-8")).get(name.lstrip("-"), "--")
+    if not meant.startswith("--") or re.split("[ ,]", meant)[0] in known:
+        return f"here it is {meant}" if meant.startswith("--") else meant
+    return next((f"did you mean {close}?" for close in difflib.get_close_matches(name, known, 1)), otherwise)
 
 
 def make_parser(
@@ -127,8 +138,7 @@ def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(key[:SHOWN], list(known), 1)
-            hint = f"did you mean {close[0]}?" if close else "the flags are those of fsdp2.train --help"
+            hint = instead(flag_of(key), list(map(flag_of, known)), "the flags are those of fsdp2.train --help")
             raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
     return {known[key]: value for key, value in values.items()}
 

@@ -207,20 +207,26 @@ def reshard_policy(value: Any) -> bool | int | None:
         return None
     if isinstance(value, bool) or value in ("true", "false"):
         return value in (True, "true")
-    try:
+    with suppress(ValueError):
         return whole(2)(value)
-    except ValueError:
-        raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule") from None
+    raise ValueError("must be true, false, a number of ranks from 2 up, or auto for torch's rule")
 
 
-@stands_for("N|off")
-def groups_ahead(value: Any) -> int | str:
-    return "off" if value == "off" else whole(1)(value)
+def count_or(*words: str, of: str) -> Parse:
+    """A number from 1 up, of something, or one of some words."""
+
+    @stands_for("|".join(["N", *words]))
+    def parse(value: Any) -> int | str:
+        with suppress(ValueError):
+            return value if value in words else whole(1)(value)
+        raise ValueError(f"must be a number of {of} from 1 up, or {' or '.join(words)}")
+
+    return parse
 
 
-@stands_for("N|never")
-def steps_or_never(value: Any) -> int | str:
-    return "never" if value == "never" else whole(1)(value)
+granularity = count_or("layer", "root", of="blocks")
+groups_ahead = count_or("off", of="groups")
+steps_or_never = count_or("never", of="steps")
 
 
 @stands_for("N|SHARE")
@@ -235,20 +241,9 @@ def steps_or_share(value: Any) -> float:
 def resume_place(value: Any) -> str:
     if isinstance(value, str):
         return str(whole(0)(value)) if is_step(value) else location(value)
-    try:
+    with suppress(ValueError):
         return str(whole(0)(value))  # files write resume = 120 as a number
-    except ValueError:
-        raise ValueError("must be auto, never, a step, or the path of a checkpoint or run") from None
-
-
-@stands_for("N|layer|root")
-def granularity(value: Any) -> int | str:
-    if value in ("layer", "root"):
-        return value
-    try:
-        return whole(1)(value)
-    except ValueError:
-        raise ValueError("must be a number of blocks, layer or root") from None
+    raise ValueError("must be auto, never, a step, or the path of a checkpoint or run")
 
 
 @stands_for("X,X")

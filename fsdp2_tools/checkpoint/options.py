@@ -6,9 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
-from fsdp2.checkpoint.refusal import Refused, empty_word, is_name, refusal
+from fsdp2.checkpoint.refusal import Refused, is_name
+from fsdp2.options.parser import Parser
 from fsdp2.units import byte_count
 
 NEXT = {
@@ -20,24 +20,9 @@ NEXT = {
 }
 DTYPES = ("bf16", "fp16", "fp32")
 KINDS = ("pt", "safetensors", "dcp")
-PUSHED = ("hf", "peft")  # folders that the hub's libraries load
+FOLDERS = ("hf", "peft")  # that the hub's libraries load: with a card and a tokenizer
 REPOSITORY = re.compile(r"(?=.{3,96}$)\w[\w.-]*/\w[\w.-]*", re.ASCII)  # as the hub names them
 PATH = "a checkpoint, a run (its newest checkpoint), a .pt file, or safetensors"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse the command line. Raises Refused with argparse's message."""
-        raise Refused(refusal(f"{message}; see {self.prog} --help"))
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        wrong = empty_word(words) or next((word for word in words if not is_name(word)), None)
-        if wrong is not None:
-            self.error(f"{wrong}: is empty, or no UTF-8 text; give a value, or drop it")
-        return super().parse_args(words, namespace)
 
 
 def byte_size(text: str) -> int:
@@ -49,7 +34,10 @@ def byte_size(text: str) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Arguments of the command line. Raises Refused."""
+    """Arguments of the command line. Raises ConfigError or Refused."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if odd := next((word for word in words if word and not is_name(word)), None):
+        raise Refused(f"{odd}: is no UTF-8 text; give another name")
     parser = Parser(
         prog="python -m fsdp2.checkpoint", description="Look at checkpoints and convert them.", allow_abbrev=False
     )
@@ -96,7 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     importing.add_argument(
         "--from", dest="kind", default="auto", choices=("auto", *KINDS), help="format of SOURCE (default: auto)"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     if arguments.command == "export" and arguments.max_shard_size and arguments.format not in ("safetensors", "hf"):
         raise Refused(f"--max-shard-size with --format {arguments.format}: only safetensors has shards; drop it")
     if arguments.command == "export":
@@ -111,7 +99,7 @@ def _check_push(arguments: argparse.Namespace) -> None:
         return
     if not REPOSITORY.fullmatch(arguments.push):
         raise Refused(f"--push {arguments.push}: is no OWNER/NAME of the hub; give one such as ada/tuned-llama")
-    if arguments.format not in PUSHED:
+    if arguments.format not in FOLDERS:
         raise Refused(
             f"--push with --format {arguments.format}: nothing on the hub loads that; use --format hf, or peft"
         )

@@ -41,7 +41,7 @@ from tests.harness import Payload, python_environment
         ("import {full} {empty}/x --from safetensors", "is not a complete safetensors file"),
         ("import {full} {empty}/step-00000007", "an imported checkpoint is of step 0"),
         ("import {full}/../full-optimizer.pt {empty}/x", "it isn't clear which are the weights"),
-        ("list {run} --quik", "unrecognized arguments: --quik"),
+        ("list {run} --quik", "--quik: no such flag; did you mean --quick?"),
     ],
 )
 def test_refusals_are_one_line(finished: Path, cli: Cli, tmp_path: Path, line: str, part: str) -> None:
