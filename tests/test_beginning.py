@@ -101,6 +101,11 @@ def test_a_run_from_weights_says_its_defaults_and_a_resume_keeps_them(
     assert [record["step"] for record in more] == [41]
 
 
+def test_a_header_says_where_steps_end_before_the_epochs() -> None:
+    line = from_weights.line(parse([*LLAMA, "--init-from=a", "--max-steps=60"]))
+    assert line.startswith("from weights: 3 epochs (60 steps at most), adamw, ")
+
+
 @pytest.mark.parametrize("seq_len", [256, 257])
 def test_a_header_warns_of_sequences_beyond_the_weights_positions(seq_len: int) -> None:
     config = parse([*LLAMA, "--init-from=a", f"--seq-len={seq_len}"])
@@ -118,7 +123,8 @@ def test_a_header_says_what_a_step_is_and_that_steps_are_few(train: Train) -> No
     of_all = "global batch 24 = 4 a microbatch x 3 accumulated x 2 data-parallel ranks, 384 tokens (sequences of 16)"
     for kind, steps in (("start", 2), ("resume", 4)):
         line = f"steps: {steps} in all, 43 an epoch; {of_all}; gradients clipped to norm 0.5"
-        assert found(kind, *parts, run="language", steps=steps) == [line]
+        warned = f"warning: the whole run is {steps} optimizer steps; raise --max-steps"
+        assert found(kind, *parts, run="language", steps=steps) == [line, warned]
     few = ("--epochs=1", "--checkpoint-every=never", "--grad-accumulation=2")
     assert found("start", *few, "--global-batch-size=719", run="vit", steps=None) == [
         "steps: 2 in all, 2 an epoch; global batch 719 = up to 180 a microbatch x 2 accumulated x 2 data-parallel "

@@ -287,6 +287,10 @@ def test_a_field_that_is_not_there_is_one_line(tmp_path: Path, fields: str, row:
         ),
         ([{"messages": None, "prompt": "a"}], r'line 1: has no "messages": .*; it has prompt; name them'),
         (
+            [{"id": ["a"], "dialog": talk("a", "b")["messages"]}],
+            r'line 1: has no "messages": .*; it has id, dialog; add --chat-fields messages=dialog$',
+        ),
+        (
             [{"messages": [{"role": "user"}]}],
             r"its message 1 \(user\) has no content; it has role; leave it out, or name",
         ),

@@ -70,11 +70,12 @@ def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[
     clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
     line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "
     found = [line + f"rank{'s' * (ranks > 1)}{tokens}; gradients {clip}"]
-    if an_epoch == 1 or (last < 10 and last != config.max_steps):
+    if an_epoch == 1 or last < 10:
         flag = "grad-accumulation" if parts > 1 else "batch-size"
         fix = f"lower --{'global-batch-size' if config.global_batch_size else flag}, " * (samples > 1)
+        fix = "raise --max-steps" if last == config.max_steps else f"{fix}raise --epochs or give more data"
         what = f"{last:,} optimizer step{'s' * (last != 1)}{', an epoch is one of them' * (an_epoch == 1)}"
-        found.append(f"warning: the whole run is {what}; {fix}raise --epochs or give more data")
+        found.append(f"warning: the whole run is {what}; {fix}")
     return found
 
 

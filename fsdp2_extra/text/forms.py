@@ -31,7 +31,7 @@ OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool"}
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
 OTHERS = "conversations, instruction and output, or prompt and completion"
-NAME_THEM = "name them, as --chat-fields prompt=question,completion=answer"
+NAME_THEM = "name them, as --chat-fields messages=dialog, or prompt=question,completion=answer"
 
 Fields = Mapping[str, str]
 """Our name of a field or role -> theirs, as `--chat-fields` has them; {} where the names are ours."""
@@ -96,21 +96,24 @@ def unread(form: str, fields: Fields) -> set[str]:
     return LEARNED | OF_A_PROMPT - _more(form, fields)
 
 
-def formless(there: Iterable[str], fields: Fields) -> str:
-    """Why a line with these fields has no form, and what to do."""
+def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {}) -> str:
+    """Why a line with these fields has no form, and what to do, by its values if they are known."""
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:
             why = f"; name it, as {ours}=NAME" if ours == theirs else ", which --chat-fields names"
             return f"has no field {theirs}{why}; {has}"
-    return f'has no "messages": [{{"role": …, "content": …}}, …], {OTHERS}; {has}; {NAME_THEM}'
+    lists = (name for name in there if isinstance(line.get(name), list) and line[name])
+    talk = next((name for name in lists if all(isinstance(one, dict) for one in line[name])), None)
+    fix = NAME_THEM if talk is None else f"add --chat-fields messages={talk}"
+    return f'has no "messages": [{{"role": …, "content": …}}, …], {OTHERS}; {has}; {fix}'
 
 
 def one_form(line: Any, before: str | None, fields: Fields, where: str) -> str:
     """The form of a line. Raises UnusableText if it has none, or another than the lines before it."""
     there = [name for name, value in line.items() if value is not None] if isinstance(line, dict) else []
     if (form := form_of(there, fields)) is None:
-        raise UnusableText(f"{where}: {formless(there, fields)}")
+        raise UnusableText(f"{where}: {formless(there, fields, line if there else {})}")
     if before not in (None, form):
         raise UnusableText(
             f"{where}: has {form}, and the lines before it {before}; make two files of them, and mix those: "
