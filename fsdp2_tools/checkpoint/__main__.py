@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.run.process import early
-from fsdp2_tools.checkpoint.options import NEXT, parse
+from fsdp2_tools.checkpoint.options import FOLDERS, NEXT, parse
 
 if __name__ == "__main__":
     early.answer(parse, "fsdp2.checkpoint")
@@ -25,6 +25,7 @@ from fsdp2.checkpoint.refusal import Refused, refusal, without_links
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.data.errors import UnusableText
 from fsdp2.models.spec import ModelSpec
+from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
 from fsdp2_extra.text.tokenizer_file import tokenizer_files
@@ -146,10 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format in ("safetensors", "peft") and model_file(arguments.place, "config.json") is not None:
             with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
                 spec = hf_spec(arguments.place)
-        if spec is not None and arguments.format != "peft":
+        if spec is not None:
             like = spec.on_meta(size := next(iter(spec.sizes))), spec.files(size)
         task = None if spec is None else spec.task if spec.kind == "language" else spec.kind
-        tokenizer, without = tokenizer_of(arguments.place) if arguments.format == "hf" else (None, "")
+        tokenizer, without = tokenizer_of(arguments.place) if arguments.format in FOLDERS else (None, "")
+        if arguments.format == "peft" and spec is None:
+            without = "no tokenizer, because transformers can't read the run's model"
         line = export(
             arguments.place,
             arguments.out,
@@ -193,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fsdp2.checkpoint: stopped by Ctrl-C", file=sys.stderr)
         return 130
-    except (Refused, DamagedCheckpoint, OSError) as error:
+    except (ConfigError, Refused, DamagedCheckpoint, OSError) as error:
         print(f"fsdp2.checkpoint: error: {refusal(str(error))}", file=sys.stderr)
         return 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,17 +135,22 @@ def write_peft(
     tensors: Mapping[str, Tensor],
     read: Callable[[str], Tensor],
     named: Mapping[str, str],
+    beside: Mapping[str, bytes],
 ) -> None:
     """Fill an empty folder with what `PeftModel.from_pretrained(model, folder)` reads, and `AutoPeftModel…` alone.
 
     Args:
         named: what the description says of the model in the place of what the run wrote.
+        beside: path -> content of further files.
     """
     names = {f"base_model.model.{name.replace('.default.', '.')}": name for name in tensors}
     theirs = {name: tensors[ours] for name, ours in names.items()}
     write_file(folder, "adapter_model.safetensors", theirs, lambda name: read(names[name]))
-    folder.write(FILE, (json.dumps({**json.loads(adapters.content), **named}, indent=1) + "\n").encode())
-    folder.fsync(FILE)
+    description = (json.dumps({**json.loads(adapters.content), **named}, indent=1) + "\n").encode()
+    for name, content in {**beside, FILE: description}.items():
+        folder.mkdir(os.path.dirname(name))
+        folder.write(name, content)
+        folder.fsync(name)
 
 
 def merged(source: Source, base: Source, adapters: Adapters) -> Source:

@@ -29,6 +29,7 @@ from fsdp2_tools.checkpoint.card import NAME as CARD
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
+from fsdp2_tools.checkpoint.options import FOLDERS
 from fsdp2_tools.checkpoint.safetensors_write import write_safetensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,15 +57,15 @@ def export(
     Args:
         place: what `opened` takes. A checkpoint's hashes are verified first.
         to: `pt` (a file), `safetensors` (a folder in Hugging Face's layout), `dcp` (a directory), or `hf` (a folder
-            that `from_pretrained` loads), or `peft` (a folder of adapters).
+            that `from_pretrained` loads), or `peft` (a folder of adapters, and their tokenizer).
         dtype: `bf16`, `fp16` or `fp32`, of floating point tensors; the others stay as they are. Unset = for `hf`, what
             the model's own config.json says, if `like` has one; else the source's.
         max_shard_size: bytes of tensors in one safetensors file.
-        like: for `hf`, transformers' model on meta, and name -> content of a file that goes with it. With it
-            `safetensors` too writes what is tied once.
+        like: for `hf` and `peft`, transformers' model on meta, and name -> content of a file that goes with it. With
+            it `safetensors` too writes what is tied once.
         average: the average of the weights in their place.
-        tokenizer: for `hf`, path -> content of the tokenizer that is written in the place of that of `like`; empty =
-            none is. Unset = the model was trained with its own.
+        tokenizer: for `hf` and `peft`, path -> content of the tokenizer that is written in the place of that of `like`;
+            empty = none is. Unset = the model was trained with its own.
         adapters: as the run's file describes those of the checkpoint, which are added to the weights but for `peft`.
         card: makes the README.md of a folder of `hf` or `peft`, of the checkpoint's step if it has one.
         peft: for `peft`, `task_type` and `base_model_name_or_path` in the place of what the run's file says.
@@ -86,7 +87,7 @@ def export(
             marker = read_marker(trained.folder)
         if like is not None and marker:
             require_kept(marker, like[1], f"{place}: model")
-            if to == "hf":
+            if to in FOLDERS:
                 require_kept(marker, tokenizer or {}, f"{place}: {TOKENIZER}", TOKENIZER)
         adapters = vouched(adapters, source)
         if to == "peft" and adapters is None:
@@ -105,6 +106,8 @@ def export(
             names = without_copies(trained, names, like[0])
         tensors = {name: _cast(name, source.tensors[original], dtype) for name, original in names.items()}
 
+        beside = {} if like is None else _with_tokenizer(like[1], tokenizer)
+
         def read(name: str) -> Tensor:
             tensor = _cast(name, source.read(names[name]), dtype).contiguous()
             nonfinite.look(name, tensor)
@@ -120,14 +123,14 @@ def export(
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
                 elif adapters is not None and to == "peft":
-                    write_peft(LocalFiles(aside), adapters, tensors, read, peft)
+                    beside = {name: content for name, content in beside.items() if is_tokenizers(name)}
+                    write_peft(LocalFiles(aside), adapters, tensors, read, peft, beside)
                 elif to == "hf":
                     assert like is not None
-                    model, beside = like
-                    write_hf(aside, tensors, read, model, _with_tokenizer(beside, tokenizer), max_shard_size)
+                    write_hf(aside, tensors, read, like[0], beside, max_shard_size)
                 else:
                     write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
-                if card is not None and to in ("hf", "peft") and not (aside / CARD).exists():
+                if card is not None and to in FOLDERS and not (aside / CARD).exists():
                     (aside / CARD).write_bytes(card(marker.get("step")))
             folder.fsync(aside.name)
             folder.rename(aside.name, target.name)
@@ -140,10 +143,10 @@ def export(
     return "; ".join([said, f"the source is {checked}", *nonfinite.note()])
 
 
-def _with_tokenizer(beside: Mapping[str, bytes], tokenizer: Mapping[str, bytes] | None) -> Mapping[str, bytes]:
+def _with_tokenizer(beside: Mapping[str, bytes], tokenizer: Mapping[str, bytes] | None) -> dict[str, bytes]:
     """The files beside a model with another tokenizer in the place of its own. config.json stays the model's."""
     if tokenizer is None:
-        return beside
+        return dict(beside)
     of_model = {name: content for name, content in beside.items() if not is_tokenizers(name)}
     return {**{name: content for name, content in tokenizer.items() if name != SETTINGS}, **of_model}
 

@@ -205,12 +205,27 @@ def test_a_run_at_a_url_keeps_it_there(trained: Path, tmp_path: Path, monkeypatc
 def test_adapters_are_exported_with_it(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     train(parse(_line(trained, tmp_path / "run", f"--tokenizer={trained}/other", "--lora=2")))
-    assert checkpoint(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 0
-    kept, theirs = tmp_path / "out" / "tokenizer.json", trained / "other" / "tokenizer.json"
-    assert kept.read_bytes() == theirs.read_bytes()
+    ours = transformers.AutoTokenizer.from_pretrained(trained / "other")
+    for form, weights in (("hf", "model.safetensors"), ("peft", "adapter_model.safetensors")):
+        out = tmp_path / form
+        assert checkpoint(["export", str(tmp_path / "run"), str(out), "--format", form]) == 0
+        kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", f"{TEMPLATES}/tools.jinja")
+        assert all((out / one).read_bytes() == (trained / "other" / one).read_bytes() for one in kept)
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template == ours.chat_template
+        assert (out / weights).is_file()
+    assert not (out / "config.json").exists(), "of the model, which the adapters go beside"
     (tmp_path / "run" / "tokenizer" / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer/tokenizer_config.json: isn't as it was"):
         _prompt(tmp_path / "run")
+    assert checkpoint(["export", str(tmp_path / "run"), str(tmp_path / "more"), "--format", "peft"]) == 2
+
+
+def test_adapters_of_a_model_with_a_tokenizer_of_its_own_bring_that(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    train(parse(_line(trained, tmp_path / "run", "--lora=2")))
+    assert checkpoint(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "peft"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (trained / "model" / name).read_bytes()
 
 
 def test_a_tokenizer_that_no_run_can_keep_is_refused(trained: Path, tmp_path: Path) -> None:
