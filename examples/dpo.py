@@ -1,81 +1,122 @@
-"""Direct preference optimisation:  torchrun --nproc_per_node 2 examples/dpo.py MODEL PAIRS OUT [OURS=THEIRS,…]
+"""Direct preference optimisation:  torchrun --nproc_per_node 2 examples/dpo.py MODEL PAIRS OUT [--lora 16] [--help]
 
-Two models are sharded: a policy that is trained, and the frozen reference that it came from. Each step compares answers
-that people chose with those they rejected (https://arxiv.org/abs/2305.18290). MODEL is a folder of Hugging Face's,
-PAIRS a file of pairs (docs/data.md). Run again, on any number of ranks, it goes on.
+A policy learns to prefer answers that people chose to those they rejected, measured against the frozen reference that
+it came from (https://arxiv.org/abs/2305.18290). That is a second sharded model, or with --lora the policy without its
+adapters. MODEL is a folder of Hugging Face's, PAIRS a file of pairs (docs/data.md). Run again, on any number of ranks,
+it goes on.
 """
 
-import sys
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp2 import models
 from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
 from fsdp2.data.loader import Batches
 from fsdp2.models import initial
-from fsdp2.models.meta import parameters_on_meta
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel import fully_sharded, groups, mesh, meta
+from fsdp2.options.parser import Parser
+from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
+from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process.ending import exit_status
-from fsdp2_extra.models import blocks
-from fsdp2_extra.text import forms, pairs, tokenizer_file
+from fsdp2_extra.models import lora
+from fsdp2_extra.text import forms, pairs
+from fsdp2_tools.checkpoint.adapters import read_adapters
 from fsdp2_tools.checkpoint.export import export
 
-BETA, RATE, EPOCHS, SAVE_EVERY = 0.1, 1e-6, 1, 100
-BATCH, LENGTH = 4, 1024  # pairs a step over all ranks, and the most tokens of a question with an answer
+FLAGS = {
+    "--beta": (0.1, "how much a reward counts: what leaving the reference costs"),
+    "--lr": (1e-6, "learning rate of AdamW, of adapters ten times as much"),
+    "--epochs": (1, "passes over the pairs"),
+    "--global-batch-size": (4, "pairs in a step, over all ranks"),
+    "--seq-len": (1024, "the most tokens of a question with an answer; none is cut"),
+    "--checkpoint-every": (100, "steps between checkpoints"),
+    "--chat-fields": ("", "how the file calls its fields, as prompt=question,chosen=good,rejected=bad"),
+    "--lora": (0, "train adapters of this rank, and no weights"),
+}
+FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
+
+
+def parse(words=None):
+    parser = Parser(prog="examples/dpo.py", description="Learn from pairs of answers.", allow_abbrev=False)
+    for name in ("model", "pairs", "out"):
+        parser.add_argument(name, metavar=name.upper())
+    for name, (default, meaning) in FLAGS.items():
+        parser.add_argument(name, type=type(default), default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
+    return parser.parse_args(words)
 
 
 @contextmanager
 def in_a_line():
     try:
         yield
-    except ValueError as error:  # of pairs that can't be used, or aren't those of the checkpoint
+    except ValueError as error:  # of a model or pairs that can't be used, or aren't those of the checkpoint
         raise ConfigError(str(error)) from None
 
 
-def build(folder):
-    with parameters_on_meta():
-        # Without dropout: a reference that draws masks would not be one.
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+def spec_of(flags):
+    """The model as transformers has it, with adapters if there are to be some."""
+    dtype = precision.DTYPES[flags.mixed_precision or "fp32"]
+    adapters = lora.Lora(flags.lora, 2.0 * flags.lora, base_dtype=dtype, weights=flags.model) if flags.lora else None
+    return models.get(f"hf:{flags.model}", lora=adapters)
 
 
-def sharded(folder: str, device: torch.device, *, trained: bool):
-    model = build(folder)
-    model.requires_grad_(trained)  # before sharding: what is frozen has no gradient to exchange
-    units = groups.shard_groups(model, blocks.find_blocks(model))
-    ranks = mesh.make_mesh(device.type, dist.get_world_size())
+def sharded(flags, device: torch.device, *, trained: bool):
+    spec = spec_of(flags)
+    model = spec.on_meta("own").eval()  # without dropout: a reference that draws masks would not be one
+    if not trained:  # before sharding: what is frozen has no gradient to exchange, and is kept as it is computed
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(precision.DTYPES[flags.mixed_precision or "fp32"])
+    units, ranks = groups.shard_groups(model, spec.blocks(model)), mesh.make_mesh(device.type, dist.get_world_size())
+    casts = precision.fsdp2_policy(flags.mixed_precision, "fp32")
     # Without a backward nothing would free what torch keeps gathered for it after a forward.
-    fully_sharded.shard(model, units, mesh=ranks, reshard_after_forward=None if trained else True)
+    reshard = None if trained else True
+    fully_sharded.shard(model, units, mesh=ranks, precision=casts, reshard_after_forward=reshard)
     meta.allocate(model, device)
-    weights.load_weights(folder, model.state_dict(), initial.slices_of, meta.shared_names(model))
+    tied = [list(spec.base_weights(names)) for names in meta.shared_names(model)]
+    weights.load_weights(str(spec.weights), spec.base_weights(model.state_dict()), initial.slices_of, tied)
+    lora.draw_adapters(model, 1, brought=lambda name: False)  # if it has some
     meta.check_initialised(model)
     return model
 
 
-def margin(model, tokens, targets):  # (pairs, 2, length) -> (pairs,): how much likelier each chosen answer is
+def likelihoods(model, tokens, targets):  # (pairs, 2, length) -> (pairs, 2): their logarithms, chosen answers first
     # Both in one forward. After two, backward would keep every whole gradient until its second part comes.
-    logits = model(input_ids=tokens.flatten(0, 1), use_cache=False).logits[:, :-1].transpose(1, 2)
-    found = -F.cross_entropy(logits, targets.flatten(0, 1)[:, 1:], reduction="none").sum(1).view(-1, 2)
-    return found[:, 0] - found[:, 1]
+    logits = model(input_ids=tokens.flatten(0, 1), use_cache=False).logits[:, :-1].float().transpose(1, 2)
+    return -F.cross_entropy(logits, targets.flatten(0, 1)[:, 1:], reduction="none").sum(1).view(-1, 2)
 
 
-def loss_of(policy, reference, tokens, targets):  # the sum over this rank's pairs
-    with torch.no_grad():
-        before = margin(reference, tokens, targets)
-    return -F.logsigmoid(BETA * (margin(policy, tokens, targets) - before)).sum()
+def without_adapters(policy):
+    from peft.helpers import rescale_adapter_scale
+
+    return rescale_adapter_scale(policy, 0)
 
 
-def train(folder: str, data: pairs.Pairs, out: Path, device: torch.device, steps: int, rate: float = RATE):
-    policy, reference = sharded(folder, device, trained=True), sharded(folder, device, trained=False)
-    optimizer, losses, world = torch.optim.AdamW(policy.parameters(), lr=rate), [], dist.get_world_size()
-    rank = dist.get_rank()  # the order of pairs is one on any number of ranks
-    batches = Batches(data, global_batch=BATCH, accumulation=1, seed=1, rank=rank, world_size=world, device=device)
-    place = store.Store(files.LocalFiles(out / "checkpoints"))
-    app = state.AppState(policy, optimizer, {"batches": batches})
+def figures_of(policy, reference, beta, tokens, targets):  # -> (5,): FIGURES, summed over this rank's pairs
+    with torch.no_grad(), nullcontext() if reference else without_adapters(policy):
+        before = likelihoods(reference or policy, tokens, targets)
+    rewards = beta * (likelihoods(policy, tokens, targets) - before)
+    margins = rewards[:, 0] - rewards[:, 1]
+    return torch.stack([-F.logsigmoid(margins).sum(), *rewards.sum(0), margins.sum(), (margins > 0).sum()])
+
+
+def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
+    policy, reference = sharded(flags, device, trained=True), None
+    if not flags.lora:
+        reference = sharded(flags, device, trained=False)
+    found, world, rank = [], dist.get_world_size(), dist.get_rank()
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=flags.lr * (10 if flags.lora else 1))
+    share = {"rank": rank, "world_size": world, "device": device}  # of pairs, whose order is one on any number of ranks
+    batches = Batches(data, global_batch=flags.global_batch_size, accumulation=1, seed=1, **share)
+    place, parts = store.Store(files.LocalFiles(f"{flags.out}/checkpoints")), {"batches": batches}
+    if flags.lora:  # then a checkpoint holds the adapters alone, and says which weights they go beside
+        frozen = [one for name, one in policy.state_dict().items() if not lora.is_adapter(name)]
+        parts["base"] = Base(flags.model, checksum(frozen))
+    app = state.AppState(policy, optimizer, parts, elsewhere=lambda name: flags.lora and not lora.is_adapter(name))
     with in_a_line():
         done = restore.restore_newest(place, app)
     for step in range(done + 1, steps + 1):
@@ -83,32 +124,40 @@ def train(folder: str, data: pairs.Pairs, out: Path, device: torch.device, steps
             batches.next_epoch()
         (batch,) = next(iter(batches))
         # A rank that has no pair in this step has another's, which counts nothing.
-        loss = loss_of(policy, reference, batch.inputs, batch.targets) * batch.valid / batch.samples
-        (loss * world).backward()  # FSDP averages over ranks what is to be a sum
+        figures = figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid / batch.samples
+        (figures[0] * world).backward()  # FSDP averages over ranks what is to be a sum
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(total := loss.detach())
-        losses.append(total.item())
+        dist.all_reduce(total := figures.detach())
+        found.append(dict(zip(FIGURES, total.tolist(), strict=True)))
         if rank == 0:  # ln 2 is the loss of a policy that is still the reference
-            print(f"step {step}/{steps}  loss {losses[-1]:.4f}", flush=True)
-        if step % SAVE_EVERY == 0 or step == steps:
+            said = "  ".join(f"{name} {value:.4f}" for name, value in found[-1].items())
+            print(f"step {step}/{steps}  {said}", flush=True)
+        if step % flags.checkpoint_every == 0 or step == steps:
             saver.save_now(place, app, step, keep=2)
-    if losses:
-        like = build(folder), tokenizer_file.tokenizer_files(folder)
-        full_model.while_rank_0(lambda: export(str(out), f"{out}/model-{steps}", "hf", like=like))
-    return losses
+    if found:
+        spec, to = spec_of(flags), "peft" if flags.lora else "hf"
+        like = spec.on_meta("own"), spec.files("own")
+        adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
+        named = {"like": like, "adapters": adapters, "peft": {"task_type": "CAUSAL_LM"}}
+        full_model.while_rank_0(lambda: export(flags.out, f"{flags.out}/model-{steps}", to, **named))
+    return found
 
 
 if __name__ == "__main__":
     with exit_status():
+        flags = parse()
         with in_a_line():
-            folder, place, out, *fields = sys.argv[1:] if len(sys.argv) > 3 else sys.exit(__doc__)
-            config = AutoConfig.from_pretrained(folder)
-            most = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
-            data = pairs.load(place, folder, most, config.vocab_size, forms.fields_of(",".join(fields)))
+            spec = spec_of(flags)
+            if spec.task != "causal":
+                raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
+            most = min(flags.seq_len, spec.positions or flags.seq_len)
+            fields = forms.fields_of(flags.chat_fields)
+            data = pairs.load(flags.pairs, flags.model, most, spec.vocab_size("own"), fields)
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-        if not train(folder, data, Path(out), device, EPOCHS * -(-len(data) // BATCH)) and dist.get_rank() == 0:
-            print(f"{out} is finished")
+        steps = flags.epochs * -(-len(data) // flags.global_batch_size)
+        if not train(flags, data, device, steps) and dist.get_rank() == 0:
+            print(f"{flags.out} is finished")
         dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
         dist.destroy_process_group()

@@ -25,9 +25,8 @@ def build(folder):  # parameters without memory; buffers, such as rotary tables,
 
 
 def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: float = 1.0) -> list[float]:
-    model, world, losses = build(folder), dist.get_world_size(), []
-    units = groups.shard_groups(model, blocks.find_blocks(model))
-    fully_sharded.shard(model, units, mesh=mesh.make_mesh(device.type, world))
+    model, ranks, losses = build(folder), mesh.make_mesh(device.type, dist.get_world_size()), []
+    fully_sharded.shard(model, groups.shard_groups(model, blocks.find_blocks(model)), mesh=ranks)
     meta.allocate(model, device)  # memory for this rank's shards alone, NaN until they get a value
     weights.load_weights(folder, model.state_dict(), initial.slices_of, meta.shared_names(model))  # this rank's rows
     meta.check_initialised(model)  # raises if anything still holds that NaN
@@ -35,9 +34,9 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})
     for step in range(restore.restore_newest(place, app), steps):
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
-        tokens = TEXT[order[:ROWS].tensor_split(world)[dist.get_rank()]].to(device)
+        tokens = TEXT[order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]].to(device)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(tokens) / ROWS
-        (loss * world).backward()  # FSDP averages over ranks what is to be a sum
+        (loss * ranks.size()).backward()  # FSDP averages over ranks what is to be a sum
         fully_sharded.clip(model.parameters(), norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,4 +56,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(folder))
     print(train(out, folder, device))
+    dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
     dist.destroy_process_group()

@@ -22,11 +22,12 @@ def _taken(folder: str, *, steps: int = 2) -> int:
     """The most bytes of tensors at a time, loading included. In `Ranks`."""
     cpu = torch.device("cpu")
     with Ledger() as ledger:
-        policy, reference = (dpo.sharded(folder, cpu, trained=trained) for trained in (True, False))
+        flags = dpo.parse([folder, "none", "none"])
+        policy, reference = (dpo.sharded(flags, cpu, trained=trained) for trained in (True, False))
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
         rows = [torch.ones(PAIRS, 2, LENGTH, dtype=torch.long) for _ in range(2)]  # tokens and targets
         for _ in range(steps):
-            dpo.loss_of(policy, reference, *rows).backward()
+            dpo.figures_of(policy, reference, flags.beta, *rows)[0].backward()
             optimizer.step()
             optimizer.zero_grad()
     return ledger.peak_bytes

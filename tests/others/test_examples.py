@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import dpo, own_loop
+from fsdp2.checkpoint.sources.opening import opened
+from fsdp2.checkpoint.sources.source import weights
 from fsdp2.data.loader import Batches
+from fsdp2.data.splits import IGNORED
+from fsdp2_extra.models import blocks, lora
 from fsdp2_extra.text import pairs
 from tests.harness import Ranks, same
 from tests.others.common import plain, save
@@ -72,17 +76,27 @@ def _pairs(folder: str) -> pairs.Pairs:
     return pairs.load(str(PAIRS), folder, 64, 256)
 
 
-def _dpo_on_ranks(folder: str, out: Path, steps: int) -> list[float]:
-    return dpo.train(folder, _pairs(folder), out, CPU, steps, 1e-3)
+def _flags(folder: str, out: Path, *more: str) -> Any:
+    return dpo.parse([folder, str(PAIRS), str(out), "--lr=1e-3", *more])
 
 
-def _dpo_by_hand(folder: str) -> dict[str, Any]:
+def _dpo_on_ranks(folder: str, out: Path, steps: int, *more: str) -> list[dict[str, float]]:
+    return dpo.train(_flags(folder, out, *more), _pairs(folder), CPU, steps)
+
+
+def _losses_on_ranks(folder: str, out: Path, steps: int, *more: str) -> list[float]:
+    return [figures["loss"] for figures in _dpo_on_ranks(folder, out, steps, *more)]
+
+
+def _dpo_by_hand(folder: str, *more: str) -> dict[str, Any]:
     """Of one step its gradients, and what has become of the reference."""
-    policy, reference = (dpo.sharded(folder, CPU, trained=trained) for trained in (True, False))
+    flags = _flags(folder, Path(), *more)
+    policy, reference = (dpo.sharded(flags, CPU, trained=trained) for trained in (True, False))
     (batch,) = next(iter(_batches(folder, dist.get_rank())))
-    (dpo.loss_of(policy, reference, batch.inputs, batch.targets) / batch.samples * 2).backward()
+    (dpo.figures_of(policy, reference, 0.1, batch.inputs, batch.targets)[0] / batch.samples * 2).backward()
     return {
         "gradients": {name: one.grad.full_tensor() for name, one in policy.named_parameters()},
+        "dtypes": {one.dtype for one in policy.parameters()} | {one.dtype for one in reference.parameters()},
         "reference is sharded": all(isinstance(one, DTensor) for one in reference.parameters()),
         "reference": {name: one.full_tensor() for name, one in reference.named_parameters()},
         "its gradients": [name for name, one in reference.named_parameters() if one.grad is not None],
@@ -90,44 +104,47 @@ def _dpo_by_hand(folder: str) -> dict[str, Any]:
 
 
 def _batches(folder: str, rank: int) -> Batches:
-    return Batches(_pairs(folder), global_batch=dpo.BATCH, accumulation=1, seed=1, rank=rank, world_size=2, device=CPU)
+    return Batches(_pairs(folder), global_batch=4, accumulation=1, seed=1, rank=rank, world_size=2, device=CPU)
 
 
-def _dpo_alone(folder: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the first step's gradients in one process, with what each of two ranks gets in turn."""
-    policy, reference = plain(folder), plain(folder)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    both, losses, first = [_batches(folder, rank) for rank in (0, 1)], [], {}
+def _dpo_alone(
+    folder: str, steps: int, policy: nn.Module, rate: float = 1e-3
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Figures and the first step's gradients in one process, with what each of two ranks gets in turn."""
+    reference = plain(folder)
+    optimizer = torch.optim.AdamW([one for one in policy.parameters() if one.requires_grad], lr=rate)
+    both, found, first = [_batches(folder, rank) for rank in (0, 1)], [], {}
     for step in range(steps):
         parts = []
         for batches in both:
             if batches.at_end():
                 batches.next_epoch()
             (batch,) = next(iter(batches))
-            parts.append(dpo.loss_of(policy, reference, batch.inputs, batch.targets) / batch.samples)
-            parts[-1].backward()
-        losses.append((parts[0] + parts[1]).item())
+            parts.append(dpo.figures_of(policy, reference, 0.1, batch.inputs, batch.targets) / batch.samples)
+            parts[-1][0].backward()
+        found.append(dict(zip(dpo.FIGURES, (parts[0] + parts[1]).tolist(), strict=True)))
         if step == 0:
             first = {name: one.grad.clone() for name, one in policy.named_parameters() if one.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    return losses, first
+    return found, first
 
 
 def test_dpo(ranks: Ranks, tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
-    losses, gradients = _dpo_alone(folder, 6)  # three epochs, whose second steps have two pairs of six
+    figures, gradients = _dpo_alone(folder, 6, plain(folder))  # three epochs, whose second steps have two pairs of six
+    losses = [one["loss"] for one in figures]
     untouched = dict(plain(folder).named_parameters())
     assert losses[-1] < losses[0]
     whole = ranks.run(_dpo_on_ranks, folder, tmp_path / "whole", 6)
-    assert whole == [losses] * 2
+    assert whole == [figures] * 2
     assert (tmp_path / "whole" / "model-6" / "config.json").is_file()
-    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 3) == [losses[:3]] * 2
+    assert ranks.run(_losses_on_ranks, folder, tmp_path / "out", 3) == [losses[:3]] * 2
     shutil.copytree(tmp_path / "out", tmp_path / "alone")
-    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 6) == [losses[3:]] * 2
+    assert ranks.run(_losses_on_ranks, folder, tmp_path / "out", 6) == [losses[3:]] * 2
     for some in (1, 3):  # of three ranks, one has no pair of two
         shutil.copytree(tmp_path / "alone", tmp_path / f"on-{some}")
-        for rest in ranks.run(_dpo_on_ranks, folder, tmp_path / f"on-{some}", 6, ranks=some):
+        for rest in ranks.run(_losses_on_ranks, folder, tmp_path / f"on-{some}", 6, ranks=some):
             assert rest == pytest.approx(losses[3:], rel=1e-5)
     for found in ranks.run(_dpo_by_hand, folder):
         assert same(found["gradients"], gradients)
@@ -136,10 +153,78 @@ def test_dpo(ranks: Ranks, tmp_path: Path) -> None:
         assert found["its gradients"] == []
 
 
+def test_dpos_figures_are_those_of_the_paper(tmp_path: Path) -> None:
+    """Each answer by itself, without padding, in fp64: log sigmoid of beta times the margin of the policy's gains."""
+    policy, reference = (plain(save("llama", tmp_path / str(seed), seed).removeprefix("hf:")) for seed in (0, 1))
+    data = _pairs(str(tmp_path / "0"))
+    inputs, learned = data.__getitems__(range(len(data)))
+    found = dpo.figures_of(policy, reference, 0.1, inputs, learned).tolist()
+
+    def likelihood(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        (answer,) = (targets != IGNORED).nonzero(as_tuple=True)
+        words = model.double()(input_ids=tokens[None, : answer.max() + 1]).logits[0].log_softmax(1)
+        return torch.stack([words[at - 1, tokens[at]] for at in answer.tolist()]).sum()
+
+    rewards = [
+        [0.1 * (likelihood(policy, *answer) - likelihood(reference, *answer)) for answer in zip(*pair, strict=True)]
+        for pair in zip(inputs, learned, strict=True)
+    ]
+    chosen, rejected = torch.tensor(rewards, dtype=torch.float64).unbind(1)
+    margins = chosen - rejected
+    losses = -torch.log(1 / (1 + torch.exp(-margins)))
+    expected = [float(one.sum()) for one in (losses, chosen, rejected, margins, margins > 0)]
+    # Each is a difference of fp32 numbers near 100, which are 8e-6 apart.
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert 0 < expected[4] < len(margins), "each pair is judged alike: the test shows less than it says"
+
+
+def test_dpo_with_adapters_has_one_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Its losses are those of a second model as the reference; a checkpoint and the export hold the adapters alone."""
+    peft = pytest.importorskip("peft")
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    make_tokenizer(Path(folder), PLAIN)
+    more = ("--lora=4", "--lr=1e-3")
+    policy = plain(folder)
+    lora.Lora(4, 8.0).adapt(policy, blocks.find_blocks(policy))
+    lora.draw_adapters(policy, 1, brought=lambda name: False)
+    figures, gradients = _dpo_alone(folder, 4, policy, 1e-2)  # ten times the rate of weights
+    assert all(lora.is_adapter(name) for name in gradients)
+    assert figures[0]["loss"] == pytest.approx(math.log(2))
+    assert figures[-1]["loss"] < figures[0]["loss"]
+    assert figures[-1]["rewards/margins"] > 0
+    out = tmp_path / "out"
+    assert ranks.run(_dpo_on_ranks, folder, out, 2, *more) == [figures[:2]] * 2
+    assert ranks.run(_dpo_on_ranks, folder, out, 4, *more) == [figures[2:]] * 2
+    with opened(str(out)) as source:
+        assert weights(source).keys() == gradients.keys()
+    exported = peft.AutoPeftModelForCausalLM.from_pretrained(out / "model-4")
+    tokens = own_loop.TEXT[:2]
+    expected = policy.eval()(input_ids=tokens).logits
+    assert torch.allclose(exported(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-6)
+    assert (out / "model-4" / "tokenizer.json").read_bytes() == (Path(folder) / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("more", [(), ("--lora=4",)], ids=["weights", "adapters"])
+def test_dpo_computes_in_bf16(ranks: Ranks, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """What is trained stays in fp32, what is frozen is kept in bf16, and logarithms are taken in fp32."""
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    (half, _), (whole, _) = (
+        ranks.run(_dpo_on_ranks, folder, tmp_path / name, 4, *more, *flag)
+        for name, flag in (("half", ("--mixed-precision",)), ("whole", ()))
+    )
+    assert half[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert half != whole
+    assert [one["loss"] for one in half] == pytest.approx([one["loss"] for one in whole], rel=0.05)
+    if not more:
+        (found, _) = ranks.run(_dpo_by_hand, folder, "--mixed-precision")
+        assert found["dtypes"] == {torch.float32, torch.bfloat16}
+        assert {one.dtype for one in found["gradients"].values()} == {torch.float32}
+
+
 def test_dpo_draws_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
     """The first loss is that of a policy which still is the reference: no mask makes them differ."""
     folder = save("gpt2", tmp_path / "model", n_positions=64, resid_pdrop=0.5).removeprefix("hf:")
-    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 1) == [[pytest.approx(math.log(2), rel=1e-6)]] * 2
+    assert ranks.run(_losses_on_ranks, folder, tmp_path / "out", 1) == [[pytest.approx(math.log(2), rel=1e-6)]] * 2
 
 
 def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
@@ -153,16 +238,21 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     status, printed = on_ranks_of_its_own(2, dpo.__file__, [folder, str(file), out], tmp_path, {})
     assert status == 0, printed
-    assert re.findall(r"^step (\d)/2  loss 0\.\d+$", printed, re.MULTILINE) == ["1", "2"]  # of one rank
+    numbers = "  ".join(rf"{name} -?\d\.\d{{4}}" for name in dpo.FIGURES)
+    assert re.findall(rf"^step (\d)/2  {numbers}$", printed, re.MULTILINE) == ["1", "2"]  # of one rank
     assert {"config.json", "tokenizer.json"} <= {one.name for one in (tmp_path / "out" / "model-2").iterdir()}
     short = save("llama", tmp_path / "short", vocab_size=300, max_position_embeddings=4).removeprefix("hf:")
     make_tokenizer(Path(short), PLAIN)
+    masked = save("bert", tmp_path / "masked").removeprefix("hf:")
     (tmp_path / "others.jsonl").write_text(file.read_text().replace("yes", "yea"))
     for words, part in (
         ([folder, str(tmp_path / "others.jsonl"), out], "--dataset: the checkpoint's data differs from this run's"),
         ([folder, str(tmp_path / "none.jsonl"), out], "none.jsonl: there is no file of text"),
         ([short, str(file), out], "more than 4 tokens, and none is cut"),
-        ([folder, str(file), out, "chosen=good"], "pairs.jsonl, line 1: has no field good, which --chat-fields names"),
+        ([masked, str(file), out], "masked: doesn't learn the next token, as answers need; give a causal model"),
+        ([folder, str(file), out, "--chat-fields=chosen=good"], "line 1: has no field good, which --chat-fields names"),
+        ([folder, str(file), out, "--learning-rate=1e-6"], "--learning-rate=1e-6: no such flag; here it is --lr"),
+        ([folder, str(file)], "the following arguments are required: OUT"),
     ):
         status, printed = on_ranks_of_its_own(2, dpo.__file__, words, tmp_path, {})
         assert status == 2

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from examples import tp_fsdp2
-from examples.gradient_scales import scales
 from migration.prove.cli import against_one
 from migration.prove.launch import Failed
 from tests.harness import Ranks
@@ -162,13 +164,16 @@ def _scales(halved: bool) -> list[float]:
     alone(rows).square().mean().backward()
     loss = model(rows.chunk(2)[dist.get_rank()]).square().mean()
     (loss / 2 if halved else loss).backward()
-    assert all("torch.float32" in dtypes for *_, dtypes in scales(model, alone))
-    found = [(factor, off) for _, factor, off, _ in scales(model, alone)]
-    assert max(off for _, off in found) < 1e-6
-    return [factor for factor, _ in found]
+    page = (Path(__file__).parents[3] / "docs" / "migration-prove.md").read_text()
+    (block,) = re.findall(r"```python\n(def scales\(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"DTensor": DTensor}
+    exec(block, names)
+    found = list(names["scales"](model, alone))
+    assert max(off for *_, off in found) < 1e-6
+    return [factor for _, factor, _ in found]
 
 
-def test_the_function_of_the_examples_tells_the_scale_in_a_loop_of_ones_own(ranks: Ranks) -> None:
+def test_the_function_of_the_page_tells_the_scale_in_a_loop_of_ones_own(ranks: Ranks) -> None:
     for halved, expected in ((False, 1), (True, 0.5)):
         for found in ranks.run(_scales, halved):
             assert all(abs(factor - expected) < 1e-6 for factor in found)
