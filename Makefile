@@ -5,15 +5,14 @@ ARGS ?=
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-TRAIN = $(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.train
+# One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
+TORCHRUN = $(if $(filter-out 1,$(NPROC)),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} )$(BIN)/torchrun --nproc_per_node $(NPROC)
+TRAIN = $(TORCHRUN) -m fsdp2.train
 UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS)
 # The newest run, for `make resume` and `make infer`.
 RUN ?= $(patsubst %/config.json,%,$(shell ls -t runs/*/config.json 2>/dev/null | head -n 1))
 
 STAMP := $(shell date +%Y%m%d-%H%M%S)
-
-# One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
-export OMP_NUM_THREADS ?= 1
 
 # Many container images forbid Python to keep its bytecode. Each of the processes that Ray starts for a
 # run would then compile torch again: 20 s of CPU each instead of 8.
@@ -247,7 +246,7 @@ train-profile: $(VENV)/.installed  ## trace the first 6 steps with torch.profile
 
 .PHONY: doctor
 doctor: $(VENV)/.installed  ## is this cluster fit to train? Versions, limits, clocks, network
-	$(BIN)/torchrun --nproc_per_node $(NPROC) -m fsdp2.doctor $(ARGS)
+	$(TORCHRUN) -m fsdp2.doctor $(ARGS)
 
 .PHONY: compare
 compare: $(VENV)/.installed  ## DDP, FSDP1 and FSDP2 on one model: losses, time, memory, collectives
@@ -263,7 +262,7 @@ migrate-demo: $(VENV)/.installed  ## a script and a checkpoint from FSDP1 to FSD
 
 .PHONY: bench
 bench: $(VENV)/.bench  ## a step of ours beside other strategies and libraries (minutes; writes docs/notes/step-benchmark.md)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/torchrun --nproc_per_node $(NPROC) benchmarks/steps.py $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(TORCHRUN) benchmarks/steps.py $(ARGS)
 
 .PHONY: plan-accuracy
 plan-accuracy: $(VENV)/.installed  ## planned memory beside that of real runs (half an hour; writes docs/plan-accuracy.md)

@@ -53,14 +53,8 @@ def run(name: str, ranks: int, seconds: float, given: argparse.Namespace) -> boo
             command = [sys.executable, script, str(given.out)]
         else:
             page = given.out / f"{name if name != 'steps' else 'step'}-benchmark-gpu.md"
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={ranks}",
-                script,
-            ]
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            command = [sys.executable, *launcher, script]
             command += [*(QUICK[name] if given.quick else arguments), f"--page={page}", f"--device={given.device}"]
             command += [f"--dir={saves}"] if name == "checkpoint" else []
             command += [f"--seconds={max(1, seconds - START - LAST):.0f}"]

@@ -135,18 +135,9 @@ def planned(point: Mapping[str, Any], config: Config, runs: Runs, gpu: Gpu) -> P
     time = step_time(config, point["ranks"], runs, gpu.speed)
     beside = sum(term.bytes for term in terms(config, point["ranks"], memory) if term.name != "allocator")
     assert time.tokens_per_second is not None
-    return Planned(
-        time.tokens_per_second / point["ranks"],
-        time.milliseconds,
-        time.low,
-        time.high,
-        time.exposed_ms,
-        time.idle_ms,
-        memory.peak.bytes,
-        memory.reserved,
-        beside,
-        dict(memory.peak.kinds),
-    )
+    tokens, peak = time.tokens_per_second / point["ranks"], memory.peak
+    of_time = tokens, time.milliseconds, time.low, time.high, time.exposed_ms, time.idle_ms
+    return Planned(*of_time, peak.bytes, memory.reserved, beside, dict(peak.kinds))
 
 
 def rows(

@@ -231,7 +231,7 @@ class Config:
         "auto", "where to train; auto = on a GPU, if there is one", one_of("auto", "cpu", "cuda"), section="machine"
     )
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
-    threads: int | None = option(None, "CPU threads per rank; unset = cores / ranks on this node", whole(1, 1024))
+    threads: int | None = option(None, "CPU threads a rank; unset = OMP_NUM_THREADS, or cores / ranks", whole(1, 1024))
 
     doctor: bool = option(False, "examine the cluster first for some seconds, and don't train if it can't", switch)
 

@@ -136,7 +136,7 @@ def check_address(address: str) -> None:
 
 def surroundings(config: Config | None = None) -> dict[str, Any]:
     """Of the process in which a user has started a run: what its workers take over, logins of its trackers too."""
-    own = VARIABLES if config is not None and trackers_of(config) else ()
+    own = {"OMP_NUM_THREADS", *(VARIABLES if config is not None and trackers_of(config) else ())}
     environment = {name: value for name, value in os.environ.items() if name.startswith("FSDP2_") or name in own}
     return {"folder": os.getcwd(), "environment": environment}
 

@@ -71,6 +71,7 @@ def doctor_worker(job: dict[str, Any]) -> dict[str, int]:
 
 def _as_started(job: dict[str, Any]) -> None:
     quiet()
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: the user's is among those that follow
     os.environ.update(job["environment"])
     if os.path.isdir(job["folder"]):
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started

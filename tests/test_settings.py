@@ -104,6 +104,26 @@ def test_deterministic_algorithms_and_collections_leave_the_losses_as_they_are(t
     assert len(losses(plain)) == 3
 
 
+@pytest.mark.parametrize(
+    ("said", "count", "expected"),
+    [("3", 1, 3), ("1", 1, 1), ("3,1", 2, 3), ("1", 2, None), ("many", 1, None), (None, 1, None)],
+)
+def test_threads_are_those_of_the_flag_else_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, count: int, expected: int | None
+) -> None:
+    """torchrun sets OMP_NUM_THREADS to 1 for each of several ranks, so that 1 may be nobody's word there."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before, world = torch.get_num_threads(), World(0, count, 0, count)
+    try:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        assert runtime.set_threads(None, world) == (expected or max(1, cores // count))
+        assert runtime.set_threads(2, world) == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_each_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(3, 4, 3, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

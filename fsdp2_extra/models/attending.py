@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ def attentions(config: Any, model_class: Any, task: str) -> Sequence[str]:
     flex = task == "causal" and bool(getattr(model_class, "_supports_flex_attn", False)) and not drops
     torchs = KERNELS if getattr(model_class, "_supports_sdpa", False) else ()
     return ("auto", *torchs, *(["flex"] if flex else []))
+
+
+def not_on_padding(record: logging.LogRecord) -> bool:
+    """A filter for what transformers logs: no row begins with padding, on which GPT-2 gives advice, on each rank."""
+    return "`attention_mask`" not in str(record.msg)
 
 
 def by_flex(model: Any) -> nn.Module:

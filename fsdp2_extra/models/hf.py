@@ -17,7 +17,7 @@ from fsdp2.units import install
 from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.foreign.code import installed_code_only
 from fsdp2_extra.foreign.model_files import files_to_keep
-from fsdp2_extra.models.attending import attentions, by_flex
+from fsdp2_extra.models.attending import attentions, by_flex, not_on_padding
 from fsdp2_extra.models.blocks import find_blocks
 from fsdp2_extra.models.causal import sees_later
 from fsdp2_extra.models.hf_config import TASKS, class_for, require_trainable, settle, task_of, transformers_can
@@ -41,6 +41,7 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
     except ImportError:
         raise ValueError(f"transformers isn't installed; {install('hf')}") from None
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # a line for each enum of torchao's
+    logging.getLogger("transformers.modeling_utils").addFilter(not_on_padding)
     folder = folder_of(place)
     file = folder / "config.json"
     bounds = Foreign(str(file), ValueError, "give another model, or lower its numbers", file.stat().st_size, MEMORY)

@@ -118,8 +118,8 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     flags.write_text(json.dumps({"flags": to_flags(config)}))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"]
     command = [*launcher, "-m", "fsdp2.train", f"--config={flags}", f"--run-dir={run}", *code_flags(row.config)]
-    # torchrun would set one thread, and say so at length; the training sets its own.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # torchrun would set one thread for each of several ranks, and say so at length; the training sets its own.
+    environment = {**({"OMP_NUM_THREADS": "1"} if row.ranks > 1 else {}), **os.environ}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         raise RunFailed(reason(result.stderr or result.stdout))

@@ -79,8 +79,9 @@ def torchrun(ranks: int) -> Launch:
     def launch(job: Path) -> str | None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*launcher, "-m", "fsdp2_tools.tune.trial", str(job)]
-        # torchrun would set one thread, and say so at length; the trial sets its own.
-        result = subprocess.run(command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+        # torchrun would set one thread for each of several ranks, and say so at length; the trial sets its own.
+        environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
         if result.returncode == 0:
             return None
         output = result.stderr + result.stdout

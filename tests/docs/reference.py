@@ -194,7 +194,8 @@ VARIABLES = {
     "XDG_CACHE_HOME": "downloads and tokenised text are below its folder `fsdp2`; unset, below `~/.cache`",
     "CUDA_VISIBLE_DEVICES": "which GPUs a process sees",
     "CUBLAS_WORKSPACE_CONFIG": "`--deterministic` sets it to `:4096:8` unless you do",
-    "OMP_NUM_THREADS": "no effect on training: `--threads` decides. Setting it keeps torchrun from warning",
+    "OMP_NUM_THREADS": "threads of a rank where `--threads` is unset; of several ranks 1 doesn't count, as "
+    "torchrun sets it. Setting it keeps torchrun from warning",
     "CC": "the C compiler of `--compile` on a GPU",
     "CXX": "the C++ compiler of `--compile` on a CPU, and of DeepSpeed",
     "WANDB_MODE": "`offline`: `--track wandb` writes a folder and needs no login; with `WANDB_API_KEY`, "

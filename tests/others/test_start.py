@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import train
+from fsdp2 import models, train
 from fsdp2.config import parse
 from fsdp2.data import digits
 from fsdp2.models.meta import parameters_on_meta
@@ -70,6 +71,21 @@ def test_quantized_weights_are_refused_and_not_cast_by_the_library(
     tensors.save_file({**weights, changed: weights[changed].to(dtype)}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=f"{re.escape(changed)} is of integers or 8 bits"):
         preflight(parse(line), World(0, 2, 0, 2))
+
+
+def test_a_row_that_ends_like_padding_brings_no_advice_from_each_rank(tmp_path: Path) -> None:
+    """GPT-2 is often given its end of a text as padding, and then warns of rows that are whole."""
+    spec, heard = models.get(save("gpt2", tmp_path / "model", pad_token_id=2)), logging.Handler()
+    said: list[str] = []
+    vars(heard)["emit"] = lambda record: said.append(record.getMessage())
+    library: Any = logging.getLogger("transformers")
+    library.addHandler(heard)
+    library.warning_once.__func__.cache_clear()  # so that it would say it again
+    try:
+        spec.build("own")(input_ids=torch.tensor([[5, 2]]))
+    finally:
+        library.removeHandler(heard)
+    assert said == []
 
 
 def test_the_operations_of_a_model_that_asks_for_values_are_counted(tmp_path: Path) -> None:

@@ -135,14 +135,16 @@ def _is_bound() -> bool:
 
 
 def set_threads(threads: int | None, world: World) -> int:
-    """Set torch's CPU threads, by default this node's cores divided by its ranks.
+    """Set torch's CPU threads: `threads`, else OMP_NUM_THREADS, else this node's cores divided by its ranks.
 
-    Set here and not left to the launcher: torchrun sets one thread only if it starts more than one rank, Ray
-    chooses another, and the number of threads changes the last bits of the losses.
+    Set here and not left to the launcher: of several ranks, torchrun sets OMP_NUM_THREADS to 1 where its user doesn't,
+    so that 1 says nothing there, Ray chooses another, and the number of threads changes the last bits of the losses.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    count = threads or max(1, cores // world.local_world_size)
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    said = int(asked) if asked.isdecimal() and (asked != "1" or world.local_world_size == 1) else 0
+    count = threads or said or max(1, cores // world.local_world_size)
     torch.set_num_threads(count)
     return count
 
