@@ -29,8 +29,7 @@ from fsdp2.config import Config
 from fsdp2.options.parser import Parser
 from fsdp2.run.process import ending
 from fsdp2_tools.plan.device import Gpu
-from fsdp2_tools.plan.execute import STEPS
-from fsdp2_tools.plan.memory import Runs
+from fsdp2_tools.plan.execute import STEPS, Runs
 from fsdp2_tools.plan.work import COMPUTE, COPY_OUT, KERNEL, REDUCE_IN
 
 PUBLISHED = Path(__file__).with_name("published.toml")

@@ -28,7 +28,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel import activation_checkpointing
 from fsdp2.parallel.names import FUSED
 from fsdp2_tools.plan.device import TABLE, Gpu, gpu_of, terms
-from fsdp2_tools.plan.memory import Runs, memory_of, run
+from fsdp2_tools.plan.execute import Runs, run
+from fsdp2_tools.plan.memory import memory_of
 from fsdp2_tools.plan.steptime import step_time
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -358,3 +358,10 @@ def patched_resize(ledger: Ledger) -> Iterator[None]:
     finally:
         # It is inherited: without an own attribute the class has the original again.
         del torch.UntypedStorage.resize_
+
+
+def enclosing(module: str, blocks: Container[str]) -> str:
+    """The name of the block that a module is or lies in; empty if it is in none."""
+    while module and module not in blocks:
+        module = module.rpartition(".")[0]
+    return module

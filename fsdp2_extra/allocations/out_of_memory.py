@@ -11,7 +11,7 @@ from fsdp2.config import Config
 from fsdp2.options.own_model import code_flags
 from fsdp2.parallel.engine import Engine
 from fsdp2.units import size
-from fsdp2_extra.allocations.ledger import Allocation, Ledger, by_kind
+from fsdp2_extra.allocations.ledger import Allocation, Ledger, by_kind, enclosing
 
 STATE = ("parameters", "gradients", "optimizer")
 
@@ -94,7 +94,7 @@ def _by_block(alive: Sequence[Allocation], blocks: Sequence[str], kind: str, *, 
     """Bytes of a kind by the block in whose forward they were made; with `whole` the block's own output too."""
     sizes = dict.fromkeys(blocks, 0)
     for allocation in alive:
-        block = next((b for b in blocks if f"{allocation.module}.".startswith(f"{b}.")), None)
-        if block is not None and allocation.kind == kind and (whole or allocation.module != block):
+        block = enclosing(allocation.module, sizes)
+        if block and allocation.kind == kind and (whole or allocation.module != block):
             sizes[block] += allocation.bytes
     return sizes

@@ -65,6 +65,10 @@ class Asked:
     html: Path | None
     as_json: bool
 
+    def tell(self, *lines: str) -> None:
+        if not self.as_json:
+            print(*lines, sep="\n", flush=True)
+
 
 def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     """Plan, print, and return the plans. Raises ConfigError for flags that make no sense."""
@@ -119,44 +123,47 @@ def read(arguments: Sequence[str] | None) -> Asked:
 
 def _plan(asked: Asked, say: Say) -> list[Plan]:
     """Plans for each number of ranks, after they were printed, with advice, and written where that was asked for."""
-    config, gpu, limit = asked.config, asked.gpu, asked.limit
     plans = []
     for count in asked.ranks:
         say(f"planning {count:,} ranks")
-        plans.append(plan(config, count, gpu, limit, last=True))
-
-    def tell(*lines: str) -> None:
-        if not asked.as_json:
-            print(*lines, sep="\n", flush=True)
-
+        plans.append(plan(asked.config, count, asked.gpu, asked.limit, last=True))
     # Before what takes as long again: what flags would save.
-    tell(*report.lines(plans, gpu), *([] if gpu is None else report_time.lines(plans, gpu, asked.tokens)))
-    found, wasted = None, None
+    times = [] if asked.gpu is None else report_time.lines(plans, asked.gpu, asked.tokens)
+    asked.tell(*report.lines(plans, asked.gpu), *times)
+    found, wasted = _advise(asked, plans, say)
+    text = report.as_json(plans, asked.gpu, found, asked.tokens, wasted)
+    if asked.as_json:
+        print(text)
+    if asked.html is not None:
+        _draw(asked.html, plans, asked.gpu, asked.limit, say)
+    if asked.config.run_dir is not None:
+        _leave(asked.config, text)
+    return plans
+
+
+def _advise(
+    asked: Asked, plans: Sequence[Plan], say: Say
+) -> tuple[advice.Advice | None, list[tuple[str, Plan]] | None]:
+    """Plan with other flags, print and return: of a plan that doesn't fit what saves, of others what could be used."""
     tried: dict[Config, Plan] = {}  # a flag alone is tried again where others were of no use
 
     def replan(changed: Config, flags: str) -> Plan:
         if changed not in tried:
             say(f"trying {flags}")
-            tried[changed] = plan(changed, advised.ranks, gpu, limit)
+            tried[changed] = plan(changed, advised.ranks, asked.gpu, asked.limit)
         return tried[changed]
 
     advised = next((one for one in reversed(plans) if not one.fits), plans[-1])
+    found, wasted = None, None
     # A run that is out of memory in spite of its plan finds in its directory what would save how much.
-    if not advised.fits or config.run_dir is not None:
+    if not advised.fits or asked.config.run_dir is not None:
         found = advice.advise(advised, replan)
         if not advised.fits:
-            tell("", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised))
-    if advised.fits and limit is not None:
+            asked.tell("", f"on {advised.ranks:,} ranks:", *advice.lines(found, advised))
+    if advised.fits and asked.limit is not None:
         wasted = advice.wasted(advised, replan)
-        tell("", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised))
-    text = report.as_json(plans, gpu, found, asked.tokens, wasted)
-    if asked.as_json:
-        print(text)
-    if asked.html is not None:
-        _draw(asked.html, plans, gpu, limit, say)
-    if config.run_dir is not None:
-        _leave(config, text)
-    return plans
+        asked.tell("", f"on {advised.ranks:,} ranks:", *advice.wasted_lines(wasted, advised))
+    return found, wasted
 
 
 def _check_search(ranks: Sequence[int], gpu: Gpu | None) -> None:

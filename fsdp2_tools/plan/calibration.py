@@ -20,7 +20,7 @@ from fsdp2.options.parser import flags_of_table, to_flags
 from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH
 from fsdp2_tools.plan.device import Gpu
-from fsdp2_tools.plan.memory import Runs
+from fsdp2_tools.plan.execute import Runs
 from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.steptime import whole_step

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,13 +32,15 @@ from fsdp2_extra.allocations.phases import Phases
 from fsdp2_extra.allocations.recorder import Recorder
 from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan import batches, fake
-from fsdp2_tools.plan.depth import shorten
+from fsdp2_tools.plan.depth import depths, shorten
 from fsdp2_tools.plan.fake_ledger import FakeLedger
 from fsdp2_tools.plan.saving import Saving, gathers_full_model, starting_from
 from fsdp2_tools.plan.work import Work
 
 STEPS = 2  # the first makes what later ones find: gathered buffers, gradients' memory
 PLANNED = ("fsdp2", "none")
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass
@@ -65,6 +67,39 @@ class Execution:
     average_bytes: int
     work: list[Work]
     starting: Timeline | None
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The executions that a plan is drawn from.
+
+    Attributes:
+        longer: of the whole model, or of one with fewer of its equal blocks.
+        short: of one with fewer blocks by a group; None if the whole model was executed.
+        times: how many groups of blocks the whole model has more than `longer`.
+    """
+
+    longer: Execution
+    short: Execution | None
+    times: int
+
+    def whole(self, of: Callable[[Execution], Number]) -> Number:
+        """A number of the whole model, by what it is of the models that were executed."""
+        return of(self.longer) if self.short is None else self.further(of(self.short), of(self.longer))
+
+    def further(self, short: Number, longer: Number) -> Number:
+        """A number of the whole model: each group of blocks that `longer` lacks adds what its last one did."""
+        return longer + self.times * (longer - short)
+
+
+def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
+    """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
+    there = depths(config)
+    if there is None:
+        return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
+    whole, short, longer = there
+    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
+    return Runs(done, one, (whole - longer) // (longer - short))
 
 
 def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *, gloo: bool = True) -> Execution:

@@ -1,45 +1,24 @@
-"""The most memory that a rank needs, by kind, phase and place."""
+"""The memory of a rank: its peaks, and what an allocator reserves for them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 
 from fsdp2.config import Config
 from fsdp2.run.process.settings import grows_segments
-from fsdp2_extra.allocations.ledger import KINDS, Allocation
-from fsdp2_extra.allocations.timeline import Timeline
+from fsdp2_extra.allocations.ledger import Allocation
 from fsdp2_tools.plan.allocator import reserved
-from fsdp2_tools.plan.depth import depths
-from fsdp2_tools.plan.execute import STEPS, Execution, execute
-from fsdp2_tools.plan.fake_ledger import LOSS
+from fsdp2_tools.plan.execute import STEPS, Execution, Runs
+from fsdp2_tools.plan.peaks import ON_HOST, Keep, Peak, Place, kind_of, peaks, whole_peaks
 from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
 
-LOGITS = "logits and loss"
 OFFLOADED = ("parameters", "gradients", "optimizer")  # by --cpu-offload, to the memory of the machine
-# Of saves and loads, in the memory of the machine as well, each with the name that saving.py gives its allocations.
-ON_HOST = {"staged": "copies for saving", "objects": "plans of all ranks", "on its way": "between device and file"}
 COMPUTATION = "computation"  # and the exchanges whose results are allocated on their own stream
 STREAMS = (COMPUTATION, "all-gather", "reduce-scatter")
-
 APART = ("evaluation", CHECKPOINT, FULL_MODEL, RESTORING, STARTING)  # phases that aren't training
-
-Place = tuple[str, str]  # phase, and the module or its part of the model
-Keep = Callable[[Allocation, str], bool]
-
-
-@dataclass(frozen=True)
-class Peak:
-    """A moment at which a rank holds the most: in a whole run, or in one place of it."""
-
-    phase: str
-    module: str
-    kinds: Mapping[str, int]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
@@ -73,31 +52,6 @@ class Memory:
         return self.parts["evaluation"]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The executions that a plan is drawn from.
-
-    Attributes:
-        longer: of the whole model, or of one with fewer of its equal blocks.
-        short: of one with fewer blocks by a group; None if the whole model was executed.
-        times: how many groups of blocks the whole model has more than `longer`.
-    """
-
-    longer: Execution
-    short: Execution | None
-    times: int
-
-
-def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
-    """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
-    there = depths(config)
-    if there is None:
-        return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
-    whole, short, longer = there
-    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
-    return Runs(done, one, (whole - longer) // (longer - short))
-
-
 def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = False) -> Memory:
     """Memory of `config` on the rank that was executed.
 
@@ -109,34 +63,30 @@ def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = Fa
     def elsewhere(allocation: Allocation, kind: str) -> bool:
         return offload_apart and (kind in ON_HOST.values() or (config.cpu_offload and kind in OFFLOADED))
 
-    found = _whole(runs, lambda allocation, kind: not elsewhere(allocation, kind))
-    on_host = _whole(runs, elsewhere).values()
-    done, one = runs.longer, runs.short
-    sizes = _sizes(done)
-    if one is not None:
-        sizes = {name: size + runs.times * (size - _sizes(one)[name]) for name, size in sizes.items()}
+    found = whole_peaks(runs, lambda allocation, kind: not elsewhere(allocation, kind))
+    exchanges = [exchange for exchange in runs.longer.timeline.collectives if exchange.step <= STEPS]
     parts: dict[str, Peak] = {}
     for peak in found.values():
         name = peak.phase if peak.phase in APART else "training"
-        parts[name] = max(parts.get(name, peak), peak, key=_bytes)
+        parts[name] = max(parts.get(name, peak), peak, key=attrgetter("bytes"))
     return Memory(
-        rank,
-        max(found.values(), key=_bytes),
-        _reserved(runs, elsewhere) if offload_apart else 0,
-        parts,
-        max(map(_bytes, on_host), default=0),
-        max((exchange.bytes for exchange in done.timeline.collectives if exchange.step <= STEPS), default=0),
-        **sizes,
+        rank=rank,
+        peak=max(found.values(), key=attrgetter("bytes")),
+        reserved=_reserved(runs, elsewhere) if offload_apart else 0,
+        parts=parts,
+        on_host=_highest(whole_peaks(runs, elsewhere)),
+        largest_exchange=max((exchange.bytes for exchange in exchanges), default=0),
+        exchanged_bytes=runs.whole(lambda done: sum(_exchanged(done))),
+        exchanges=runs.whole(lambda done: len(_exchanged(done))),
+        model_bytes=runs.whole(lambda done: done.model_bytes),
+        optimizer_bytes=runs.whole(lambda done: done.optimizer_bytes),
+        average_bytes=runs.whole(lambda done: done.average_bytes),
     )
 
 
-def _whole(runs: Runs, keep: Keep) -> dict[Place, Peak]:
-    """The peak of each place of the whole model."""
-    found = peaks(runs.longer, keep)
-    if runs.short is None:
-        return found
-    first = peaks(runs.short, keep)
-    return {place: _grown(first[place], peak, runs.times) for place, peak in found.items() if place in first}
+def _exchanged(done: Execution) -> list[int]:
+    """Bytes of the collectives of a step."""
+    return [exchange.bytes for exchange in done.timeline.collectives if exchange.step == STEPS]
 
 
 def _reserved(runs: Runs, elsewhere: Keep) -> int:
@@ -148,14 +98,11 @@ def _reserved(runs: Runs, elsewhere: Keep) -> int:
     def on(stream: str) -> Keep:
         return lambda allocation, kind: stream_of(allocation, kind) == stream and not elsewhere(allocation, kind)
 
-    def highest(found: Mapping[Place, Peak]) -> int:
-        return max(map(_bytes, found.values()), default=0)
-
-    streams = sum(highest(_whole(runs, on(stream))) for stream in STREAMS)
+    streams = sum(_highest(whole_peaks(runs, on(stream))) for stream in STREAMS)
     expandable = grows_segments(os.environ)
     holes = 0
     for done in filter(None, (runs.short, runs.longer)):
-        there = sum(highest(peaks(done, on(stream))) for stream in STREAMS)
+        there = sum(_highest(peaks(done, on(stream))) for stream in STREAMS)
         holes = max(holes, reserved(_events(done, elsewhere), expandable=expandable) - there)
     return streams + holes
 
@@ -174,77 +121,5 @@ def stream_of(allocation: Allocation, kind: str) -> str:
     return allocation.operation if allocation.operation in STREAMS else COMPUTATION
 
 
-def _bytes(peak: Peak) -> int:
-    return peak.bytes
-
-
-def _sizes(done: Execution) -> dict[str, int]:
-    sent = [exchange.bytes for exchange in done.timeline.collectives if exchange.step == STEPS]
-    sizes = {name: getattr(done, name) for name in ("model_bytes", "optimizer_bytes", "average_bytes")}
-    return {**sizes, "exchanged_bytes": sum(sent), "exchanges": len(sent)}
-
-
-def _grown(first: Peak, second: Peak, times: int) -> Peak:
-    """The peak in the same place of a model that has so many more groups of blocks than the second."""
-    names = {**first.kinds, **second.kinds}
-
-    def further(before: int, after: int) -> int:
-        return after + times * (after - before)
-
-    kinds = {name: further(first.kinds.get(name, 0), second.kinds.get(name, 0)) for name in names}
-    return replace(second, kinds=kinds)
-
-
-def peaks(done: Execution, keep: Keep) -> dict[Place, Peak]:
-    """The most of each place, in the last step and what follows it, and while the weights to start from are loaded.
-
-    Places are numbered from the nearer end of the model, so that models of other depths have the same ones.
-
-    Args:
-        keep: of an allocation and its kind, whether it counts.
-    """
-    lines = [done.timeline] if done.starting is None else [done.timeline, done.starting]
-    return {place: peak for line in lines for place, peak in _peaks(line, done, keep).items()}
-
-
-def _peaks(line: Timeline, done: Execution, keep: Keep) -> dict[Place, Peak]:
-    index = {name: number for number, name in enumerate(done.blocks)}
-    found: dict[Place, tuple[int, dict[str, int], str]] = {}
-    kinds = dict.fromkeys((*KINDS, LOGITS, *ON_HOST.values()), 0)
-    total = 0
-    phases = iter([*line.phases, None])
-    phase = following = next(phases)
-    for when, change, allocation in line.changes():
-        while following is not None and following.began <= when:
-            phase, following = following, next(phases)
-        kind = kind_of(allocation, done)
-        if not keep(allocation, kind):
-            continue
-        total += change
-        kinds[kind] += change
-        assert phase is not None
-        if change <= 0 or phase.step < STEPS:
-            continue
-        place = (phase.name, _place(allocation.module, index))
-        if place not in found or total > found[place][0]:
-            found[place] = (total, dict(kinds), allocation.module)
-    return {
-        place: Peak(place[0], module, {kind: size for kind, size in sizes.items() if size})
-        for place, (_, sizes, module) in found.items()
-    }
-
-
-def kind_of(allocation: Allocation, done: Execution) -> str:
-    """The ledger's kind, but that what the last layer and the loss make is told apart, and what a save copies."""
-    if allocation.operation in ON_HOST:
-        return ON_HOST[allocation.operation]
-    kind = allocation.kind or "temporary"
-    return LOGITS if kind in ("activations", "temporary") and allocation.module in (LOSS, done.head) else kind
-
-
-def _place(module: str, index: Mapping[str, int]) -> str:
-    for name, number in index.items():
-        if module == name or module.startswith(f"{name}."):
-            nearer = number if number < len(index) / 2 else number - len(index)
-            return f"{nearer}{module.removeprefix(name)}"
-    return module
+def _highest(found: Mapping[Place, Peak]) -> int:
+    return max((peak.bytes for peak in found.values()), default=0)

@@ -14,7 +14,8 @@ from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.memory.html import COLOURS, themed
 from fsdp2_tools.memory.page import figure as memory_figure
 from fsdp2_tools.plan.device import Gpu
-from fsdp2_tools.plan.memory import LOGITS, run
+from fsdp2_tools.plan.execute import run
+from fsdp2_tools.plan.peaks import LOGITS
 from fsdp2_tools.plan.plans import Plan
 from fsdp2_tools.plan.report import heading, where
 from fsdp2_tools.plan.report_time import duration
@@ -46,7 +47,7 @@ def page(plans: Sequence[Plan], gpu: Gpu | None, config: Config, say: Callable[[
     figures, titles = [memory], ["Memory"]
     drawn = f"Memory: rank 0 of {ranks:,}, over two steps and an evaluation"
     if runs.short is not None:
-        whole = len(runs.longer.blocks) + runs.times * (len(runs.longer.blocks) - len(runs.short.blocks))
+        whole = runs.whole(lambda done: len(done.blocks))
         drawn += f", with {len(runs.longer.blocks)} of the {whole} equal blocks; all else here is of the whole model"
     if gpu is not None and gpu.speed is not None:
         figures.append(_exchanges(replayed(runs, gpu.speed, config).spans))

@@ -10,7 +10,8 @@ from fsdp2.parallel.names import FUSED
 from fsdp2.run.preflight import check_model, check_world
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.device import Gpu, Term, beside_on_cpu, terms
-from fsdp2_tools.plan.memory import Memory, Runs, memory_of, run
+from fsdp2_tools.plan.execute import Runs, run
+from fsdp2_tools.plan.memory import Memory, memory_of
 from fsdp2_tools.plan.steptime import StepTime, step_time
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp2.units import size
 from fsdp2_tools.plan.advice import Advice
 from fsdp2_tools.plan.device import Gpu
-from fsdp2_tools.plan.memory import Peak
+from fsdp2_tools.plan.peaks import Peak
 from fsdp2_tools.plan.plans import Plan
 from fsdp2_tools.plan.report_time import gpu_hours
 

@@ -173,7 +173,7 @@ def search(
     Raises ConfigError if the Config itself can't be planned.
     """
     found = [Setting({}, replan(config, "default"))]
-    too_heavy = [config for one in found if not one.plan.fits]
+    too_heavy = [] if found[0].plan.fits else [config]
     seen = {name_of({})}
     expanded: set[str] = set()
     while one := next(

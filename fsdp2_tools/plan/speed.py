@@ -92,19 +92,16 @@ def read_speed(where: str, values: Mapping[str, Any], *, on_cpu: bool = False) -
     if number["gpus_per_node"] != int(number["gpus_per_node"]):
         raise ConfigError(f"{where}: gpus_per_node {number['gpus_per_node']:g}: must be a whole number")
     return Speed(
-        {name: value * 1e12 for name, value in flops.items()},
-        number["memory_gb_per_s"] * GB,
-        int(number["gpus_per_node"]),
-        number["link_gb_per_s"] * GB,
-        number["network_gb_per_s"] * GB,
-        number["host_gb_per_s"] * GB,
-        number["link_us"] * 1e-6,
-        number["network_us"] * 1e-6,
-        efficiency,
-        number["spread"],
-        number["operator_us"] * 1e-6,
-        number["exchange_us"] * 1e-6,
-        on_cpu,
+        flops={name: value * 1e12 for name, value in flops.items()},
+        gpus_per_node=int(number["gpus_per_node"]),
+        efficiency=efficiency,
+        spread=number["spread"],
+        on_cpu=on_cpu,
+        **{name: number[f"{name}_gb_per_s"] * GB for name in ("memory", "link", "network", "host")},
+        link_latency=number["link_us"] * 1e-6,
+        network_latency=number["network_us"] * 1e-6,
+        operator=number["operator_us"] * 1e-6,
+        exchange=number["exchange_us"] * 1e-6,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from fsdp2.config import Config
+from fsdp2_extra.allocations.ledger import enclosing
 from fsdp2_tools.plan import links
-from fsdp2_tools.plan.execute import STEPS, Execution
-from fsdp2_tools.plan.memory import Runs
+from fsdp2_tools.plan.execute import STEPS, Execution, Runs
 from fsdp2_tools.plan.schedule import BACKWARD, FORWARD, Event, Group, Replay, averaged, deepened, events, replay
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
@@ -50,16 +52,16 @@ def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
     dtype = {"bf16": "bf16", "fp16": "fp16"}.get(config.mixed_precision or "", "fp32")
     flops = 3 * _forward_flops(config, ranks, runs)
     return StepTime(
-        usual.seconds * 1e3,
-        fast.seconds * 1e3,
-        slow.seconds * 1e3,
-        usual.compute * 1e3,
-        usual.exposed * 1e3,
-        usual.idle * 1e3,
-        tuple(averaged(usual.groups)),
-        samples / usual.seconds,
-        samples * config.seq_len / usual.seconds if config.spec.kind == "language" else None,
-        flops / usual.seconds / speed.flops[dtype],
+        milliseconds=usual.seconds * 1e3,
+        low=fast.seconds * 1e3,
+        high=slow.seconds * 1e3,
+        compute_ms=usual.compute * 1e3,
+        exposed_ms=usual.exposed * 1e3,
+        idle_ms=usual.idle * 1e3,
+        groups=tuple(averaged(usual.groups)),
+        samples_per_second=samples / usual.seconds,
+        tokens_per_second=samples * config.seq_len / usual.seconds if config.spec.kind == "language" else None,
+        mfu=flops / usual.seconds / speed.flops[dtype],
     )
 
 
@@ -69,31 +71,24 @@ def whole_step(config: Config, runs: Runs, speed: Speed) -> Replay:
     more = config.grad_accumulation - 3
     if more > 0:
         # The second of three is repeated: a fourth tells what each of them adds.
-        longer = replayed(runs, speed, config, 1)
-        whole = _added(whole, longer, whole, more)
-    last = _rest(runs.longer, speed, config)
-    if runs.short is not None:
-        last += runs.times * (last - _rest(runs.short, speed, config))
+        whole = _added(whole, replayed(runs, speed, config, 1), more)
+    last = runs.whole(lambda done: _rest(done, speed, config))
     whole.seconds += last
     whole.compute += last
     return whole
 
 
-def _added(base: Replay, second: Replay, first: Replay, times: int) -> Replay:
-    """`base` and so many times what `second` has more than `first`."""
+def _added(base: Replay, longer: Replay, times: int) -> Replay:
+    """`base` and so many times what `longer` has more."""
 
-    def further(name: str) -> float:
-        return float(getattr(base, name) + times * (getattr(second, name) - getattr(first, name)))
+    def further(one: object, more: object, *names: str) -> dict[str, Any]:
+        return {n: getattr(one, n) + times * (getattr(more, n) - getattr(one, n)) for n in names}
 
-    groups = {}
-    for key, group in base.groups.items():
-        after, before = second.groups.get(key, group), first.groups.get(key, group)
-        values = {n: getattr(group, n) + times * (getattr(after, n) - getattr(before, n)) for n in _SUMS}
-        groups[key] = Group(*key, **values)
-    return Replay(further("seconds"), further("compute"), further("exposed"), further("idle"), groups)
-
-
-_SUMS = ("count", "milliseconds", "compute", "exposed")
+    groups = {
+        key: Group(*key, **further(one, longer.groups.get(key, one), "count", "milliseconds", "compute", "exposed"))
+        for key, one in base.groups.items()
+    }
+    return Replay(**further(base, longer, "seconds", "compute", "exposed", "idle"), groups=groups)
 
 
 def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
@@ -117,15 +112,11 @@ def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
             copies += [dataclasses.replace(event, phase=numbers[event.phase]) for event in part]
         found = [*found[:where], *copies, *found[where:]]
     names = set(done.blocks)
-    return replay(found, phases, lambda event: _name(event, names), on_cpu=speed.on_cpu)
 
+    def name_of(event: Event) -> str:
+        return "block" if enclosing(event.module, names) else event.module or "root"
 
-def _name(event: Event, blocks: set[str]) -> str:
-    """A readable name of a group: a block, or the module that is gathered."""
-    name = event.module
-    while name and name not in blocks:
-        name = name.rpartition(".")[0]
-    return "block" if name else event.module or "root"
+    return replay(found, phases, name_of, on_cpu=speed.on_cpu)
 
 
 def _rest(done: Execution, speed: Speed, config: Config) -> float:
@@ -143,7 +134,8 @@ def _rest(done: Execution, speed: Speed, config: Config) -> float:
 def _priced(done: Execution, speed: Speed, config: Config, names: Sequence[str]) -> list[Event]:
     """The events of the last step in these phases."""
     phases = done.timeline.phases
-    block_of = _numbers(done.blocks)
+    numbers = {name: number for number, name in enumerate(done.blocks)}
+    block_of = cache(lambda module: numbers.get(enclosing(module, numbers)))
     there = [w for w in done.work if phases[w.phase].step == STEPS and phases[w.phase].name in names]
     return events(there, [phase.name for phase in phases], block_of, lambda work: price(work, speed, config), speed)
 
@@ -166,21 +158,6 @@ def price(work: Work, speed: Speed, config: Config) -> float:
     return seconds
 
 
-def _numbers(blocks: Sequence[str]) -> Callable[[str], int | None]:
-    index = {name: number for number, name in enumerate(blocks)}
-    known: dict[str, int | None] = {}
-
-    def block_of(module: str) -> int | None:
-        if module not in known:
-            name = module
-            while name and name not in index:
-                name = name.rpartition(".")[0]
-            known[module] = index.get(name)
-        return known[module]
-
-    return block_of
-
-
 def _forward_flops(config: Config, ranks: int, runs: Runs) -> int:
     """Of a rank's forward passes in one step, as an MFU counts them."""
 
@@ -194,5 +171,4 @@ def _forward_flops(config: Config, ranks: int, runs: Runs) -> int:
         more = config.grad_accumulation - len(each)
         return sum(each) + (more * each[1] if more > 0 and len(each) > 1 else 0)
 
-    last = of(runs.longer)
-    return last if runs.short is None else last + runs.times * (last - of(runs.short))
+    return runs.whole(of)

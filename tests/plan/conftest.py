@@ -1,22 +1,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fsdp2.config import Config
-from fsdp2_tools.plan import memory
+from fsdp2_tools.plan import execute as executing
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _each_execution_once() -> Iterator[None]:
     """Plans of the same flags and ranks, a second of computing each, are drawn from one execution."""
-    done: dict[Any, memory.Execution] = {}
-    original = memory.execute
+    done: dict[Any, executing.Execution] = {}
+    original = executing.execute
 
-    def execute(config: Config, *rest: Any, **more: Any) -> memory.Execution:
+    @functools.wraps(original)
+    def execute(config: Config, *rest: Any, **more: Any) -> executing.Execution:
         # Where a run is kept and when it ends change nothing that is executed.
         key = (dataclasses.replace(config, run_dir=None, memory_limit=None), rest, tuple(more.items()))
         if key not in done:
@@ -24,5 +26,5 @@ def _each_execution_once() -> Iterator[None]:
         return done[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "execute", execute)
+        patch.setattr(executing, "execute", execute)
         yield

@@ -13,7 +13,8 @@ import pytest
 from fsdp2.config import parse
 from fsdp2_extra.allocations.ledger import Ledger
 from fsdp2_extra.allocations.timeline import load
-from fsdp2_tools.plan.memory import Memory, memory_of, run
+from fsdp2_tools.plan.execute import run
+from fsdp2_tools.plan.memory import Memory, memory_of
 from tests.harness import main_in_ranks
 
 

@@ -20,7 +20,7 @@ from fsdp2_tools.plan import calibration
 from fsdp2_tools.plan.__main__ import main
 from fsdp2_tools.plan.calibration import FITTED, Trial, calibrate, changed
 from fsdp2_tools.plan.device import gpu
-from fsdp2_tools.plan.memory import Runs, run
+from fsdp2_tools.plan.execute import Runs, run
 
 SMALL = ["--model=llama", "--model-size=debug", "--batch-size=4", "--seq-len=96", "--no-save-model"]
 SETTINGS = ("", "--shard-granularity=root", "--fused-optimizer", "--replicas=2", "--batch-size=8", "--seq-len=24")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.plan import fake
-from fsdp2_tools.plan.memory import run
+from fsdp2_tools.plan.execute import run
 
 
 def test_a_fake_rank_is_the_rank_it_says_and_sends_nothing() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.config import Config, parse
-from fsdp2_tools.plan import memory
+from fsdp2_tools.plan import execute
 from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.saving import CHECKPOINT
 from tests.harness import Ranks
@@ -70,11 +70,11 @@ def test_a_plan_of_a_mesh_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, f
 def test_equal_blocks_planned_once_are_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{DEEP} --mixed-precision --activation-checkpointing"
     # Of six blocks nobody plans nine instead.
-    assert memory.depths(_config(flags)) is None
-    assert memory.depths(_config(flags.replace("10m", "160m"))) == (12, 4, 5)
-    monkeypatch.setattr(memory, "depths", lambda config: (6, 4, 5))
+    assert execute.depths(_config(flags)) is None
+    assert execute.depths(_config(flags.replace("10m", "160m"))) == (12, 4, 5)
+    monkeypatch.setattr(execute, "depths", lambda config: (6, 4, 5))
     short = planned(flags, ranks=64)
-    monkeypatch.setattr(memory, "depths", lambda config: None)
+    monkeypatch.setattr(execute, "depths", lambda config: None)
     whole = planned(flags, ranks=64)
     # Ranks send the names of blocks to each other, and some names are longer.
     objects = [one.parts.pop(CHECKPOINT).bytes for one in (short, whole)]  # type: ignore[attr-defined]

@@ -10,10 +10,10 @@ import pytest
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2_tools.plan import memory
+from fsdp2_tools.plan import execute
 from fsdp2_tools.plan.__main__ import main
 from fsdp2_tools.plan.device import Gpu, gpu
-from fsdp2_tools.plan.memory import Runs, run
+from fsdp2_tools.plan.execute import Runs, run
 from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.report_time import lines
 from fsdp2_tools.plan.schedule import Group
@@ -53,9 +53,9 @@ def test_equal_blocks_planned_once_take_the_same_time(
     monkeypatch: pytest.MonkeyPatch, flags: str, relative: float
 ) -> None:
     config = parse(f"{DEEP} --clip-grad-norm {flags}".split())
-    monkeypatch.setattr(memory, "depths", lambda config: (6, 3, 4))
+    monkeypatch.setattr(execute, "depths", lambda config: (6, 3, 4))
     short = run(config, 64, 0, gloo=False)
-    monkeypatch.setattr(memory, "depths", lambda config: None)
+    monkeypatch.setattr(execute, "depths", lambda config: None)
     whole = run(config, 64, 0, gloo=False)
     for speed in (SPEED, SLOW_LINKS, SLOW_GPU):
         one, other = (step_time(config, 64, runs, speed) for runs in (short, whole))
