@@ -18,12 +18,13 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory.lock import LostRunDir, SwapFiles, WriterLock
+from fsdp2.run.directory.lock import LostRunDir, WriterLock
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process import ending
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import World
 from fsdp2.train import main
+from fsdp2_extra.baselines.swap_files import SwapFiles
 from tests.harness import Ranks, of_kind, small
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -216,7 +216,7 @@ def test_an_extra_part_is_loaded_by_a_flag_alone_and_names_few_rooms() -> None:
     assert rooms.pop("foreign") == set(), "the doors stand alone"
     assert {room: found - {"units", "options"} for room, found in rooms.items()} == {
         "allocations": {"parallel", "config"},
-        "baselines": {"parallel"},
+        "baselines": {"parallel", "run"},
         "elastic": {"checkpoint", "parallel", "config", "run"},
         "low_precision": {"parallel"},
         "models": {"models", f"{EXTRA}.foreign"},

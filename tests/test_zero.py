@@ -17,10 +17,10 @@ from fsdp2.checkpoint.store import verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
-from fsdp2.run.directory.lock import SwapFiles
-from fsdp2_extra.baselines import zero_settings
+from fsdp2_extra.baselines import zero_refusals
 from fsdp2_extra.baselines.deepspeed_settings import settings
-from fsdp2_extra.baselines.zero_settings import choose_accelerator, deepspeed_config
+from fsdp2_extra.baselines.swap_files import SwapFiles
+from fsdp2_extra.baselines.zero_refusals import choose_accelerator
 from tests.harness import Ranks, full_files, losses, of_kind, peak_at_start, same
 
 needs_deepspeed = pytest.mark.skipif(
@@ -258,18 +258,8 @@ def test_files_of_a_rank_are_one_runs_and_go_with_it(tmp_path: Path) -> None:
 
 
 def _config(**values: Any) -> dict[str, Any]:
-    defaults: dict[str, Any] = {
-        "micro_batch": 8,
-        "clip": None,
-        "precision": None,
-        "reduce_dtype": "fp32",
-        "cpu_offload": False,
-        "nvme_offload": None,
-        "bucket_mb": 25,
-        "overlap_comm": False,
-        "device_type": "cpu",
-    }
-    return deepspeed_config(values.pop("stage", 2), **{**defaults, **values})
+    stage, device_type = values.pop("stage", 2), values.pop("device_type", "cpu")
+    return settings(Config(strategy=f"zero{stage}", batch_size=8, **values), device_type)
 
 
 def test_flags_become_deepspeeds_configuration() -> None:
@@ -277,7 +267,7 @@ def test_flags_become_deepspeeds_configuration() -> None:
     assert plain["gradient_clipping"] == 0.0
     buckets = {"reduce_bucket_size": 6553600, "allgather_bucket_size": 6553600}
     assert plain["zero_optimization"] == {"stage": 2, "overlap_comm": False, **buckets}
-    assert _config(clip=0.5)["gradient_clipping"] == 0.5
+    assert _config(clip_grad_norm=0.5)["gradient_clipping"] == 0.5
     assert _config(bucket_mb=2)["zero_optimization"]["reduce_bucket_size"] == 524288
     assert _config(bucket_mb=2)["zero_optimization"]["allgather_bucket_size"] == 524288
     assert _config(bucket_mb=2, stage=3)["zero_optimization"]["stage3_prefetch_bucket_size"] == 524288
@@ -287,7 +277,7 @@ def test_flags_become_deepspeeds_configuration() -> None:
     files = _config(nvme_offload="/disk", stage=3)["zero_optimization"]
     assert files["offload_optimizer"]["nvme_path"] == files["offload_param"]["nvme_path"] == "/disk"
     assert files["offload_param"]["device"] == "nvme"
-    half = _config(precision="fp16", reduce_dtype="fp16")
+    half = _config(mixed_precision="fp16", reduce_dtype="fp16")
     assert half["fp16"]["loss_scale_window"] == torch.amp.GradScaler("cpu").get_growth_interval()
     assert half["communication_data_type"] == "fp16"
 
@@ -352,8 +342,8 @@ def test_what_is_not_installed_is_named(
     from fsdp2.train import main
 
     found = importlib.util.find_spec("json")
-    monkeypatch.setattr(zero_settings.importlib.util, "find_spec", lambda name: None if name == module else found)
-    monkeypatch.setattr(zero_settings.shutil, "which", lambda name: None if name == module else f"/bin/{name}")
+    monkeypatch.setattr(zero_refusals.importlib.util, "find_spec", lambda name: None if name == module else found)
+    monkeypatch.setattr(zero_refusals.shutil, "which", lambda name: None if name == module else f"/bin/{name}")
     with pytest.raises(ConfigError, match=part):
         main(Config(strategy="zero1", device="cpu", run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

@@ -23,7 +23,6 @@ from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.job import Job, Origin
-from fsdp2.run.directory.lock import SwapFiles
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, default_path, large
 from fsdp2.run.process.runtime import World
@@ -61,6 +60,8 @@ def preflight(config: Config, world: World) -> Job:
     with ExitStack() as on_error:
         on_error.enter_context(job)
         if config.nvme_offload is not None:
+            from fsdp2_extra.baselines.swap_files import SwapFiles
+
             job.hold(SwapFiles(config.nvme_offload, world.rank).release)
         if world.rank != 0:
             if world.local_rank == 0:

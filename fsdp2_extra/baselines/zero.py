@@ -34,7 +34,7 @@ from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import DTYPES, fsdp2_policy, with_inputs_in
 from fsdp2.parallel.rules import Baseline, Options, Start
 from fsdp2_extra.baselines.start import fill, materialise, on_meta, ties_weights
-from fsdp2_extra.baselines.zero_settings import choose_accelerator, on_device, refusals
+from fsdp2_extra.baselines.zero_refusals import choose_accelerator, on_device, refusals
 from fsdp2_extra.baselines.zero_state import Shadow, shards_of
 
 SHARDED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration for our flags, and what it refuses."""
+"""What DeepSpeed can't honour of our flags, and where it can't be used."""
 
 from __future__ import annotations
 
@@ -6,60 +6,9 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 from fsdp2.parallel.rules import Options
 from fsdp2.units import install
-
-MIB_OF_FP32 = 1024 * 1024 // 4
-
-
-def deepspeed_config(
-    stage: int,
-    *,
-    micro_batch: int,
-    clip: float | None,
-    precision: str | None,
-    reduce_dtype: str,
-    cpu_offload: bool,
-    nvme_offload: str | None,
-    bucket_mb: float,
-    overlap_comm: bool,
-    device_type: str,
-) -> dict[str, Any]:
-    """DeepSpeed's configuration for our flags; see https://www.deepspeed.ai/docs/config-json/."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlap_comm}
-    if stage == 3:
-        # Its own linear layer, put in torch's place, rounds a product before it adds the bias: in bf16 the model would
-        # evaluate differently here than in inference. Torch's keeps no copy of the parameters either.
-        zero["memory_efficient_linear"] = False
-    # DeepSpeed's own is 500 million elements, allocated whole in each backward: 2 GB, however small the model.
-    elements = max(1, int(bucket_mb * MIB_OF_FP32))
-    zero |= {"reduce_bucket_size": elements}
-    zero |= {"stage3_prefetch_bucket_size": elements} if stage == 3 else {"allgather_bucket_size": elements}
-    if cpu_offload:
-        device = {"device": "cpu", "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}
-    if nvme_offload is not None:
-        device = {"device": "nvme", "nvme_path": nvme_offload, "pin_memory": device_type == "cuda"}
-        zero |= {"offload_optimizer": device, "offload_param": device}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        # The loop says which microbatch is the last, and scales each loss: DeepSpeed must not do so again.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": clip or 0.0,  # 1.0 if it isn't mentioned
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # ours are torch's own
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1_000_000_000,
-    }
-    if precision is not None:
-        config[precision] = {"enabled": True}
-        config["communication_data_type"] = reduce_dtype  # else gradients are summed in the compute dtype
-    if precision == "fp16":
-        # The rule of torch's GradScaler: twice as much after 2000 good steps, half at once after a bad one.
-        config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
-    return config
 
 
 def choose_accelerator(device_type: str) -> None:
