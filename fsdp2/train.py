@@ -87,7 +87,7 @@ def main(
 
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
-        app = state_of_run(engine, schedule.scheduler, batches, progress, world, device, also_saved)
+        app = state_of_run(config, engine, schedule.scheduler, batches, progress, world, device, also_saved)
         restored = resume(job, app, engine.ema, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank // config.tp, progress.step)

@@ -257,6 +257,17 @@ def test_a_run_goes_on_bit_for_bit_on_its_mesh(train: Train, tmp_path: Path, mes
     assert same(full_files(tmp_path / "run"), full_files(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize(("there", "here"), [("dp 2", "tp 2"), ("tp 2", "dp 2"), ("tp 2", "tp 2")])
+def test_random_generators_go_on_where_the_same_ranks_draw_alike(
+    train: Train, ranks: Ranks, there: str, here: str
+) -> None:
+    """Ranks that split layers drop the same of what each has whole, and ranks that have other samples don't."""
+    train(*ADAM, *MESHES[there][1], n=2, steps=1)
+    ranks.close()
+    rest = train(*ADAM, *MESHES[here][1], n=2, steps=2)
+    assert of_kind(rest, "resume")[0]["random_state_restored"] is (there == here)
+
+
 READERS = ("tp 2", "dp 2 x tp 2", "tp 2 x sp 2", "one")  # the others read in these ways, and with `-m slow` themselves
 
 

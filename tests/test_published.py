@@ -313,3 +313,50 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert parse(["--model=llama", f"--dataset={name}"]).dataset == f"datasets:{tmp_path}/owner/name:train"
     assert parse(["--model=llama", "--dataset=datasets:a/b.csv"]).dataset == f"datasets:{tmp_path}/a/b.csv"
     assert parse(["--model=llama", "--dataset=datasets:../a/b"]).dataset == f"datasets:{tmp_path.parent}/a/b"
+
+
+def _on_the_hub(folder: Path, name: str | None, settings: str = "") -> published.Published:
+    """A folder in the place of a name on the hub: the library describes both in the same way."""
+    if name is not None:
+        head = f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n  {settings}\n---\n"
+        (folder / "README.md").write_text(head)
+    return published.Published("hub", 0, "a commit", "", (str(folder),), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("a.csv", "quoting: 3", "csv with quoting 3"),
+        ("a.csv", "sep: ';'\n  nrows: 3", "csv with sep ';', nrows 3"),
+        ("a.tsv", "", r"csv with sep '\\t'"),
+        ("a.json", "field: data", "json with field 'data'"),
+    ],
+)
+def test_a_description_that_reads_files_in_another_way_is_refused(
+    tmp_path: Path, name: str, settings: str, said: str
+) -> None:
+    write(tmp_path / "data" / name.replace("tsv", "csv"), TEXTS).rename(tmp_path / "data" / name)
+    hub = _on_the_hub(tmp_path / "data", name, settings)
+    with pytest.raises(UnusableText, match=rf"hub: its description reads {said}, which isn't followed"):
+        published.look(hub)
+
+
+PARTS = [{"type": "text", "text": "b"}]
+TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": PARTS}]}
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize(
+    ("name", "content", "field", "wanted"),
+    [
+        ("a.csv", "text,day\nNone,1\n007,NA\n", "text", ["None", "007"]),
+        ("a.json", json.dumps([TALK, TALK]), {}, [TALK, TALK]),
+    ],
+)
+def test_files_of_a_name_on_the_hub_are_read_as_they_are_written(
+    tmp_path: Path, described: bool, name: str, content: str, field: Any, wanted: list[Any]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text(content)
+    hub = _on_the_hub(tmp_path / "data", name if described else None)
+    assert [row.content for row in published.rows(published.look(hub), field)] == wanted

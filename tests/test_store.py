@@ -165,6 +165,25 @@ def test_without_a_marker_there_is_nothing(tmp_path: Path) -> None:
         read_marker(store.checkpoint(7))
 
 
+def test_a_marker_that_is_not_known_to_be_durable_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run says that the step wasn't saved, and a resume goes on from it."""
+    store, real = Store(LocalFiles(tmp_path)), LocalFiles.fsync
+
+    def failing(self: LocalFiles, name: str) -> None:
+        if (self.root / MARKER).exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(self, name)
+
+    store.begin(1)
+    monkeypatch.setattr(LocalFiles, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.commit(1, {}, {})
+    assert store.committed() == []
+    assert store.remove_dead() == ["step-00000001"]
+
+
 def test_one_checkpoint_that_stays_keeps_no_others(tmp_path: Path) -> None:
     store = Store(LocalFiles(tmp_path / "checkpoints"))
     for step in (1, 2, 3, 4):

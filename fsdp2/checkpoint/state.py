@@ -225,12 +225,12 @@ def _require_counts(part: str, state: Mapping[str, Any], names: Sequence[str]) -
 class RandomState:
     """The random generators of this rank: torch on CPU and GPU, Python's and NumPy's, as tensors.
 
-    Each rank saves its own under its number. What a rank finds is its own from a run of the same world size;
-    `restorable` says so beforehand, because there is no right answer for another one.
+    Each rank saves its own under its number. What a rank finds is its own from a run of the same world size, in which
+    as many draw `alike`, as they split a layer: for others there is no right answer, and `restore` says so.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.key, self.device = f"rank{rank}", device
+    def __init__(self, rank: int, device: torch.device, alike: int = 1) -> None:
+        self.key, self.device = f"rank{rank}" + (f"-of-tp{alike}" if alike > 1 else ""), device
 
     def state_dict(self) -> dict[str, Any]:
         """The states of torch's, Python's and NumPy's generators on this rank, as tensors."""

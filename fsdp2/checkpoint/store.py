@@ -237,12 +237,16 @@ class Store:
     def commit(self, step: int, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
         """Make a checkpoint exist, after every rank's shards are durable; it is durable on return.
 
-        Args:
-            files: name -> `fingerprint` of every file in the directory.
-            info: what else the marker says: world size, mesh, config, versions, names and shapes.
+        `files` is name -> `fingerprint` of every file in the directory, `info` what else the marker says: world size,
+        mesh, config, versions, names and shapes.
         """
         content = {"step": step, **info, "time": time.time(), "files": dict(sorted(files.items()))}
-        write_marker(self.checkpoint(step), content)
+        try:
+            write_marker(self.checkpoint(step), content)
+        except OSError:  # perhaps of the last sync: what isn't known to be durable is no checkpoint
+            with suppress(OSError):
+                self.checkpoint(step).unlink(MARKER)
+            raise
 
     def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
         """Remove old committed checkpoints; the steps removed.

@@ -66,6 +66,7 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
 
 def state_of_run(
+    config: Config,
     engine: Engine,
     scheduler: LRScheduler,
     batches: Batches,
@@ -80,7 +81,7 @@ def state_of_run(
         "scaler": engine.scaler,
         "batches": batches,
         "progress": progress,
-        "rng": RandomState(world.rank, device),
+        "rng": RandomState(world.rank, device, config.tp),
         **engine.parts,
     }
     if taken := sorted({"model", "optim", *parts} & set(also_saved or {})):

@@ -190,14 +190,28 @@ def _opened(source: Published) -> _Split:
     found = builder.config.data_files or {}
     versions = [files.origin_metadata for files in found.values()]
     version = identity_of(repr(versions).encode()) if versions and all(all(one) for one in versions) else ""
-    reader = type(builder).__name__.lower()
-    splits = found if reader in WRITTEN else builder.as_streaming_dataset()
+    # The class is one of its own for each name, derived from the reader's.
+    reader = next((name for one in type(builder).__mro__ if (name := one.__name__.lower()) in WRITTEN), "")
+    if reader and (told := _told(builder.config, datasets.BuilderConfig())):
+        raise UnusableText(
+            f"{source.name}: its description reads {reader} with {told[:160]}, which isn't followed here; download its "
+            "files, and give them as .jsonl"
+        )
+    splits = found if reader else builder.as_streaming_dataset()
     if source.split not in splits:
         has = ", ".join(map(str, splits))
         raise UnusableText(f"{source.name}: has no split {source.split}; it has {has}; name one")
-    if reader in WRITTEN:
+    if reader:
         return _Split(version, (reader, tuple(map(str, found[source.split]))), None)
     return _Split(version, ("", ()), splits[source.split].with_format("arrow").iter(batch_size=256))
+
+
+def _told(config: Any, any_config: Any) -> str:
+    """In which way a description, or the end of a name, has a file read: none is followed but which files it names, and
+    into which types."""
+    own, beside = vars(type(config)()), {*vars(any_config), "features"}
+    told = {name: value for name, value in vars(config).items() if name not in beside and value != own[name]}
+    return ", ".join(f"{name} {value!r}" for name, value in told.items())
 
 
 def _written(found: _Split) -> Iterator[tuple[Any, str, int]]:

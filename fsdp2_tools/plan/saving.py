@@ -53,7 +53,7 @@ class Saving:
         self.config, self.engine, self.world, self.ledger, self.gathers = config, engine, world, ledger, gathers
         self.gpu = not ledger.gloo  # then what is saved is copied to the CPU
         state = engine.state
-        parts = {"progress": Progress(), "rng": RandomState(world.rank, torch.device("cpu")), **engine.parts}
+        parts = {"progress": Progress(), "rng": RandomState(world.rank, torch.device("cpu"), config.tp), **engine.parts}
         self.app = AppState(state["model"], state["optimizer"], parts, engine, engine.elsewhere)
         asynchronous = config.async_checkpoint is not None
         self._staging = Staging(engine.optimizer, torch.device("cpu")) if asynchronous else None

@@ -76,9 +76,8 @@ def _percent(ratio: float) -> str:
 
 
 def flags(config: Config) -> dict[str, Any]:
-    """The flags that differ from a training's defaults, as a file for `--config` holds them."""
-    plain = to_flags(Config(model=config.model, model_size=config.model_size))
-    return {k: v for k, v in to_flags(config).items() if k in ("model", "model-size") or v != plain[k]}
+    """All but those of a run, as a file for `--config` holds them: beside other flags a default is another one."""
+    return {name: value for name, value in to_flags(config).items() if name not in OF_A_RUN}
 
 
 def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], out: Path) -> None:
@@ -97,7 +96,7 @@ def write(tried: Sequence[Candidate], best: Candidate, facts: dict[str, Any], ou
             "changes": one.changes,
             "failed": one.failed,
             "planned": {"tensors": one.planned_bytes, "step_ms": one.planned_ms},
-            "flags": {name: value for name, value in to_flags(one.config).items() if name not in OF_A_RUN},
+            "flags": flags(one.config),
             "measured": {"tensors": one.peak_bytes or None, "step_ms": one.milliseconds(tried[0])},
             "step_ms": one.step_ms,
             "ratios": one.ratios,

@@ -19,7 +19,7 @@ from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.settings import process_settings
 from fsdp2_tools.tune import __main__ as tune
-from fsdp2_tools.tune import launch, trial
+from fsdp2_tools.tune import launch, report, trial
 from fsdp2_tools.tune.rounds import Candidate
 from fsdp2_tools.tune.trial import WARM_UP, Trial
 from tests.harness import SMALL, Launches, Ranks
@@ -170,6 +170,22 @@ def test_bad_input_is_refused_before_anything_is_started(
         tune.main([*SMALL, "--plans=2", f"--out={tmp_path / 'out'}", *flags.split()])
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        # From weights, these are other than what a run has that says nothing.
+        "--model=llama --model-size=debug --init-from=a.pt --epochs=12 --optimizer=adam --lr=1e-3 --schedule=step "
+        "--warmup-steps=0 --clip-grad-norm=off --seq-len=128 --batch-size=64",
+    ],
+)
+def test_the_settings_that_are_left_are_those_that_were_tried(tmp_path: Path, flags: str) -> None:
+    config = parse(flags.split())
+    tried = Candidate("default", config, losses=[1.0], step_ms=[1.0], samples=1)
+    report.write([tried], tried, {}, tmp_path)
+    assert parse([f"--config={tmp_path / report.SETTINGS}"]) == config
 
 
 def test_a_search_in_which_nothing_ran_is_no_success(
