@@ -33,7 +33,7 @@ def observed(
     facts = {"rank": world.rank, "world_size": world.world_size, "device": device.type, "strategy": config.strategy}
     facts |= {"model": f"{config.model} {config.model_size}", "blocks": blocks}
     recorder: Recorder | None = None
-    run, record = checkpoints.run, checkpoints.job.write
+    run, record = checkpoints.run, checkpoints.hold.write
     with ExitStack() as observers:
         if config.memory_snapshot or config.memory_limit or config.profile:
             from fsdp2_extra.allocations.phases import Phases

@@ -105,7 +105,7 @@ def main(
             with watch.phase("evaluation"), engine.evaluating():
                 return evaluate(engine.forward, spec, dataset.test, config, world, device)
 
-        with job.starting():
+        with job.hold.starting():
             memory = write_start(config, job, world, app, device, folder, engine.files, finished=finished())
             reports = Reports(
                 config, run.metrics, run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event

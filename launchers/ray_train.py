@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     # All of `fsdp2.train`'s refusals, before Ray is started. Nothing is run here.
     for count in range(workers.least, workers.most):  # Ray may choose any of these
         check_world(config, World(0, count, 0, count))
-    preflight(config, World(0, workers.most, 0, workers.most)).release(refused=True)
+    preflight(config, World(0, workers.most, 0, workers.most)).hold.release(refused=True)
     prepare(options.address)
     with plain_lines(), cluster(options):
         result = fit(options, config, storage, name, surroundings(config))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
-from fsdp2.run.process import agreement, ending, group
+from fsdp2.run.process import agreement, ending, group, meeting
 from fsdp2.run.process.agreement import MAY_DIFFER, difference, facts, require_agreement
 from fsdp2.run.process.variables import check_variables, require_address, speaks
 from fsdp2.train import main
@@ -163,7 +163,7 @@ def _come(rank: int, port: int, output: Path, line: list[str], ranks: int = 4) -
     with pytest.MonkeyPatch.context() as patch, ending.exit_status():
         patch.setattr(group, "LONG", timedelta(seconds=3))
         patch.setattr(ending, "_ended_by_launcher", lambda: False)  # nobody ends the others
-        patch.setattr(agreement, "SECONDS_IN_SILENCE", 1.0)
+        patch.setattr(meeting, "SECONDS_IN_SILENCE", 1.0)
         patch.setattr(agreement, "SECONDS_TO_READ", 3.0)
         main(parse(line))
 

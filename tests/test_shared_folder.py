@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory import job
+from fsdp2.run.directory import hold
 from fsdp2.run.directory import lock as lock_module
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.train import main
@@ -25,7 +25,7 @@ def _on_a_node_without_the_folder(run: Path, elsewhere: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             seen = functools.partial(WriterLock.is_seen, elsewhere, seconds=0.5)
-            patch.setattr(job.WriterLock, "is_seen", lambda path, token, **_: seen(token))
+            patch.setattr(hold.WriterLock, "is_seen", lambda path, token, **_: seen(token))
         with pytest.raises(ConfigError) as caught:
             main(parse(small(run, "--max-steps=1")))
     return str(caught.value)

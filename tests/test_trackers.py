@@ -326,7 +326,7 @@ def test_wandb_without_a_login_is_refused_and_nobody_is_asked(monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
 
     def check() -> None:
-        preflight(config, World(0, 1, 0, 1)).release(refused=True)
+        preflight(config, World(0, 1, 0, 1)).hold.release(refused=True)
 
     for content in (None, "machine github.com login somebody password 1\n", "machine\n"):
         if content is not None:
@@ -340,7 +340,7 @@ def test_wandb_without_a_login_is_refused_and_nobody_is_asked(monkeypatch: pytes
     home.unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
     check()
-    preflight(config, World(1, 2, 1, 2)).release(refused=True)  # another rank asks for nothing
+    preflight(config, World(1, 2, 1, 2)).hold.release(refused=True)  # another rank asks for nothing
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--track wandb: wandb isn't installed; .*pip install -e '\.\[wandb\]'"):
         check()

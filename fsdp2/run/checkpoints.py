@@ -17,9 +17,9 @@ from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite
-from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.marker import checkpoint_info
 from fsdp2.run.directory.rundir import large, too_large_unasked
+from fsdp2.run.job import Job
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped, broadcast, gather
 from fsdp2.run.watch.hangs import Watch
@@ -64,7 +64,7 @@ class Checkpoints:
         watch: Watch,
     ) -> None:
         """`reports`: where to report to. `watch`: must know that a save may take long."""
-        self.config, self.job, self.run, self.progress = config, job, job.run, progress
+        self.config, self.hold, self.run, self.progress = config, job.hold, job.run, progress
         self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
         self._info = checkpoint_info(config, runtime.world().world_size, config.spec)
         self._info |= {"optimizer": job.optimizer} if job.optimizer else {}
@@ -124,7 +124,7 @@ class Checkpoints:
         self.progress.metrics_position = known[0][0]
         info = {**self._info, "finite": finite}
         before_commit = partial(self._before_commit, self.progress.metrics_position)
-        self._end(self._saver.save(step, info, self.job.has_folder, before_commit))
+        self._end(self._saver.save(step, info, self.hold.require_folder, before_commit))
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
@@ -170,7 +170,7 @@ class Checkpoints:
     def _before_commit(self, position: int) -> None:
         """On rank 0, perhaps in the background, when the metrics file already has later steps than `position`."""
         self.run.upload_metrics(position)
-        self.job.still_ours()
+        self.hold.require_ours()
 
     def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
@@ -180,7 +180,8 @@ class Checkpoints:
         config, run = self.config, self.run
         if config.writes_full_model is False:
             return False
-        if not self.job.wants_full_model(self.progress.step, changed=changed):
+        self.hold.stop_if_lost()
+        if not broadcast(changed or not run.has_full_model(self.progress.step)):
             return True
         said = {part: self._info[part] for part in (meaning.PART, meaning.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):
@@ -284,7 +285,7 @@ class Checkpoints:
         with self._watch.phase("save"):
             self._end(self._failed or self._saver.wait())
         self._saver.close()
-        self.job.stop_if_lost()
+        self.hold.stop_if_lost()
         self._warn()
         if self.config.saves and self._saved_step != self.progress.step:
             raise SaveFailed(
@@ -315,12 +316,12 @@ class Checkpoints:
         text = str(ended.error)
         if runtime.world().rank == 0:
             try:
-                self.job.still_ours()  # else what looks dead may be a save of the run that has taken over
+                self.hold.require_ours()  # else what looks dead may be a save of the run that has taken over
                 self.run.store.remove_dead()  # room for the next one
             except (OSError, NotTheWriter) as error:
                 text += f"; what it left was not removed: {error}"
         if self._stops(ended.error):
-            self.job.stop_if_lost()  # then that is the reason, and what is left elsewhere is worth more than the error
+            self.hold.stop_if_lost()  # then that is the reason, and what is left elsewhere is worth more than the error
             raise ended.error
         if self._saved_step == ended.step:
             self._saved_step = -1  # so that the end of the run tries again

@@ -22,9 +22,10 @@ from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
-from fsdp2.run.directory.job import Job, Origin
+from fsdp2.run.directory.hold import Hold
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, default_path, large
+from fsdp2.run.job import Job, Origin
 from fsdp2.run.process.runtime import World
 
 OLDEST_TORCH = (2, 11)
@@ -56,20 +57,20 @@ def preflight(config: Config, world: World) -> Job:
         check_url(place, world)
     tensors = chain(model.named_parameters(), model.named_buffers())
     made_of = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
-    job = Job(place, made_of, Origin(partial=config.resume_partial))
+    job = Job(Hold(RunDir(place)), made_of, Origin(partial=config.resume_partial))
     with ExitStack() as on_error:
         on_error.enter_context(job)
         if config.nvme_offload is not None:
             from fsdp2_extra.baselines.swap_files import SwapFiles
 
-            job.hold(SwapFiles(config.nvme_offload, world.rank).release)
+            job.hold.also(SwapFiles(config.nvme_offload, world.rank).release)
         if world.rank != 0:
             if world.local_rank == 0:
                 check_room(config, model, world)
             on_error.pop_all()
             return job
         with _explained(config, place, job.run):
-            job.take()
+            job.hold.take()
             done = _choose_origin(config, world, model, job)
             stays = job.staying()
         origin = job.origin

@@ -22,9 +22,9 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
-from fsdp2.run.directory.job import Job, Origin
 from fsdp2.run.directory.marker import kept_files, shapes_of
 from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.job import Job, Origin
 from fsdp2.run.process.runtime import World, world
 from fsdp2.run.schedule import Length
 

@@ -14,9 +14,9 @@ from fsdp2.config import Config
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
 from fsdp2.parallel.engine import Engine
-from fsdp2.run.directory.job import Job
 from fsdp2.run.directory.marker import kept_files
 from fsdp2.run.directory.rundir import LINEAGE, write_config
+from fsdp2.run.job import Job
 from fsdp2.run.process.runtime import World
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def agree(config: Config, job: Job, world: World) -> NodeFolder | None:
         return None
     from fsdp2_extra.elastic.node_memory import NodeFolder
 
-    folder = NodeFolder(config, job.run, world, job.hold)
+    folder = NodeFolder(config, job.run, world, job.hold.also)
     if config.resume == "auto" and (found := folder.find(config, job.origin)) is not None:
         job.go_on_from(*found)
     return folder

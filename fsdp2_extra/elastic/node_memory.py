@@ -34,10 +34,10 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.shards import local
-from fsdp2.run.directory.job import Origin
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
+from fsdp2.run.job import Origin
 from fsdp2.run.process.group import broadcast, end_together, gather
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World

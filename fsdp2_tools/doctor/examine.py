@@ -18,7 +18,7 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import default_path
 from fsdp2.run.process import runtime
-from fsdp2.run.process.group import meeting_point
+from fsdp2.run.process.meeting import meeting_point
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.doctor import clock, collectives, compute, dataset, machine, network, step, storage
 from fsdp2_tools.doctor.asking import STARTING, Asker, Here, Question

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -16,13 +17,15 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fsdp2
 from fsdp2.options.errors import ConfigError, shown, some
+from fsdp2.run.process.meeting import has_met, meeting_point, parts
+from fsdp2.run.process.runtime import of_torchrun, world
 from fsdp2.units import tell
 
 # Of a node, and not of the run. `--device auto` may stand beside `cuda`: what it comes to is compared.
@@ -40,8 +43,6 @@ SAME_COMMAND = "give each rank the same command"
 
 # How long rank 0, which may hold the store, stays for the others to read why the run ends.
 SECONDS_TO_READ = 20.0
-# How long a rank may take to come before the others say that they wait for it.
-SECONDS_IN_SILENCE = 60.0
 
 
 def facts(flags: Mapping[str, Any], device: torch.device, world_size: int) -> dict[str, Any]:
@@ -204,17 +205,12 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
     return line
 
 
-class Waited(NamedTuple):
-    """A part of a wait: how much longer, how long with it, and whether it is the last."""
-
-    more: timedelta
-    seconds: float
-    last: bool
-
-
-def parts(patience: timedelta) -> list[Waited]:
-    """The parts of a wait. Between them, who waits says so."""
-    silence, whole = timedelta(seconds=SECONDS_IN_SILENCE), patience.total_seconds()
-    if patience <= silence:
-        return [Waited(patience, whole, last=True)]
-    return [Waited(silence, SECONDS_IN_SILENCE, last=False), Waited(patience - silence, whole, last=True)]
+def tell_others(why: str) -> None:
+    """Tell ranks that no launcher ends why this one refuses to come: they would wait for it."""
+    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or has_met():
+        return
+    with suppress(ConfigError, RuntimeError):  # nowhere to meet: then the others say who isn't there
+        here = world()
+        if here.world_size > 1:
+            store = meeting_point(here, SECONDS_TO_READ, "training")
+            refuse(why, store, here.rank, here.world_size)

@@ -20,7 +20,8 @@ from fsdp2.checkpoint.refusal import refusal
 from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.process.group import RunStopped, tell_others
+from fsdp2.run.process.agreement import tell_others
+from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.runtime import world
 from fsdp2.run.process.variables import speaks
 from fsdp2.units import tell

@@ -1,16 +1,11 @@
-"""The process group: where ranks meet, and how they exchange Python objects and end with the same reason."""
+"""The process group: how ranks join it, exchange Python objects in it, and end with the same reason."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import cache, partial
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +14,10 @@ import torch.distributed as dist
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run.process import agreement
-from fsdp2.run.process.runtime import World, end_with_launcher, of_torchrun, world
-from fsdp2.run.process.variables import require_address
-from fsdp2.units import tell
+from fsdp2.run.process.meeting import LONG, meeting_point
+from fsdp2.run.process.runtime import World, end_with_launcher
 
 T = TypeVar("T")
-
-# How long ranks wait for each other where nothing else says so: a download, a compilation, a shard on a slow disk.
-LONG = timedelta(minutes=30)
 
 
 class RunStopped(RuntimeError):
@@ -79,83 +70,6 @@ def process_group(world: World, device: torch.device, config: object = None) -> 
     # so late that the interpreter is ending, the process aborts (pytorch 190489): asleep, this one leaves it the lock.
     time.sleep(0.1)
     dist.destroy_process_group()
-
-
-@contextmanager
-def _port_refused() -> Iterator[None]:
-    port = os.environ["MASTER_PORT"]
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"MASTER_PORT={port}: is taken on {socket.gethostname()}, where rank 0 has to listen; choose another port, "
-            "or end the job that has it"
-        ) from None
-
-
-def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
-    """A store that all ranks see. Unlike torch's rendezvous it waits for no rank but rank 0, so a missing one can be
-    named.
-
-    With a process group it is a collective call. Raises ConfigError if the host of rank 0 has no address, if rank 0
-    has to listen at a port that is taken, and after so many seconds without rank 0's store.
-
-    Args:
-        purpose: ranks that call with the same one, equally often at one port, get the same store.
-    """
-    if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
-        address = os.environ.get("MASTER_ADDR", "localhost")
-        serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
-        port, number = broadcast((serves.port, next(_MEETINGS[address, 0, purpose])) if serves is not None else (0, 0))
-        store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
-        return dist.PrefixStore(f"{purpose}/{number}", store)
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    require_address(address, say=world.local_rank == 0)
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = world.rank == 0 and not of_agent
-    with _port_refused():
-        store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
-    # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
-    return dist.PrefixStore(f"{attempt}/{purpose}/{next(_MEETINGS[address, port, purpose])}", store)
-
-
-def tell_others(why: str) -> None:
-    """Tell ranks that no launcher ends why this one refuses to come: they would wait for it."""
-    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or _MEETINGS:
-        return
-    with suppress(ConfigError, RuntimeError):  # nowhere to meet: then the others say who isn't there
-        here = world()
-        if here.world_size > 1:
-            store = meeting_point(here, agreement.SECONDS_TO_READ, "training")
-            agreement.refuse(why, store, here.rank, here.world_size)
-
-
-_MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
-
-
-@cache  # alive until this process ends: meetings share a server, and others may still read
-def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: bool = False) -> dist.TCPStore:
-    make = partial(dist.TCPStore, address, port, None, serve, wait_for_workers=False, multi_tenant=port != 0)
-    for waited in agreement.parts(timedelta(seconds=seconds)):
-        try:
-            store = make(timeout=waited.more)
-            store.set_timeout(timedelta(seconds=seconds))
-            return store
-        except dist.DistNetworkError as error:
-            if serve or "timed out" not in str(error):
-                raise
-        why = (
-            f"nothing listens at port {port} for {waited.seconds:g} s, seen from {socket.gethostname()}; rank 0 isn't "
-            "started, or the port is blocked between the hosts"
-        )
-        if say and not waited.last:
-            tell(f"waiting for rank 0: MASTER_ADDR={address}: {why}")
-    raise ConfigError(f"MASTER_ADDR={address}: {why}")
 
 
 def broadcast(value: T) -> T:

@@ -22,7 +22,8 @@ from torch import nn
 
 from fsdp2.config import Config
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.process.group import LONG, broadcast
+from fsdp2.run.process.group import broadcast
+from fsdp2.run.process.meeting import LONG
 from fsdp2.run.process.runtime import world
 from fsdp2.run.watch.pace import Pace
 from fsdp2.run.watch.waiting import Standing, collectives_begun, groups_of, last_collective, look, verdict
