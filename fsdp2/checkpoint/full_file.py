@@ -13,6 +13,7 @@ from fsdp2.checkpoint.archive import load_archive
 from fsdp2.checkpoint.files import Files, is_there
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, read_marker, verify
+from fsdp2.checkpoint.together import of_all
 
 
 def read_full(path: Path) -> dict[str, Tensor]:
@@ -60,17 +61,16 @@ def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     doesn't fit.
     """
     full: dict[str, Tensor] = {}
-    problem: list[str | None] = [None]
+    problem: ValueError | None = None
     if dist.get_rank() == 0:
         try:
             full = read_full(path)
             if found := differences(full, targets):
-                problem = [f"{path} is of another model: {'; '.join(list(found.values())[:20])}"]
+                problem = ValueError(f"{path} is of another model: {'; '.join(list(found.values())[:20])}")
         except (OSError, ValueError) as error:
-            problem = [f"{path} can't be read: {error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
+            problem = ValueError(f"{path} can't be read: {error}")
+    if problem := of_all(problem):
+        raise problem
     return full
 
 

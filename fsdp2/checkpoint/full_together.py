@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from fsdp2.checkpoint.sources.safetensors_files import layout, shards_of, write_
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.state import AppState, plain_names
 from fsdp2.checkpoint.store import INDEX, MARKER, fingerprint, write_marker
+from fsdp2.checkpoint.together import of_all
 
 SHARD_BYTES = 4_000_000_000  # of tensors in one file
 
@@ -60,17 +61,16 @@ def save_together(
 
 def _together(work: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank and gather its results. Raises the error of any rank on each."""
-    result, problem = None, None
+    results: list[Any] = [None] * dist.get_world_size()
+    mine, problem = None, cast("Exception | None", None)
     try:
-        result = work()
+        mine = work()
     except (OSError, ValueError) as error:
-        problem = (OSError if isinstance(error, OSError) else ValueError), str(error)
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (result, problem))
-    for _, found in answers:
-        if found is not None:
-            raise found[0](found[1])
-    return [result for result, _ in answers]
+        problem = (OSError if isinstance(error, OSError) else ValueError)(str(error))
+    if problem := of_all(problem):
+        raise problem
+    dist.all_gather_object(results, mine)
+    return results
 
 
 def _begin(folder: LocalFiles, files: dict[str, dict[str, Tensor]]) -> None:

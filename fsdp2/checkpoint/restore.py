@@ -29,6 +29,7 @@ from fsdp2.checkpoint.store import (
     require_metadata,
     verify,
 )
+from fsdp2.checkpoint.together import of_all
 
 # What checkpoints of earlier versions, and optimizers of an older torch, lack: it stays as it is here.
 _NEWER = re.compile(r"app\.batches\.content$")
@@ -48,7 +49,7 @@ def open_together(
 
     Raises DamagedCheckpoint on every rank if any of them found damage.
     """
-    marker, reader, problem = dict[str, Any](), None, None
+    marker, reader, damage = dict[str, Any](), None, None
     try:
         marker = read_marker(checkpoint)
         require_metadata(checkpoint, marker)
@@ -58,9 +59,9 @@ def open_together(
         reader = SafeReader(checkpoint, marker["files"], {name: marker["files"][name][HASH] for name in compared})
         reader.read_metadata()
     except (DamagedCheckpoint, FileNotFoundError) as error:
-        problem = str(error)
-    if problems := _of_all_ranks(problem):
-        raise DamagedCheckpoint(problems)
+        damage = DamagedCheckpoint(str(error))
+    if damage := of_all(damage):
+        raise damage
     assert reader is not None
     return marker, reader
 
@@ -73,13 +74,6 @@ def _share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
         if (int(writer[1]) if writer else number) % world_size == rank:
             share.append(name)
     return share
-
-
-def _of_all_ranks(problem: str | None) -> str:
-    """Gather the problems of all ranks, each once. A collective call."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return "; ".join(sorted(set(filter(None, problems))))
 
 
 def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: tuple[int, int] | None = None) -> bool:
@@ -189,6 +183,6 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         raise cause from None
     except _BY_VALUES as error:
         # Raised by what the state is of, when it took a value. Other ranks may have taken theirs.
-        problem = str(error) if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})"
-    if problems := _of_all_ranks(problem):
-        raise ValueError(problems)
+        problem = ValueError(error if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})")
+    if problem := of_all(problem):
+        raise problem

@@ -25,6 +25,7 @@ from fsdp2.checkpoint.dcp_files import ShardWriter
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
+from fsdp2.checkpoint.together import of_all
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.staging import Staging
@@ -179,11 +180,9 @@ class Saver:
         try:
             staging.finish()
         except Exception as error:  # whatever it is, the other ranks must hear of it or wait for ever
-            problem = f"rank {dist.get_rank()}: {error!r}"
-        problems: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
-        found = [text for text in problems if text]
-        return SaveFailed(f"step {step} was not copied for saving: {'; '.join(found)}") if found else None
+            problem = RuntimeError(f"rank {dist.get_rank()}: {error!r}")
+        found = of_all(problem, self._group)
+        return SaveFailed(f"step {step} was not copied for saving: {found}") if found else None
 
     @property
     def busy(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +18,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source, comparable, weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
+from fsdp2.checkpoint.together import of_all
 
 Slices = Callable[[Tensor], tuple[slice, ...]]
 
@@ -89,7 +89,7 @@ def load_weights(
     numbers differ, and Refused if a rank can't read the place, or if that has several weights where the model has one.
     """
     fitting = Fitting({}, [])
-    problem: tuple[type[Refused], str] | None = None
+    problem: Refused | None = None
     try:
         with opened(place) as source:
             fitting = _fitting(source, targets, tied, partial=partial)
@@ -100,14 +100,11 @@ def load_weights(
                 local = target.to_local() if isinstance(target, DTensor) else target
                 local.copy_(source.read_part(original, slices_of(target)))
     except OtherWeights as error:
-        problem = OtherWeights, str(error)
+        problem = error
     except (Refused, DamagedCheckpoint, OSError) as error:
-        problem = Refused, str(error)
-    problems: list[tuple[type[Refused], str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise found[0](found[1])
+        problem = Refused(str(error))
+    if problem := of_all(problem):
+        raise problem
     return fitting
 
 

@@ -58,7 +58,7 @@ class Base:
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """The sum of the bits of all elements, as bfloat16, modulo 2^64: the same however the tensors are sharded.
+    """The sum of the bits of all elements, as bfloat16, modulo 2^63: the same however the tensors are sharded.
 
     A collective call where they are sharded. It tells one training's weights from another's, and not one order of the
     same numbers from another.
