@@ -245,11 +245,6 @@ def _check_lora(config: Options) -> None:
         raise ConfigError(
             "--lora without weights: adapters are trained beside weights that stay as they are; add --init-from"
         )
-    if config.strategy not in ("fsdp2", "ddp", "none"):
-        raise ConfigError(
-            f"--lora with --strategy {config.strategy}: that strategy flattens frozen and trained weights into "
-            "one tensor; use fsdp2, ddp or none"
-        )
     for flag, given, why in (
         ("--freeze", config.freeze, "all weights but the adapters are frozen already"),
         ("--init-partial", config.init_partial, "what is left out would be neither trained nor in a checkpoint"),
@@ -267,11 +262,6 @@ def _check_lora(config: Options) -> None:
 
 
 def _check_weights(config: Options) -> None:
-    if config.ema is not None and config.strategy not in ("fsdp2", "ddp", "none"):
-        raise ConfigError(
-            f"--ema with --strategy {config.strategy}: that strategy flattens several weights into one tensor; "
-            "use fsdp2, ddp or none"
-        )
     if config.ema is not None and config.resume_partial:
         raise ConfigError(
             "--ema with --resume-partial: the average would begin with weights that aren't used; use --init-from with "

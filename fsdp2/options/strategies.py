@@ -93,8 +93,9 @@ FSDP2 = Rules(
     honours=(
         *("cpu_offload", "replicas", "tp", "sp", "check_replicas", "memory_checkpoint", "shard_granularity"),
         *("reshard_after_forward", "explicit_prefetching", "forward_prefetch", "backward_prefetch"),
-        *("grad_accumulation_sync", "inspect", "betas", "weight_decay", "optimizer_state", "float8"),
+        *("grad_accumulation_sync", "inspect", "betas", "weight_decay", "optimizer_state", "float8", "lora", "ema"),
     ),
+    shards_state=True,
     refusals=_fsdp2_refusals,
     reads_as_fsdp2=True,
 )
@@ -126,6 +127,7 @@ PARTICULAR = {
     "float8": "isn't tried with layers in float8",
     "optimizer_state": "isn't tried with moments in few bits",
     "betas": "is given DeepSpeed's settings",
+    **dict.fromkeys(("lora", "ema"), "flattens several weights into one tensor"),
     "weight_decay": "flattens parameters, so that a norm's weight looks like any other's",
 }
 

@@ -32,6 +32,7 @@ class Rules:
         in_world: (options, number of ranks) -> refusals.
         on_device: (options, device type) -> refusals, of what isn't installed too.
         autocasts: whether its forward runs under autocast; the others cast the parameters.
+        shards_state: whether each rank keeps and saves a part of the parameters or of the optimizer's state.
         reads_as_fsdp2: whether inference reads its checkpoints into a model that FSDP2 shards.
     """
 
@@ -41,6 +42,7 @@ class Rules:
     in_world: Callable[[Options, int], Iterator[str]] = nothing
     on_device: Callable[[Options, str], Iterator[str]] = nothing
     autocasts: bool = False
+    shards_state: bool = False
     reads_as_fsdp2: bool = False
 
 

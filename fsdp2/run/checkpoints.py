@@ -111,7 +111,7 @@ class Checkpoints:
         if self.config.async_checkpoint == "skip" and not last and any(gather(self._saver.busy)):
             self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
             return
-        self._end(self._failed or self._saver.wait())
+        self._settle()
         self.compare_replicas()
         known = gather((self._reports.position(), is_finite(self._weights())))
         finite = all(finite for _, finite in known)
@@ -220,7 +220,7 @@ class Checkpoints:
         """Raise SaveFailed on every rank if `ranks` of them have seen a save fail."""
         if ranks:
             with self._watch.phase("save"):
-                self._end(self._failed or self._saver.wait())
+                self._settle()
 
     def stop_if_nonfinite(self, step: int, what: str) -> None:
         """Raise RunStopped if `--on-nonfinite` is stop."""
@@ -254,7 +254,7 @@ class Checkpoints:
         text += "; nothing was saved after it"
         with self._watch.phase("save"):
             try:
-                self._end(self._failed or self._saver.wait())
+                self._settle()
             except SaveFailed as error:
                 text += f"; {error}"
             self._saver.close()
@@ -283,7 +283,7 @@ class Checkpoints:
         too_large = too_large_unasked(self.config, self.config.spec) if finished else None
         full_model = finished and too_large is None and self.write_full_model(changed=changed)
         with self._watch.phase("save"):
-            self._end(self._failed or self._saver.wait())
+            self._settle()
         self._saver.close()
         self.hold.stop_if_lost()
         self._warn()
@@ -303,6 +303,10 @@ class Checkpoints:
 
     def _stops(self, error: SaveFailed) -> bool:
         return self.config.on_checkpoint_failure == "stop" or error.for_good
+
+    def _settle(self) -> None:
+        """Wait for the save in flight, or take the one that is known to have failed, and report how it has ended."""
+        self._end(self._failed or self._saver.wait())
 
     def _end(self, ended: Outcome | None) -> None:
         if ended is None:

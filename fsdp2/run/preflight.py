@@ -64,36 +64,40 @@ def preflight(config: Config, world: World) -> Job:
             from fsdp2_extra.baselines.swap_files import SwapFiles
 
             job.hold.also(SwapFiles(config.nvme_offload, world.rank).release)
-        if world.rank != 0:
-            if world.local_rank == 0:
-                check_room(config, model, world)
-            on_error.pop_all()
-            return job
-        with _explained(config, place, job.run):
-            job.hold.take()
-            done = _choose_origin(config, world, model, job)
-            stays = job.staying()
-        origin = job.origin
-        starts = origin.checkpoint is None
-        loads_whole = (starts or origin.partial) and not config.spec.initial_values
-        if starts and config.weights is not None:
-            from fsdp2.run.init_from import check_init_from
-
-            note, by_library = check_init_from(config, model)
-            job.add_note(note)
-            loads_whole = by_library or (loads_whole and config.init_partial)
-        elif config.init_from not in (None, "scratch") and config.lora is None:
-            job.add_note(f"--init-from {config.init_from}: isn't read, since the run goes on from {origin.checkpoint}")
-        if world.local_world_size % config.tp:
-            job.add_note(f"--tp {config.tp}: its ranks are on several nodes; fsdp2.doctor measures both bandwidths")
-        job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
+        if world.rank == 0:
+            _begin(config, world, model, job)
+        elif world.local_rank == 0:
+            check_room(config, model, world)
         on_error.pop_all()
     return job
 
 
+def _begin(config: Config, world: World, model: nn.Module, job: Job) -> None:
+    """On rank 0, take the run directory, find what to go on from, and look whether there is room for all of it."""
+    with _explained(config, job.run):
+        job.hold.take()
+        done = _choose_origin(config, world, model, job)
+        stays = job.staying()
+    origin = job.origin
+    starts = origin.checkpoint is None
+    loads_whole = (starts or origin.partial) and not config.spec.initial_values
+    if starts and config.weights is not None:
+        from fsdp2.run.init_from import check_init_from
+
+        note, by_library = check_init_from(config, model)
+        job.add_note(note)
+        loads_whole = by_library or (loads_whole and config.init_partial)
+    elif config.init_from not in (None, "scratch") and config.lora is None:
+        job.add_note(f"--init-from {config.init_from}: isn't read, since the run goes on from {origin.checkpoint}")
+    if world.local_world_size % config.tp:
+        job.add_note(f"--tp {config.tp}: its ranks are on several nodes; fsdp2.doctor measures both bandwidths")
+    job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
+
+
 @contextmanager
-def _explained(config: Config, place: str, run: RunDir) -> Iterator[None]:
+def _explained(config: Config, run: RunDir) -> Iterator[None]:
     """Raise ConfigError where the run directory, or the checkpoint, can't be read or written."""
+    place = config.run_dir or run.place
     try:
         yield
     except Unreachable as error:

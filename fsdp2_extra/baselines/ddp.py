@@ -63,7 +63,7 @@ def build(options: Options, start: Start) -> DDPEngine:
 
 BASELINE = Baseline(
     build=build,
-    honours=("bucket_mb", "check_replicas", "betas", "weight_decay"),
+    honours=("bucket_mb", "check_replicas", "betas", "weight_decay", "lora", "ema"),
     refusals=reduces_in_fp32,
     autocasts=True,
 )

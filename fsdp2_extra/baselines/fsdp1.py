@@ -231,6 +231,7 @@ def on_device(options: Options, device_type: str) -> Iterator[str]:
 
 BASELINE = Baseline(
     build=build,
+    shards_state=True,
     honours=(
         "betas",
         "cpu_offload",

@@ -36,7 +36,7 @@ def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
 
 BASELINE = Baseline(
     build=build,
-    honours=("betas", "weight_decay", "optimizer_state"),
+    honours=("betas", "weight_decay", "optimizer_state", "lora", "ema"),
     refusals=reduces_in_fp32,
     in_world=needs_one_process,
     autocasts=True,

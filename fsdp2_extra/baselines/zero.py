@@ -199,6 +199,7 @@ class LossScale:
 ZERO = Baseline(
     build=build,
     honours=("cpu_offload", "bucket_mb", "overlap_comm", "deepspeed_config"),
+    shards_state=True,
     refusals=refusals,
     on_device=on_device,
     reads_as_fsdp2=True,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp2.checkpoint.disk import bytes_of
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.run.initial_weights import elsewhere
@@ -20,7 +21,6 @@ from fsdp2.run.process.runtime import World
 from fsdp2.units import size
 
 NEAR = 0.8  # of the memory that is available; more is worth a note, since batches and libraries take some too
-SHARDED = ("fsdp2", "fsdp1", "zero1", "zero2", "zero3")  # strategies whose ranks save a part each
 
 
 class Sizes:
@@ -79,7 +79,7 @@ def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Call
         taken: the bytes that a buffer of so many bytes takes.
     """
     local = world.local_world_size
-    if config.strategy not in SHARDED:
+    if not rules_of(config.strategy).shards_state:
         return local * sum(taken(one.nbytes) for one in tensors)
     shards = world.world_size // config.replicas
     total = 0
