@@ -102,6 +102,21 @@ def _piece(config: Config, inputs: Any, place: int) -> tuple[Any, int]:
     return piece, min(max(0, place - share.piece * length), length)
 
 
+def _sees(
+    config: Config, engine: Engine, rows: Any, at: int, look: Callable[..., bool | None], *, behind: bool
+) -> bool:
+    """Return whether on any rank what the last of three rows has differently changes its logits before a place in the
+    row, or `behind` it, or `look` finds so with a copy of the model. A collective call."""
+    from fsdp2_extra.models.causal import same
+
+    tokens = rows["input_ids"] if isinstance(rows, dict) else rows
+    given, before = _piece(config, rows, at)
+    with whole_logits(engine, config.spec) as plain:
+        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))
+    logits = logits[:, before:] if behind else logits[:, :before]
+    return any(gather((logits.numel() > 0 and not same(logits)) or bool(_tried_by_a_copy(config, look))))
+
+
 @torch.no_grad()
 def require_causal(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if somebody's model that is to learn the next token sees it.
@@ -111,7 +126,7 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     """
     if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
         return
-    from fsdp2_extra.models.causal import same, sees_later
+    from fsdp2_extra.models.causal import sees_later
 
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
@@ -120,11 +135,7 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     tokens = rows["input_ids"]
     at = tokens.shape[1] // 2
     tokens[2, at] = abs(int(tokens[2, at]) - 1)
-    given, before = _piece(config, rows if isinstance(inputs, dict) else tokens, at)
-    with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))[:, :before]
-    seen = _tried_by_a_copy(config, sees_later)
-    if not all(gather((not logits.numel() or same(logits)) and not seen)):
+    if _sees(config, engine, rows if isinstance(inputs, dict) else tokens, at, sees_later, behind=False):
         raise ConfigError(
             f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
             "of those before it; give it a causal mask, which encoders of transformers have with is_decoder true"
@@ -142,16 +153,12 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
-    from fsdp2_extra.models.causal import same, sees_documents, two_documents
+    from fsdp2_extra.models.causal import sees_documents, two_documents
 
     length = 8 * config.tp * config.sp
     tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8
     tokens[2, :length] = tokens[0, :length].flip(0)
-    given, before = _piece(config, two_documents(tokens, length), length)
-    with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))[:, before:]
-    seen = _tried_by_a_copy(config, sees_documents)
-    if not all(gather((not logits.numel() or same(logits)) and not seen)):
+    if _sees(config, engine, two_documents(tokens, length), length, sees_documents, behind=True):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"
