@@ -18,7 +18,7 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import PARTICULAR, STRATEGIES, rules_of
 from fsdp2.parallel import names
-from fsdp2.parallel.optimizer import OPTIMIZERS
+from fsdp2.parallel.optimizer import CLASSES
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.run.preflight import check_world
 from fsdp2.run.process.runtime import World
@@ -115,7 +115,7 @@ def test_fsdp1_wraps_as_it_is_told(ranks: Ranks) -> None:
 
 
 def test_every_name_that_a_flag_takes_has_its_entry_in_a_table_of_torchs() -> None:
-    assert (tuple(OPTIMIZERS), tuple(DTYPES)) == (names.OPTIMIZERS, names.DTYPES)
+    assert (tuple(CLASSES), tuple(DTYPES)) == (names.OPTIMIZERS, names.DTYPES)
 
 
 def test_each_option_of_a_strategy_is_one_that_the_others_refuse() -> None:

@@ -27,7 +27,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2_extra.trackers import listeners as trackers
 from tests.harness import LEAVES_NOTHING, Ranks, losses, main_in_ranks, of_kind, python_environment, small
 
-for name in trackers.TRACKERS:
+for name in trackers.CLASSES:
     pytest.importorskip(name)
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -242,7 +242,7 @@ def _failing(lines: list[list[str]]) -> list[tuple[list[float], str]]:
         said = StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
             patch.setattr(trackers, "SECONDS", 0.3)
-            patch.setitem(trackers.TRACKERS, "mlflow", partial(_Failing, moment))
+            patch.setitem(trackers.CLASSES, "mlflow", partial(_Failing, moment))
             found.append((losses(main_in_ranks(line)), said.getvalue()))
     return found
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2.parallel.names import FUSED
 
-OPTIMIZERS: dict[str, Any] = {
+CLASSES: dict[str, Any] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adadelta": torch.optim.Adadelta,
@@ -77,7 +77,7 @@ def plain_optimizer(
     settings |= {"fused": True} if fused else {"foreach": True}
     if name == "sgd":
         settings["momentum"] = 0.9
-    optimizer: torch.optim.Optimizer = OPTIMIZERS[name](groups, lr=lr, **settings)
+    optimizer: torch.optim.Optimizer = CLASSES[name](groups, lr=lr, **settings)
     if materialised:
         _materialise(optimizer)
     return optimizer

@@ -160,7 +160,7 @@ class TensorBoard:
         self._writer.close()
 
 
-TRACKERS: dict[str, Callable[[], Any]] = {"wandb": WandB, "mlflow": MLflow, "tensorboard": TensorBoard}
+CLASSES: dict[str, Callable[[], Any]] = {"wandb": WandB, "mlflow": MLflow, "tensorboard": TensorBoard}
 
 
 class Trackers:
@@ -197,7 +197,7 @@ class _Thread(Thread):
         self._run, self._say, self.first_step, self._left_out = run, say, 0, False
         self._waiting: SimpleQueue[Record | None] = SimpleQueue()
         try:
-            self._tracker = TRACKERS[name]()
+            self._tracker = CLASSES[name]()
         except Exception as error:  # a library that is installed may fail all the same
             self._leave_out(one_line(error), f"install the extra {name} again")
 

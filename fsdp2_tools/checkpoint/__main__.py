@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.run.process import early
-from fsdp2_tools.checkpoint.options import FOLDERS, NEXT, parse
+from fsdp2_tools.checkpoint.options import FOLDERS, FORMATS, parse
 
 if __name__ == "__main__":
     early.answer(parse, "fsdp2.checkpoint")
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
             peft=named_for_peft(arguments.place, task) if arguments.format == "peft" else {},
         )
         line += f"; {without}" if without else ""
-        print(f"wrote {printable(line)}\nread it: {NEXT[arguments.format].format(out=arguments.out)}", flush=True)
+        print(f"wrote {printable(line)}\nread it: {FORMATS[arguments.format].format(out=arguments.out)}", flush=True)
         if to is not None and not push(to, Path(arguments.out).absolute(), agreed=arguments.yes):
             print(f"nothing was pushed; {printable(arguments.out)} stays")
             return 1

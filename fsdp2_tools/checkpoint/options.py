@@ -11,7 +11,7 @@ from fsdp2.checkpoint.refusal import Refused, is_name
 from fsdp2.options.parser import Parser
 from fsdp2.units import byte_count
 
-NEXT = {
+FORMATS = {
     "pt": "torch.load({out!r}, weights_only=True)",
     "safetensors": "safetensors.torch.load_file, or from_pretrained({out!r}) beside a config.json",
     "hf": "AutoModel….from_pretrained({out!r})",
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     exporting.add_argument("place", metavar="PATH", help=PATH)
     exporting.add_argument("out", metavar="OUT", help="a new file for pt, a new folder for the others")
     exporting.add_argument(
-        "--format", required=True, choices=tuple(NEXT), help="of the output; hf and peft need a run of such a model"
+        "--format", required=True, choices=tuple(FORMATS), help="of the output; hf and peft need a run of such a model"
     )
     exporting.add_argument(
         "--ema", action="store_true", help="take the average of the weights, which a run with --ema keeps"
