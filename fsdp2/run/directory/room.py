@@ -25,7 +25,7 @@ from fsdp2.units import size
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Need:
     """Bytes to be written below a folder, beside what is there; the flag that says so, and what to do without room."""
 
@@ -93,7 +93,7 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     if run.is_remote:
         ways = ["set TMPDIR to a folder with more room", "start where there is more", "add --no-save-model"]
         flag = f"--run-dir {config.run_dir}, {run.path}"
-        return Need(run.path, full, "the full model, before it is uploaded", flag, ways)
+        return Need(place=run.path, bytes=full, what="the full model, before it is uploaded", flag=flag, fixes=ways)
     there = sorted(stays)
     held = sum(_bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
     one = bytes_of(sizes.saved)
@@ -105,7 +105,7 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     ways = ["choose a larger disk"]
     ways += ["lower --keep"] * (most > 1 and config.keep > 1) + ["add --no-save-model"] * (full > 0)
     ways += ["use --checkpoint-every never, which writes none, to measure"] * config.saves
-    return Need(run.path, max(0, needed - held), what, f"--run-dir {run.path}", ways)
+    return Need(place=run.path, bytes=max(0, needed - held), what=what, flag=f"--run-dir {run.path}", fixes=ways)
 
 
 def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> list[Need]:
@@ -119,17 +119,20 @@ def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World)
         one, place = round(share * bytes_of(sizes.saved)), Path(temporary_folder())
         ways = ["set TMPDIR to a folder with more room", "start where there is more"]
         what = "this node's part of a checkpoint, before it is uploaded"
-        needs.append(Need(place, one, what, f"--run-dir {config.run_dir}, {place}", ways))
+        flag = f"--run-dir {config.run_dir}, {place}"
+        needs.append(Need(place=place, bytes=one, what=what, flag=flag, fixes=ways))
     if config.nvme_offload is not None:
         state = round(share * bytes_of([sizes.trained, sizes.averages]))
         place, what = Path(config.nvme_offload), "--nvme-offload: parameters and optimizer state"
-        needs.append(Need(place, state, what, f"--nvme-offload {place}", ["choose a folder on a larger disk"]))
+        ways = ["choose a folder on a larger disk"]
+        needs.append(Need(place=place, bytes=state, what=what, flag=f"--nvme-offload {place}", fixes=ways))
     if config.memory_checkpoint is not None:
         folder = None if run is None else SHARED_MEMORY / folder_of(run.place)
         two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else _bytes_below(folder)))
-        what, flag = "two checkpoints, the newest and the next", "--memory-checkpoint"
+        what = "--memory-checkpoint: two checkpoints, the newest and the next"
+        flag = f"--memory-checkpoint, in {SHARED_MEMORY}"
         ways = ["give it more (docker run --shm-size)", "shard over more ranks", "drop --memory-checkpoint"]
-        needs.append(Need(SHARED_MEMORY, two, f"{flag}: {what}", f"{flag}, in {SHARED_MEMORY}", ways))
+        needs.append(Need(place=SHARED_MEMORY, bytes=two, what=what, flag=flag, fixes=ways))
     return needs
 
 
