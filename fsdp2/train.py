@@ -71,7 +71,8 @@ def main(
     check_device(config, device.type)
     examine_first(config, world, device)  # with --doctor
     spec = config.spec
-    with preflight(config, world) as job, process_group(world, device, config), process_settings(config) as garbage:
+    job = preflight(config, world)
+    with job.hold, process_group(world, device, config), process_settings(config) as garbage:
         folder = agree(config, job, world)  # on what rank 0 has chosen: where, and from what
         run = job.run
         runtime.set_threads(config.threads, world)

@@ -266,7 +266,7 @@ def test_what_this_machine_cannot_do_is_refused(
 
 
 def test_reshard_fits_where_it_divides(tmp_path: Path) -> None:
-    with preflight(Config(run_dir=str(tmp_path / "run"), reshard_after_forward=2), FOUR):
+    with preflight(Config(run_dir=str(tmp_path / "run"), reshard_after_forward=2), FOUR).hold:
         pass
 
 
@@ -279,9 +279,9 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_run_directory_in_use(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    with preflight(config, TWO):
+    with preflight(config, TWO).hold:
         assert "in use by a run" in _refused(config)
-    with preflight(config, TWO):
+    with preflight(config, TWO).hold:
         pass  # free again
 
 

@@ -372,5 +372,6 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused(flags: dict[str, int], si
 @pytest.mark.parametrize(("of_node", "said"), [(4, False), (2, False), (1, True), (3, True)])
 def test_a_layer_across_nodes_is_said(tmp_path: Path, of_node: int, said: bool) -> None:
     config = parse([*LLAMA, "--tp=2", f"--run-dir={tmp_path / 'run'}"])
-    with preflight(config, World(0, 12, 0, of_node)) as job:
+    job = preflight(config, World(0, 12, 0, of_node))
+    with job.hold:
         assert ("--tp 2: its ranks are on several nodes" in (job.note or "")) == said

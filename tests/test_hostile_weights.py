@@ -105,7 +105,8 @@ def test_a_header_that_lies(state: State, tmp_path: Path, name: str) -> None:
 def test_a_file_made_in_this_way_is_good(state: State, tmp_path: Path) -> None:
     file = tmp_path / "one.safetensors"
     file.write_bytes(file_of(state))
-    with preflight(parse(small(tmp_path / "run", f"--init-from={file}")), World(0, 1, 0, 1)) as job:
+    job = preflight(parse(small(tmp_path / "run", f"--init-from={file}")), World(0, 1, 0, 1))
+    with job.hold:
         assert job.note == f"--init-from {file}: unverified: no COMMIT.json"
 
 

@@ -59,7 +59,7 @@ def test_it_trains_alike_and_leaves_no_checkpoint(
     for resume in ("auto", "never", "4"):
         never = Config(run_dir=str(run), checkpoint_every="never", resume=resume)
         refusal = rf"--checkpoint-every never: .*with --resume {newest} to"
-        with pytest.raises(ConfigError, match=refusal), preflight(never, TWO):
+        with pytest.raises(ConfigError, match=refusal), preflight(never, TWO).hold:
             pass
     assert newest.exists()
     begun = train(NEVER, f"--resume={newest}", run="further", steps=6)

@@ -87,7 +87,7 @@ def test_what_only_the_data_says_is_not_guessed(flags: dict[str, Any], most: int
 
 
 def _refused(line: list[str], world: World = TWO) -> str:
-    with pytest.raises(ConfigError) as error, preflight(parse(line), world):
+    with pytest.raises(ConfigError) as error, preflight(parse(line), world).hold:
         pass
     return str(error.value)
 
@@ -112,10 +112,10 @@ def test_a_disk_that_is_too_small_is_refused_with_sizes_and_flags(tmp_path: Path
         "/disk; choose a larger disk, or use --checkpoint-every never, which writes none, to measure"
     )
     assert not run.exists(), "a refused run leaves nothing behind"
-    with preflight(parse([*line, "--checkpoint-every=never"]), TWO):
+    with preflight(parse([*line, "--checkpoint-every=never"]), TWO).hold:
         pass
     free(disk=100 * GB)
-    with preflight(parse(line), TWO):
+    with preflight(parse(line), TWO).hold:
         pass
     message = _refused([*line, "--save-model"])
     assert "1 checkpoint of 96.4 GB and a full model, 32.1 GB while it is written: 128.5 GB are needed" in message
@@ -135,10 +135,11 @@ def test_what_is_there_and_will_be_replaced_counts(
     below = room._bytes_below
     monkeypatch.setattr(room, "_bytes_below", lambda folder: one if below(folder) else 0)
     free(disk=one)
-    with preflight(parse(line), TWO) as job:  # beside the one that is there, another
+    job = preflight(parse(line), TWO)  # beside the one that is there, another
+    with job.hold:
         assert job.origin.checkpoint is not None
     free(disk=0)
-    with preflight(parse([*line, "--max-steps=2"]), TWO):  # there is nothing left to do
+    with preflight(parse([*line, "--max-steps=2"]), TWO).hold:  # there is nothing left to do
         pass
     free(disk=one)
     assert "2 checkpoints of" in _refused([*line, "--resume=never"])  # those there are set aside, and stay
@@ -223,10 +224,12 @@ def test_memory_that_is_too_small_is_refused_on_each_node(tmp_path: Path, free: 
         assert message.endswith("100.0 kB are available (a container's or a job's own limit counts); "
                                 "shard over more nodes, or drop --async-checkpoint")  # fmt: skip
     free(memory=needed)
-    with preflight(parse(line), TWO) as job:
+    job = preflight(parse(line), TWO)
+    with job.hold:
         assert "memory: this node's 2 ranks need " in (job.note or "")
     free(memory=math.ceil(needed / host_memory.NEAR))
-    with preflight(parse(line), TWO) as job:
+    job = preflight(parse(line), TWO)
+    with job.hold:
         assert job.note is None
 
 

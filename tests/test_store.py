@@ -123,7 +123,8 @@ def test_damage_stops_before_the_start_and_is_named(copy: Path, damage: str) -> 
     assert "is damaged" in message
     assert ("COMMIT.json" if damage == "marker" else "__1_0.distcp") in message
     # The explicit way on.
-    with preflight(Config(run_dir=str(copy), model_size="tiny", resume="2"), TWO) as job:
+    job = preflight(Config(run_dir=str(copy), model_size="tiny", resume="2"), TWO)
+    with job.hold:
         assert job.origin.checkpoint is not None
         assert job.origin.checkpoint.endswith("/step-00000002")
 

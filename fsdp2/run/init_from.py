@@ -25,7 +25,7 @@ from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite, local
-from fsdp2.run.process.group import gather
+from fsdp2.run.process.group import broadcast, end_together, gather
 
 SCRATCH = "--init-from scratch for none"
 SHOWN = 5
@@ -143,13 +143,12 @@ def _by_its_library(
 ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
     """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
     full: Mapping[str, Tensor] = {}
-    answer: list[Any] = [None, None]
+    wrong: Mapping[str, str] = {}
+    refused: ConfigError | None = None
     if dist.get_rank() == 0:
         try:
-            full, answer[1] = load()
+            full, wrong = load()
         except ValueError as error:
-            answer[0] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is not None:
-        raise ConfigError(f"{flag}: {answer[0]}, or --init-from scratch for none")
-    return full, answer[1]
+            refused = ConfigError(f"{flag}: {error}, or --init-from scratch for none")
+    end_together(refused)
+    return full, broadcast(wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from fsdp2.options.errors import ConfigError
@@ -34,10 +33,8 @@ class Origin(NamedTuple):
 class Job:
     """The decisions before a run's start, on all ranks once they `agree`.
 
-    As a context it gives the run directory back at the end.
-
     Attributes:
-        hold: the run's hold on its directory.
+        hold: the run's hold on its directory, a context that gives it back at the end.
         origin: what it goes on from.
         optimizer: settings that came with an import, and that no flag says.
         note: what the opening event says of these decisions.
@@ -52,15 +49,6 @@ class Job:
     @property
     def run(self) -> RunDir:
         return self.hold.run
-
-    def __enter__(self) -> Job:
-        self.hold.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.hold.__exit__(kind, error, trace)
 
     def agree(self) -> None:
         """Take over what rank 0 has found out; it alone has looked at the run directory. A collective call.

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +13,7 @@ from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
 from fsdp2.run.initial_weights import elsewhere
+from fsdp2.run.process.group import gather
 
 
 def add_parts(config: Config, engine: Engine) -> None:
@@ -75,8 +75,4 @@ def checksum(tensors: Iterable[Tensor]) -> int:
             mine = tensor.to_local()
         bits = mine.to(torch.bfloat16).view(torch.int16) if mine.is_floating_point() else mine
         total += bits.sum(dtype=torch.int64).cpu()
-    of_ranks = [int(total)]
-    if sharded:
-        of_ranks = [0] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, int(total))
-    return sum(of_ranks) % (1 << 63)
+    return sum(gather(int(total)) if sharded else [int(total)]) % (1 << 63)

@@ -59,7 +59,7 @@ def preflight(config: Config, world: World) -> Job:
     made_of = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
     job = Job(Hold(RunDir(place)), made_of, Origin(partial=config.resume_partial))
     with ExitStack() as on_error:
-        on_error.enter_context(job)
+        on_error.enter_context(job.hold)
         if config.nvme_offload is not None:
             from fsdp2_extra.baselines.swap_files import SwapFiles
 
