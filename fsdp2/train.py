@@ -74,7 +74,6 @@ def main(
     job = preflight(config, world)
     with job.hold, process_group(world, device, config), process_settings(config) as garbage:
         folder = agree(config, job, world)  # on what rank 0 has chosen: where, and from what
-        run = job.run
         runtime.set_threads(config.threads, world)
 
         # Data: the same order of samples on all ranks, and this rank's part of it.
@@ -109,17 +108,17 @@ def main(
         with job.hold.starting():
             memory = write_start(config, job, world, app, device, folder, engine.files, finished=finished())
             reports = Reports(
-                config, run.metrics, run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event
+                config, job.run.metrics, job.run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event
             )
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
 
-        watch = Watch(config, engine.model, run, reports.last_words)
+        watch = Watch(config, engine.model, job.run, reports.last_words)
         checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
         observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
-            opening = header.lines(config, engine, spec, dataset, world.world_size, device, run.path, reports.plan)
+            opening = header.lines(config, engine, spec, dataset, world.world_size, device, job.run.path, reports.plan)
             opening += header.steps(config, spec, batches, progress.step + schedule.course.left) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **at(), **engine.started, **restored}))
             if config.inspect:
@@ -161,7 +160,7 @@ def main(
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"
             left = checkpoints.finish(finished=finished(), changed=accuracy is not None)
             done = {**at(), "steps": progress.step - first_step, "reason": reason, "accuracy": accuracy}
-            end = reports.end({**done, "run_dir": run.place, **left}, log, peak_bytes)
+            end = reports.end({**done, "run_dir": job.run.place, **left}, log, peak_bytes)
             checkpoints.upload_metrics()
     return end
 

@@ -23,11 +23,12 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import RunStopped
-from fsdp2.run.watch import pace, replicas
+from fsdp2.run.watch import pace
 from fsdp2.run.watch.jumps import FEWEST, REMEMBERED, Jumps
 from fsdp2.run.watch.pace import slow
 from fsdp2.run.watch.waiting import waits_in
 from fsdp2.train import main
+from fsdp2_extra.elastic import replicas
 from tests.harness import Ranks, of_kind, small
 from tests.test_resume import metrics_of
 

@@ -26,8 +26,8 @@ from fsdp2.run.watch.hangs import Watch
 from fsdp2.units import printable
 
 if TYPE_CHECKING:
-    from fsdp2.run.watch.replicas import Replicas
     from fsdp2_extra.elastic.node_memory import NodeMemory
+    from fsdp2_extra.elastic.replicas import Replicas
 
 
 class Reports(Protocol):
@@ -70,7 +70,7 @@ class Checkpoints:
         self._info |= {"optimizer": job.optimizer} if job.optimizer else {}
         self._replicas: Replicas | None = None
         if config.check_replicas is not None:
-            from fsdp2.run.watch.replicas import Replicas
+            from fsdp2_extra.elastic.replicas import Replicas
 
             self._replicas = Replicas(engine, device, progress.step)
         self._saver = Saver(

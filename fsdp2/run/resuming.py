@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files, is_there
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.restore import read_fitting_weights, restore
-from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.state import HOW, AppState
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
@@ -22,7 +24,6 @@ from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.run.directory.marker import kept_files, shapes_of
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.imported_settings import require_possible, settings_of
 from fsdp2.run.job import Job, Origin
 from fsdp2.run.process.runtime import World, world
 from fsdp2.run.schedule import Length
@@ -238,10 +239,10 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
 
     Raises DamagedCheckpoint and ValueError.
     """
-    here, ours = world(), settings_of(app.optimizer)
+    here, ours = world(), _settings(app.optimizer)
     sharers = (here.local_rank, here.local_world_size) if job.origin.in_memory else None
     restored = restore(files, app, hashes=hashes, sharers=sharers)
-    theirs, marker = settings_of(app.optimizer), read_marker(files)
+    theirs, marker = _settings(app.optimizer), read_marker(files)
     imported = marker.get("imported")
     if imported and average is not None:
         average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
@@ -250,5 +251,29 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
         if not imported and job.optimizer != marker.get("optimizer"):
             raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
         job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
-    require_possible(app.optimizer, ours, theirs)
+    _require_possible(app.optimizer, ours, theirs)
     return restored
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
+    beside = ("params", "lr", "initial_lr", *HOW)
+    groups = enumerate(optimizer.param_groups)
+    found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    several = len(optimizer.param_groups) > 1
+    return {f"{name} of group {number}" if several else name: value for (name, number), value in found.items()}
+
+
+def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that torch refuses where it makes an optimizer, or that need other state."""
+    makes = type(optimizer)
+    known = inspect.signature(makes).parameters.keys() - {"params", *HOW}
+    try:
+        for group in optimizer.param_groups if makes.__module__.startswith("torch.optim.") else ():
+            float(sum(value for value in group.values() if isinstance(value, int)))  # else it fails in the first step
+            makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an optimizer with its settings can't be made ({error})") from None
+    if wrong := [name for name in ours if name.startswith("amsgrad") and theirs[name] != ours[name]]:
+        raise ValueError(f"its optimizer has {wrong[0]} {theirs[wrong[0]]}, and no state for that")

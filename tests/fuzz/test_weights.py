@@ -164,7 +164,7 @@ def test_a_configuration(model: Path, tmp_path_factory: pytest.TempPathFactory, 
     line = [f"--model=hf:{model}", "--dataset=random-tokens", f"--run-dir={run}", "--seq-len=16", "--device=cpu"]
     job = refused(lambda: preflight(parse(line), World(0, 1, 0, 1)), ConfigError)
     if job is not None:
-        with job:
+        with job.hold:
             pass
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2.options.errors import ConfigError, shown, some
-from fsdp2.run.process.meeting import has_met, meeting_point, parts
+from fsdp2.run.process.meeting import MEETINGS, meeting_point, parts
 from fsdp2.run.process.runtime import of_torchrun, world
 from fsdp2.units import tell
 
@@ -207,7 +207,7 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
 
 def tell_others(why: str) -> None:
     """Tell ranks that no launcher ends why this one refuses to come: they would wait for it."""
-    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or has_met():
+    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or MEETINGS:
         return
     with suppress(ConfigError, RuntimeError):  # nowhere to meet: then the others say who isn't there
         here = world()

@@ -54,7 +54,7 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
     if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
         address = os.environ.get("MASTER_ADDR", "localhost")
         serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
-        at = [(serves.port, next(_MEETINGS[address, 0, purpose])) if serves is not None else (0, 0)]
+        at = [(serves.port, next(MEETINGS[address, 0, purpose])) if serves is not None else (0, 0)]
         dist.broadcast_object_list(at, src=0)
         port, number = at[0]
         store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
@@ -69,7 +69,7 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
         store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
     # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
-    return dist.PrefixStore(f"{attempt}/{purpose}/{next(_MEETINGS[address, port, purpose])}", store)
+    return dist.PrefixStore(f"{attempt}/{purpose}/{next(MEETINGS[address, port, purpose])}", store)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _port_refused() -> Iterator[None]:
         ) from None
 
 
-_MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
+MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
 
 
 @cache  # alive until this process ends: meetings share a server, and others may still read
@@ -107,8 +107,3 @@ def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: boo
         if say and not waited.last:
             tell(f"waiting for rank 0: MASTER_ADDR={address}: {why}")
     raise ConfigError(f"MASTER_ADDR={address}: {why}")
-
-
-def has_met() -> bool:
-    """Return whether this process has asked for a meeting point."""
-    return bool(_MEETINGS)
