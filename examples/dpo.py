@@ -139,8 +139,8 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
         spec, to = spec_of(flags), "peft" if flags.lora else "hf"
         like = spec.on_meta("own"), spec.files("own")
         adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
-        named = {"like": like, "adapters": adapters, "peft": {"task_type": "CAUSAL_LM"}}
-        full_model.while_rank_0(lambda: export(flags.out, f"{flags.out}/model-{steps}", to, **named))
+        out, peft = f"{flags.out}/model-{steps}", {"task_type": "CAUSAL_LM"}
+        full_model.while_rank_0(lambda: export(flags.out, out, to, like=like, adapters=adapters, peft=peft))
     return found
 
 

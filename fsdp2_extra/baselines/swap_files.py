@@ -20,6 +20,7 @@ class SwapFiles:
         self._lock = WriterLock(self._folder, flag="--nvme-offload", name=f".rank{rank}.lock")
 
     def release(self) -> None:
+        """Remove this rank's files, and let another run in."""
         if self._lock.lost() is None:  # else what is there now is another run's
             for path in self._folder.glob(f"zero_stage_3/*/rank{self._rank}"):
                 shutil.rmtree(path)

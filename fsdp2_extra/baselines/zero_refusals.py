@@ -1,4 +1,4 @@
-"""What DeepSpeed can't honour of our flags, and where it can't be used."""
+"""DeepSpeed's refusals: flags that it can't honour, and places where it can't be used."""
 
 from __future__ import annotations
 
