@@ -110,9 +110,11 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=flags.lr * (10 if flags.lora else 1))
-    share = {"rank": rank, "world_size": world, "device": device}  # of pairs, whose order is one on any number of ranks
-    batches = Batches(data, global_batch=flags.global_batch_size, accumulation=1, seed=1, **share)
-    place, parts = store.Store(files.LocalFiles(f"{flags.out}/checkpoints")), {"batches": batches}
+    pairs_a_step = flags.global_batch_size  # in an order that is one on any number of ranks
+    batches = Batches(
+        data, global_batch=pairs_a_step, accumulation=1, seed=1, rank=rank, world_size=world, device=device
+    )
+    place, parts = store.Store(files.LocalFiles(f"{flags.out}/checkpoints")), dict[str, state.Part](batches=batches)
     if flags.lora:  # then a checkpoint holds the adapters alone, and says which weights they go beside
         frozen = [one for name, one in policy.state_dict().items() if not lora.is_adapter(name)]
         parts["base"] = Base(flags.model, checksum(frozen))
