@@ -132,8 +132,8 @@ def test_what_is_there_and_will_be_replaced_counts(
     line = small(tmp_path / "run", "--keep=1", "--no-save-model", "--checkpoint-every=1", "--max-steps=9")
     one = bytes_of(Sizes(parse(line)).saved)
     # A file has some kB for each tensor on top, which are more than so small tensors.
-    below = room._bytes_below
-    monkeypatch.setattr(room, "_bytes_below", lambda folder: one if below(folder) else 0)
+    below = room.bytes_below
+    monkeypatch.setattr(room, "bytes_below", lambda folder: one if below(folder) else 0)
     free(disk=one)
     job = preflight(parse(line), TWO)  # beside the one that is there, another
     with job.hold:

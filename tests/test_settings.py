@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp2.config import Config
+from fsdp2.models import attention
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import runtime
 from fsdp2.run.process.runtime import World
@@ -56,6 +57,18 @@ def test_a_run_takes_back_what_it_sets_for_its_process() -> None:
     assert during["workspace"] == ":4096:8"
     assert not during["gc"][0]
     assert during["gc"][1]
+    assert _state() == before
+
+
+def test_what_is_set_is_taken_back_where_the_last_setting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(choice: str) -> None:
+        raise KeyError(choice)
+
+    monkeypatch.setattr(attention, "kernels", fails)
+    before = _state()
+    settings = process_settings(Config(matmul_precision="high", deterministic=True, gc_every=2, attention="math"))
+    with pytest.raises(KeyError):
+        settings.__enter__()
     assert _state() == before
 
 

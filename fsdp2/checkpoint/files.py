@@ -1,6 +1,6 @@
 """The file operations of the store, in one small object that a test can replace.
 
-`LocalFiles` is a folder; `RemoteFiles`, in `remote.py`, is a prefix on an object store. Both name what is in
+`LocalFiles` is a folder; `RemoteFiles`, of `fsdp2_extra.remote`, is a prefix on an object store. Both name what is in
 them relative to themselves, and refuse names that lead out: a stranger's checkpoint brings its own names.
 """
 

@@ -1,6 +1,6 @@
 """The weights of a file or folder into a model: each rank reads what it keeps, and no more than that.
 
-A full-model.pt, safetensors, a folder of Hugging Face's, a sharded checkpoint: whatever `convert.opening` opens. What a
+A full-model.pt, safetensors, a folder of Hugging Face's, a sharded checkpoint: whatever `sources.opening` opens. What a
 rank needs of it beside its shard is its rows of one tensor.
 """
 

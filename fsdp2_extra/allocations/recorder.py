@@ -40,7 +40,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.ledger.phase(name, step)
 
     def timeline(self) -> Timeline:
-        """Yield the recording, complete when this has been left."""
+        """The recording, complete when this has been left."""
         facts = {**self.facts, "complete_from": self.ledger.complete_from}
         if self.device.type == "cuda":  # what the allocator has counted, rounding and caching included
             facts["allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)

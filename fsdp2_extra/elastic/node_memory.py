@@ -16,13 +16,14 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp2.checkpoint.disk import file_system
 from fsdp2.checkpoint.files import LocalFiles, publish
@@ -35,7 +36,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.shards import local
 from fsdp2.run.directory.lock import WriterLock
-from fsdp2.run.directory.room import SHARED_MEMORY, folder_of
+from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.job import Origin
 from fsdp2.run.process.group import broadcast, end_together, gather
@@ -146,8 +147,7 @@ class NodeFolder:
 
         A collective call.
         """
-        held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-        facts = gather((needed, held + _free()))
+        facts = gather((needed, bytes_below(self.folder) + _free()))
         for first in range(0, len(facts), self.world.local_world_size):
             # While one is written, the one before is still there.
             node_needs, free = 2 * sum(one for one, _ in facts[first : first + self.shards]), facts[first][1]
@@ -177,9 +177,7 @@ class NodeMemory:
         assert config.memory_checkpoint is not None
         self._every, self._folder, self._world = config.memory_checkpoint, folder, folder.world
         self.failure: str | None = None
-        tree = app.state_dict()
-        needed = sum(local(tensor).nbytes for tensor in _tensors(tree))
-        del tree
+        needed = sum(local(one).nbytes for one in tree_leaves(app.state_dict()) if isinstance(one, Tensor))
         app.release()
         folder.require_room(needed)
         self._rng = _GivenState()
@@ -261,11 +259,3 @@ def _free() -> int:
     room = state.f_bavail * state.f_frsize
     free = free_memory()
     return room if free is None else min(room, free)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)

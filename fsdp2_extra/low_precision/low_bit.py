@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.compiling import allow_recompilations
+from fsdp2.parallel.shards import local
 from fsdp2.units import install
 
 BLOCK = 256  # elements with one scale, at most
@@ -33,7 +34,7 @@ class LowBitAdam(torch.optim.Optimizer):
     """Adam or AdamW over plain or sharded parameters, with moments in few bits.
 
     Args:
-        moments: one of `fsdp2.parallel.optimizer.STATES`.
+        moments: one of `fsdp2.parallel.names.STATES`.
         decoupled: AdamW's weight decay instead of Adam's.
         compiled: compile the update of a parameter, once for each shape; without that it makes fp32 copies of the shard
             of the parameter that it is at.
@@ -71,31 +72,33 @@ class LowBitAdam(torch.optim.Optimizer):
             rate = torch.tensor(float(group["lr"]))
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_of(parameter, group, rate)
+                    self._step_of(parameter, parameter.grad, group, rate)
 
-    def _step_of(self, parameter: nn.Parameter, group: dict[str, Any], rate: Tensor) -> None:
+    def _step_of(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], rate: Tensor) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             self._start(state, "exp_avg", parameter)
             self._start(state, "exp_avg_sq", parameter)
         state["step"] += 1
-        here = _local(parameter.detach())
+        here = local(parameter.detach())
         if here.numel() == 0:  # more ranks than rows
             return
+        beta1, beta2 = group["betas"]
         self._update(
             here,
-            _local(parameter.grad),
-            state["step"],
-            self._moment(state, "exp_avg", signed=True),
-            self._moment(state, "exp_avg_sq", signed=False),
-            None,
-            rate,
-            *group["betas"],
-            group["weight_decay"],
-            group["eps"],
-            self.decoupled,
-            False,
+            local(gradient),
+            step=state["step"],
+            exp_avg=self._moment(state, "exp_avg", signed=True),
+            exp_avg_sq=self._moment(state, "exp_avg_sq", signed=False),
+            max_exp_avg_sq=None,
+            lr=rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            IS_ADAMW=self.decoupled,
+            BF16_STOCHASTIC_ROUND=False,
         )
 
     def _start(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> None:
@@ -112,10 +115,10 @@ class LowBitAdam(torch.optim.Optimizer):
 
     def _moment(self, state: dict[str, Any], name: str, *, signed: bool) -> Tensor:
         """The moment as the update takes it; what that writes into it is written into the state."""
-        codes = _local(state[name])
+        codes = local(state[name])
         if name + _SCALE not in state:
             return codes
-        scale = _local(state[name + _SCALE]).view(-1)
+        scale = local(state[name + _SCALE]).view(-1)
         return self._quantised(codes, scale, self._table(codes.device, signed), signed, torch.float32)
 
     def _table(self, device: torch.device, signed: bool) -> Tensor:
@@ -136,7 +139,7 @@ class LowBitAdam(torch.optim.Optimizer):
         ours = [parameter for group in self.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, ours, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():
-                target, source = _local(self.state[parameter][key]), _local(value)
+                target, source = local(self.state[parameter][key]), local(value)
                 if target.untyped_storage() is not source.untyped_storage():
                     target.copy_(source)
 
@@ -168,13 +171,9 @@ def _torchao() -> tuple[Callable[..., None], Callable[..., Tensor]]:
     return single_param_adam, OptimState8bit
 
 
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _zeros(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Of this shape, with the rows and the layout of a parameter."""
-    here = _local(parameter)
+    here = local(parameter)
     zeros = torch.zeros((here.shape[0], *shape[1:]), dtype=dtype, device=here.device)
     if not isinstance(parameter, DTensor):
         return zeros

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.written import parse
 
-# By name: what a line has, what else is read of it, and what it is read as. A line that has several is of the first.
-FORMS: dict[str, tuple[set[str], set[str], str]] = {
-    "messages": ({"messages"}, set(), "messages"),
-    "conversations": ({"conversations"}, {"system"}, "conversations, with from as the role and value as the content"),
-    "instruction": (
-        {"instruction", "output"},
-        {"input", "system"},
-        "instruction and input as question, output as answer",
+
+class Form(NamedTuple):
+    """Fields that a line has, others that are read of it, and the words for what it is read as."""
+
+    has: set[str]
+    more: set[str]
+    read_as: str
+
+
+FORMS = {  # a line that has several is of the first
+    "messages": Form({"messages"}, set(), "messages"),
+    "conversations": Form(
+        {"conversations"}, {"system"}, "conversations, with from as the role and value as the content"
     ),
-    "prompt": ({"prompt", "completion"}, {"system"}, "prompt as question, completion as answer"),
-    "pairs": ({"chosen", "rejected"}, {"prompt", "system"}, "chosen and rejected as answers"),  # for `pairs` alone
+    "instruction": Form(
+        {"instruction", "output"}, {"input", "system"}, "instruction and input as question, output as answer"
+    ),
+    "prompt": Form({"prompt", "completion"}, {"system"}, "prompt as question, completion as answer"),
+    "pairs": Form({"chosen", "rejected"}, {"prompt", "system"}, "chosen and rejected as answers"),  # for `pairs` alone
 }
 # Keys by which others leave something out of the loss, and of a line, those that they give to the template.
 LEARNED = {"weight", "train", "training", "loss"}
 OF_A_PROMPT = {"functions", "function_call", "system", "history", "chat_template_kwargs", "documents"}
-READ = {"tools", *LEARNED, *OF_A_PROMPT}.union(*(has | more for has, more, _ in FORMS.values()))
+READ = {"tools", *LEARNED, *OF_A_PROMPT}.union(*(form.has | form.more for form in FORMS.values()))
 # Keys of a `Fields`: of a line, of a message, and what a message has as its role.
-OF_LINE = {"tools"}.union(*(has | more for has, more, _ in FORMS.values())) - {"conversations"}
+OF_LINE = {"tools"}.union(*(form.has | form.more for form in FORMS.values())) - {"conversations"}
 OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool"}
 # Names that ShareGPT's descendants have for a role.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -73,22 +81,22 @@ def renamed(line: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
 
 def _more(form: str, fields: Fields) -> set[str]:
     """Fields that are read beside those of a form: a system text that is named, of messages too."""
-    return FORMS[form][1] | {"system"} & fields.keys()
+    return FORMS[form].more | {"system"} & fields.keys()
 
 
 def _goes_with(form: str, fields: Fields) -> bool:
-    return of_line(fields).keys() <= FORMS[form][0] | _more(form, fields) | {"tools"}
+    return of_line(fields).keys() <= FORMS[form].has | _more(form, fields) | {"tools"}
 
 
 def read_of(form: str, fields: Fields) -> set[str]:
     """The fields, by their names, that are read of lines of this form."""
-    return {fields.get(name, name) for name in {"tools"} | FORMS[form][0] | _more(form, fields)}
+    return {fields.get(name, name) for name in {"tools"} | FORMS[form].has | _more(form, fields)}
 
 
 def form_of(there: Iterable[str], fields: Fields) -> str | None:
     """The form of a line with these fields."""
     have = renamed(dict.fromkeys(there), fields).keys()
-    return next((form for form, (has, _, _) in FORMS.items() if has <= have and _goes_with(form, fields)), None)
+    return next((name for name, form in FORMS.items() if form.has <= have and _goes_with(name, fields)), None)
 
 
 def unread(form: str, fields: Fields) -> set[str]:

@@ -55,10 +55,10 @@ def _read(about: dict[str, Any]) -> list[str]:
     """Which field became what, where it isn't the one that a file of text or conversations has by default."""
     field, of_chat = about["field"], about["kind"] == "chat"
     if about["fields"]:
-        return [f"read: {FORMS[field][2]}, as conversations; --chat-fields {printable(about['fields'])}"]
+        return [f"read: {FORMS[field].read_as}, as conversations; --chat-fields {printable(about['fields'])}"]
     if field is None or (field == ("messages" if of_chat else "text") and not about["place"].startswith(PUBLISHED)):
         return []
-    return [f"read: {FORMS[field][2]}, as conversations" if of_chat else f"read: {printable(field)}, as documents"]
+    return [f"read: {FORMS[field].read_as}, as conversations" if of_chat else f"read: {printable(field)}, as documents"]
 
 
 def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.forms import LEARNED, Fields, from_json, messages_of, renamed, unread
 from fsdp2_extra.text.rows import Row
-from fsdp2_extra.text.written import Refused, parse
+from fsdp2_extra.text.written import UnusableJson, parse
 
 NAME_CONTENT = "leave it out, or name its field, as --chat-fields role=from,content=value"
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
@@ -99,7 +99,7 @@ def _object(function: Any, where: str) -> Any:
         return None
     try:
         value = parse(text)
-    except Refused as error:
+    except UnusableJson as error:
         raise UnusableText(f"{where}: arguments of a call: {error}") from None
     except ValueError:  # it is no JSON, and stays the text that it is
         return None

@@ -19,21 +19,21 @@ DEEPEST = 100  # of lists and objects in each other; what sends a row to another
 MARK = "\ufeff"  # which editors of some systems write at the beginning of a file in UTF-8; it is none of its text
 
 
-class Refused(ValueError):
+class UnusableJson(ValueError):
     """JSON that isn't taken: a key twice in an object, of which the last would count, or lists too deep."""
 
 
 def parse(text: str) -> Any:
-    """The value of JSON. Raises ValueError for what is none, and Refused."""
+    """The value of JSON. Raises ValueError for what is none, and UnusableJson."""
     try:
         value = json.loads(text, object_pairs_hook=_once)
     except RecursionError:
-        raise Refused(f"its lists are more than {DEEPEST} deep") from None
+        raise UnusableJson(f"its lists are more than {DEEPEST} deep") from None
     level, depth = [value], 0
     while text.count("[") + text.count("{") > DEEPEST and (level := [one for some in level for one in _inside(some)]):
         depth += 1
         if depth > DEEPEST:
-            raise Refused(f"its lists are more than {DEEPEST} deep")
+            raise UnusableJson(f"its lists are more than {DEEPEST} deep")
     return value
 
 
@@ -45,7 +45,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise Refused(f"an object has {twice[:40]!r} twice; keep one of them")
+        raise UnusableJson(f"an object has {twice[:40]!r} twice; keep one of them")
     return found
 
 
@@ -62,7 +62,7 @@ def value_of(text: str, where: str) -> Any:
     """The value of JSON. Raises UnusableText."""
     try:
         value = parse(text)
-    except Refused as error:
+    except UnusableJson as error:
         raise UnusableText(f"{where}: {error}") from None
     except ValueError as error:
         raise UnusableText(f"{where}: can't be read as JSON ({' '.join(str(error).split())[:120]})") from None
@@ -78,7 +78,7 @@ def objects(stream: TextIO, name: str) -> Iterator[tuple[Any, str, int]]:
     line = line.removeprefix(MARK)
     try:
         by_lines = isinstance(parse(line), dict) if number else True
-    except Refused:
+    except UnusableJson:
         by_lines = True
     except ValueError:
         by_lines = False

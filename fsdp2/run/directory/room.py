@@ -95,7 +95,7 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
         flag = f"--run-dir {config.run_dir}, {run.path}"
         return Need(place=run.path, bytes=full, what="the full model, before it is uploaded", flag=flag, fixes=ways)
     there = sorted(stays)
-    held = sum(_bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
+    held = sum(bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
     one = bytes_of(sizes.saved)
     most, last = checkpoints_at_once(config, there, done)
     # A save in the background may still be written when the full model is.
@@ -128,7 +128,7 @@ def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World)
         needs.append(Need(place=place, bytes=state, what=what, flag=f"--nvme-offload {place}", fixes=ways))
     if config.memory_checkpoint is not None:
         folder = None if run is None else SHARED_MEMORY / folder_of(run.place)
-        two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else _bytes_below(folder)))
+        two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else bytes_below(folder)))
         what = "--memory-checkpoint: two checkpoints, the newest and the next"
         flag = f"--memory-checkpoint, in {SHARED_MEMORY}"
         ways = ["give it more (docker run --shm-size)", "shard over more ranks", "drop --memory-checkpoint"]
@@ -197,7 +197,8 @@ def check_room(
     return check_memory(config, memory, world)
 
 
-def _bytes_below(folder: Path) -> int:
+def bytes_below(folder: Path) -> int:
+    """Bytes of all files in a folder and in those below it."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -53,32 +53,28 @@ def process_settings(config: Config) -> Iterator[GarbageCollection]:
     `--deterministic` an operation that has no deterministic algorithm raises RuntimeError.
     """
     cudnn = torch.backends.cudnn
-    precision, workspace = torch.get_float32_matmul_precision(), os.environ.get(WORKSPACE)
-    flags = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    cudnn.allow_tf32 = config.matmul_precision != "highest"
-    if config.deterministic:
-        os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACE)  # read when cuBLAS starts
-        cudnn.deterministic, cudnn.benchmark = True, False
-        torch.use_deterministic_algorithms(True)
-    garbage = GarbageCollection(config.gc_every)
-    attending: AbstractContextManager[object] = nullcontext()
-    if config.attention != "auto":
-        from fsdp2.models.attention import kernels
+    with ExitStack() as back:
+        for name in ("allow_tf32", "deterministic", "benchmark"):
+            back.callback(setattr, cudnn, name, getattr(cudnn, name))
+        back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        enabled = torch.are_deterministic_algorithms_enabled()
+        back.callback(torch.use_deterministic_algorithms, enabled, warn_only=warn_only)
+        if WORKSPACE not in os.environ:
+            back.callback(os.environ.pop, WORKSPACE, None)
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        cudnn.allow_tf32 = config.matmul_precision != "highest"
+        if config.deterministic:
+            os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACE)  # read when cuBLAS starts
+            cudnn.deterministic, cudnn.benchmark = True, False
+            torch.use_deterministic_algorithms(True)
+        garbage = GarbageCollection(config.gc_every)
+        back.callback(garbage.end)
+        if config.attention != "auto":
+            from fsdp2.models.attention import kernels
 
-        attending = kernels(config.attention)
-    try:
-        with attending:
-            yield garbage
-    finally:
-        garbage.end()
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.set_float32_matmul_precision(precision)
-        cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = flags
-        if workspace is None:
-            os.environ.pop(WORKSPACE, None)
+            back.enter_context(kernels(config.attention))
+        yield garbage
 
 
 class GarbageCollection:
