@@ -177,7 +177,9 @@ class Launches:
         if len(self.commands) == 1:
             return subprocess.run(command, **settings)
         (count,) = [word.partition("=")[2] for word in command if word.startswith("--nproc_per_node=")]
-        arguments = command[command.index("-m", command.index("-m") + 1) + 2 :]  # of torchrun's module
+        arguments = command[
+            command.index("-m", command.index(f"--nproc_per_node={count}")) + 2 :
+        ]  # of torchrun's module
         self.ranks.run(self.function, arguments, ranks=int(count))
         return subprocess.CompletedProcess(command, 0, "", "")
 

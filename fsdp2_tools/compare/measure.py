@@ -28,6 +28,10 @@ from fsdp2_tools.memory.series import Series, series
 RECORDED_STEPS = 4
 SHOWN_STEPS = 2  # the pictures of memory over time
 POINTS = 1000
+# torchrun that ends with this process, also where that is killed: 1 is prctl's PR_SET_PDEATHSIG, 15 SIGTERM.
+TORCHRUN = """import ctypes, runpy, sys
+sys.platform == "linux" and ctypes.CDLL(None).prctl(1, 15)
+runpy.run_module("torch.distributed.run", run_name="__main__")"""
 
 
 class RunFailed(Exception):
@@ -116,7 +120,7 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     flags = run.with_suffix(".json")
     run.parent.mkdir(parents=True, exist_ok=True)
     flags.write_text(json.dumps({"flags": to_flags(config)}))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.ranks}"]
+    launcher = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={row.ranks}"]
     command = [*launcher, "-m", "fsdp2.train", f"--config={flags}", f"--run-dir={run}", *code_flags(row.config)]
     # torchrun would set one thread for each of several ranks, and say so at length; the training sets its own.
     environment = {**({"OMP_NUM_THREADS": "1"} if row.ranks > 1 else {}), **os.environ}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
-from fsdp2_tools.compare.measure import reason
+from fsdp2_tools.compare.measure import TORCHRUN, reason
 from fsdp2_tools.tune.rounds import Candidate, Measure, Record
 
 SIGKILLED = "exitcode  : -9"  # as torchrun words it
@@ -77,7 +77,7 @@ def torchrun(ranks: int) -> Launch:
     """Launches on this machine."""
 
     def launch(job: Path) -> str | None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
         command = [*launcher, "-m", "fsdp2_tools.tune.trial", str(job)]
         # torchrun would set one thread for each of several ranks, and say so at length; the trial sets its own.
         environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}

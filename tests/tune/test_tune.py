@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from fsdp2.run.dataset import load_data
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped
 from fsdp2.run.process.settings import process_settings
+from fsdp2_tools.compare import measure
 from fsdp2_tools.tune import __main__ as tune
 from fsdp2_tools.tune import launch, report, trial
 from fsdp2_tools.tune.rounds import Candidate
@@ -106,11 +109,32 @@ def test_torchrun_says_why_a_launch_has_failed(
     monkeypatch: pytest.MonkeyPatch, status: int, printed: str, why: str | None
 ) -> None:
     def run(command: list[str], **settings: Any) -> Any:
+        assert command[1:3] == ["-c", measure.TORCHRUN]
         assert command[-2:] == ["fsdp2_tools.tune.trial", "job.json"]
         return subprocess.CompletedProcess(command, status, "", printed)
 
     monkeypatch.setattr(launch.subprocess, "run", run)
     assert launch.torchrun(2)(Path("job.json")) == why
+
+
+def test_ranks_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
+    rank, told = tmp_path / "rank.py", tmp_path / "pid"
+    rank.write_text(
+        f"import os, time\nopen({str(told)!r} + '-', 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(told)!r} + '-', {str(told)!r})\ntime.sleep(300)\n"
+    )
+    started = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    words = [measure.TORCHRUN, "--standalone", "--nproc_per_node=1", str(rank)]
+    tool = subprocess.Popen([sys.executable, "-c", started, *words])
+    until = time.monotonic() + 100
+    while not told.exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    tool.kill()
+    tool.wait()
+    while Path(f"/proc/{told.read_text()}").exists():
+        assert time.monotonic() < until, "the rank outlives the tool"
+        time.sleep(0.1)
 
 
 def _leave(*records: dict[str, Any], why: str | None = None) -> Callable[[Path], str | None]:
