@@ -68,7 +68,6 @@ def _fitting(source: Source, targets: Mapping[str, Tensor], tied: Sequence[Seque
     return Fitting(fitting, list(found.values()))
 
 
-@torch.no_grad()
 def load_weights(
     place: str,
     targets: Mapping[str, Tensor],
@@ -92,19 +91,28 @@ def load_weights(
     problem: Refused | None = None
     try:
         with opened(place) as source:
-            fitting = _fitting(source, targets, tied, partial=partial)
-            for group in tied:
-                _require_one(source, fitting, [name for name in group if name in fitting.names], targets, slices_of)
-            for name, original in fitting.names.items():
-                target = targets[name]
-                local = target.to_local() if isinstance(target, DTensor) else target
-                local.copy_(source.read_part(original, slices_of(target)))
+            fitting = fill(source, targets, slices_of, tied, partial=partial)
     except OtherWeights as error:
         problem = error
     except (Refused, DamagedCheckpoint, OSError) as error:
         problem = Refused(str(error))
     if problem := of_all(problem):
         raise problem
+    return fitting
+
+
+@torch.no_grad()
+def fill(
+    source: Source, targets: Mapping[str, Tensor], slices_of: Slices, tied: Sequence[Sequence[str]], *, partial: bool
+) -> Fitting:
+    """Do as `load_weights` from what is open, without the other ranks. Raises OtherWeights, Refused or OSError."""
+    fitting = _fitting(source, targets, tied, partial=partial)
+    for group in tied:
+        _require_one(source, fitting, [name for name in group if name in fitting.names], targets, slices_of)
+    for name, original in fitting.names.items():
+        target = targets[name]
+        local = target.to_local() if isinstance(target, DTensor) else target
+        local.copy_(source.read_part(original, slices_of(target)))
     return fitting
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.utils._pytree import tree_leaves
 
-from fsdp2.checkpoint import full_dcp, full_dtensor, weights
+from fsdp2.checkpoint import full_dcp, full_dtensor
 from fsdp2.checkpoint.full_model import full_state_api
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.staging import Staging
 from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
+from fsdp2.checkpoint.weights import fill
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
@@ -166,27 +167,15 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
                 once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
                 names = {name: (once.get(name, name),) for name in like}
                 source = Source("", like, (), names, lambda name: None, part=part)
-                with _replaced(weights, "opened", lambda place: nullcontext(source)), _alone():
-                    weights.load_weights("", targets, slices_of, tied, partial=config.init_partial)
+                fill(source, targets, slices_of, tied, partial=config.init_partial)
         found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
 
     return load
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Let every other rank have said what this one says."""
-
-    def everywhere(found: list[Any], said: Any, group: Any = None) -> None:
-        found[:] = [said] * len(found)
-
-    with _replaced(dist, "all_gather_object", everywhere):
-        yield
-
-
-@contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a module have another function, where a run would meet a file or another rank."""
+    """Let a module have another function, where a run would meet a file."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:
