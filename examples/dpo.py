@@ -16,8 +16,9 @@ from fsdp2 import models
 from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
 from fsdp2.data.loader import Batches
 from fsdp2.models import initial
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import Parser
+from fsdp2.options.values import chat_fields, checked, number, whole, word_of
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process.ending import exit_status
@@ -27,14 +28,14 @@ from fsdp2_tools.checkpoint.adapters import read_adapters
 from fsdp2_tools.checkpoint.export import export
 
 FLAGS = {
-    "--beta": (0.1, "how much a reward counts: what leaving the reference costs"),
-    "--lr": (1e-6, "learning rate of AdamW, of adapters ten times as much"),
-    "--epochs": (1, "passes over the pairs"),
-    "--global-batch-size": (4, "pairs in a step, over all ranks"),
-    "--seq-len": (1024, "the most tokens of a question with an answer; none is cut"),
-    "--checkpoint-every": (100, "steps between checkpoints"),
-    "--chat-fields": ("", "how the file calls its fields, as prompt=question,chosen=good,rejected=bad"),
-    "--lora": (0, "train adapters of this rank, and no weights"),
+    "beta": (0.1, number(0, 100, open_minimum=True), "how much a reward counts: what leaving the reference costs"),
+    "lr": (None, number(0, 1, open_minimum=True), "learning rate of AdamW; unset = 1e-6, of adapters 1e-5"),
+    "epochs": (1, whole(1), "passes over the pairs"),
+    "global_batch_size": (4, whole(1), "pairs in a step, over all ranks"),
+    "seq_len": (1024, whole(2), "the most tokens of a question with an answer; none is cut"),
+    "checkpoint_every": (100, whole(1), "steps between checkpoints"),
+    "chat_fields": (None, chat_fields, "how the file calls its fields, as prompt=question,chosen=good,rejected=bad"),
+    "lora": (None, whole(1), "train adapters of this rank, and no weights"),
 }
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
 
@@ -43,10 +44,15 @@ def parse(words=None):
     parser = Parser(prog="examples/dpo.py", description="Learn from pairs of answers.", allow_abbrev=False)
     for name in ("model", "pairs", "out"):
         parser.add_argument(name, metavar=name.upper())
-    for name, (default, meaning) in FLAGS.items():
-        parser.add_argument(name, type=type(default), default=default, help=f"{meaning} (default: {default})")
+    for name, (default, check, meaning) in FLAGS.items():
+        said = "" if default is None else f" (default: {default})"
+        parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=meaning + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
-    return parser.parse_args(words)
+    flags = parser.parse_args(words)
+    for name, (_, check, _) in FLAGS.items():
+        if getattr(flags, name) is not None:
+            setattr(flags, name, checked(flag_of(name), getattr(flags, name), check))
+    return flags
 
 
 @contextmanager
@@ -109,7 +115,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
         reference = sharded(flags, device, trained=False)
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=flags.lr * (10 if flags.lora else 1))
+    optimizer = torch.optim.AdamW(trained, lr=flags.lr or (1e-5 if flags.lora else 1e-6))
     pairs_a_step = flags.global_batch_size  # in an order that is one on any number of ranks
     batches = Batches(
         data, global_batch=pairs_a_step, accumulation=1, seed=1, rank=rank, world_size=world, device=device
@@ -154,7 +160,7 @@ if __name__ == "__main__":
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
             most = min(flags.seq_len, spec.positions or flags.seq_len)
-            fields = forms.fields_of(flags.chat_fields)
+            fields = forms.fields_of(flags.chat_fields or "")
             data = pairs.load(flags.pairs, flags.model, most, spec.vocab_size("own"), fields)
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")

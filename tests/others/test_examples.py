@@ -107,12 +107,10 @@ def _batches(folder: str, rank: int) -> Batches:
     return Batches(_pairs(folder), global_batch=4, accumulation=1, seed=1, rank=rank, world_size=2, device=CPU)
 
 
-def _dpo_alone(
-    folder: str, steps: int, policy: nn.Module, rate: float = 1e-3
-) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def _dpo_alone(folder: str, steps: int, policy: nn.Module) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Figures and the first step's gradients in one process, with what each of two ranks gets in turn."""
     reference = plain(folder)
-    optimizer = torch.optim.AdamW([one for one in policy.parameters() if one.requires_grad], lr=rate)
+    optimizer = torch.optim.AdamW([one for one in policy.parameters() if one.requires_grad], lr=1e-3)
     both, found, first = [_batches(folder, rank) for rank in (0, 1)], [], {}
     for step in range(steps):
         parts = []
@@ -183,11 +181,11 @@ def test_dpo_with_adapters_has_one_model(ranks: Ranks, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
     make_tokenizer(Path(folder), PLAIN)
-    more = ("--lora=4", "--lr=1e-3")
+    more = ("--lora=4",)
     policy = plain(folder)
     lora.Lora(4, 8.0).adapt(policy, blocks.find_blocks(policy))
     lora.draw_adapters(policy, 1, brought=lambda name: False)
-    figures, gradients = _dpo_alone(folder, 4, policy, 1e-2)  # ten times the rate of weights
+    figures, gradients = _dpo_alone(folder, 4, policy)
     assert all(lora.is_adapter(name) for name in gradients)
     assert figures[0]["loss"] == pytest.approx(math.log(2))
     assert figures[-1]["loss"] < figures[0]["loss"]
@@ -252,6 +250,7 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
         ([masked, str(file), out], "masked: doesn't learn the next token, as answers need; give a causal model"),
         ([folder, str(file), out, "--chat-fields=chosen=good"], "line 1: has no field good, which --chat-fields names"),
         ([folder, str(file), out, "--learning-rate=1e-6"], "--learning-rate=1e-6: no such flag; here it is --lr"),
+        ([folder, str(file), out, "--lora=0"], "--lora 0: must be 1 or more"),
         ([folder, str(file)], "the following arguments are required: OUT"),
     ):
         status, printed = on_ranks_of_its_own(2, dpo.__file__, words, tmp_path, {})
