@@ -18,12 +18,14 @@ PAGE = ROOT / "docs" / "own-models.md"
 RANKS = (1, 4, 8)
 # A plan reads no weights: any name will do.
 MODEL: dict[str, Any] = {"model": "llama", "model_size": "8b", "init_from": "weights", "device": "cuda"}
+OF_DPO = {**MODEL, "optimizer": "adamw", "seq_len": 1024, "batch_size": 2, "checkpoint_every": "never"}
 RECIPES = {
     "finetune-full": "all weights, on conversations or text",
     "finetune-lora": "adapters of rank 16, on conversations or text",
     "pretrain-further": "all weights, on much text: one pass, a larger step",
 }
 DPO = "all weights, on preferences, in fp32: a pair of answers of 1,024 tokens a GPU"
+DPO_LORA = "adapters of rank 16, on preferences, in bf16: the same pair, and no second model"
 BEGIN, END = "<!-- python -m tests.docs.recipes -->\n", "<!-- end -->\n"
 
 
@@ -43,16 +45,23 @@ def planned(name: str) -> list[int]:
 
 
 def planned_dpo() -> list[int]:
-    """The same of examples/dpo.py, which has no flags: those that train so."""
-    config = Config(**MODEL, optimizer="adamw", seq_len=1024, batch_size=2, save_model=False, checkpoint_every="never")
-    return [with_reference(config, ranks, find_gpu("h100")) for ranks in RANKS]
+    """The same of examples/dpo.py, whose flags are its own: by those that train so."""
+    return [with_reference(Config(**OF_DPO), ranks, find_gpu("h100")) for ranks in RANKS]
+
+
+def planned_dpo_with_adapters() -> list[int]:
+    """The same with `--lora 16 --mixed-precision`. A forward of the reference holds nothing that the next doesn't."""
+    config = Config(**OF_DPO, lora=16, mixed_precision="bf16")
+    return [plan(config, ranks, find_gpu("h100"), None).bytes for ranks in RANKS]
 
 
 def table() -> str:
     lines = ["| recipe | trains | " + " | ".join(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in RANKS) + " |"]
     lines.append("| --- | --- |" + " --- |" * len(RANKS))
     rows = [(f"`configs/{name}.toml`", what, planned(name)) for name, what in RECIPES.items()]
-    for name, what, sizes in [*rows, ("`examples/dpo.py`", DPO, planned_dpo())]:
+    rows += [("`examples/dpo.py`", DPO, planned_dpo())]
+    rows += [("`examples/dpo.py --lora 16 --mixed-precision`", DPO_LORA, planned_dpo_with_adapters())]
+    for name, what, sizes in rows:
         lines.append(f"| {name} | {what} | " + " | ".join(map(size, sizes)) + " |")
         print(lines[-1], flush=True)
     return "\n".join(lines) + "\n"
