@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2.run.process import signals
+from fsdp2.run.process import ending, signals
 from fsdp2.run.process.ending import lost_peer
 from fsdp2.run.process.runtime import World, store_gone
 from tests.harness import python_environment
@@ -188,3 +188,14 @@ def test_a_launcher_that_died_before_this_process_could_look_is_known_by_its_sto
 def test_a_lost_peer_is_told_from_a_cause(text: str) -> None:
     assert lost_peer(text)
     assert not lost_peer("CUDA out of memory")
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "fsdp2: stopped by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_outside_of_the_loop_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, line: str
+) -> None:
+    """While a training starts, and in the tools beside it."""
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught, ending.exit_status():
+        signal.raise_signal(signal.SIGINT)
+    assert (caught.value.code, capsys.readouterr().err) == (130, line)

@@ -229,7 +229,7 @@ EXIT = [
      "found a difference (`checkpoint verify`, `checkpoint diff`, `migrate check`, `migrate prove`)"],
     ["2", "refused before anything was started: one line names the flag, what would go wrong and the fix"],
     ["3", "a step took far longer than those before: a line names the rank that the others waited for"],
-    ["130", "Ctrl-C under Ray, or in a search"],
+    ["130", "Ctrl-C before the first step, in a tool, or under Ray"],
 ]  # fmt: skip
 
 

@@ -70,9 +70,9 @@ def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
     A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
-    status 1. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data, on one rank is one line, too.
-    Another error shows its traceback and ends this process at once, so that ranks that wait for it notice; those show
-    one line, since the cause is elsewhere.
+    status 1, Ctrl-C one line and status 130. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data,
+    on one rank is one line, too. Another error shows its traceback and ends this process at once, so that ranks that
+    wait for it notice; those show one line, since the cause is elsewhere.
     """
     try:
         yield
@@ -86,6 +86,10 @@ def exit_status() -> Iterator[None]:
         if not first and not _ended_by_launcher():
             _say(line)
         sys.exit(status)
+    except KeyboardInterrupt:  # outside of the training loop, which takes it as a stop signal
+        if speaks(os.environ):
+            tell("stopped by Ctrl-C")
+        sys.exit(130)
     except OSError as error:
         found = explained(error, error.filename or os.curdir)
         if found is None:
