@@ -34,7 +34,7 @@ def cells(tried: Sequence[Candidate]) -> list[list[str]]:
                 one.name,
                 f"{step_ms:.1f} ({min(one.step_ms):.1f}–{max(one.step_ms):.1f})",
                 f"{statistics.median(one.ratios):.2f}" if one.ratios else "–",
-                f"{1000 * one.samples / step_ms:.0f}",
+                f"{1000 * one.samples / (one.milliseconds(tried[0]) or step_ms):.0f}",
                 size(one.peak_bytes),
                 "–" if one.planned_bytes is None else size(one.planned_bytes),
                 "reference" if one is reference else "equal" if off == 0 else f"off by {off:.0e}",

@@ -247,3 +247,11 @@ def test_a_search_on_two_ranks(
     assert vars(config) == vars(wanted.config)
     shutil.rmtree(tmp_path / "out")
     assert str(tmp_path) in told
+
+
+def test_samples_a_second_are_as_of_one_time() -> None:
+    """A setting that is measured while the machine is slow isn't slower than the default beside it."""
+    default = Candidate("default", Config(), step_ms=[100.0, 100.0], ratios=[1.0, 1.0], samples=10)
+    faster = Candidate("faster", Config(), step_ms=[180.0, 180.0], ratios=[0.8, 0.8], samples=10)
+    rows = {row[0]: row for row in report.cells([default, faster])}
+    assert [rows[name][3] for name in ("default", "faster")] == ["100", "125"]
