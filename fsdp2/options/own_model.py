@@ -57,9 +57,15 @@ def base_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.mixed_precision if casts else "fp32"]
 
 
-def code_flags(config: Config) -> list[str]:
-    """The words that a command needs beside a run's files, which run no code and ask no network: mostly none."""
-    flags = ("model", "trust-remote-code", "dataset", "init-from")
+def code_flags(config: Config, *, reads_copy: bool = False) -> list[str]:
+    """The words that a command needs beside a run's files, which run no code and ask no network: mostly none.
+
+    Args:
+        reads_copy: the command reads no weights but the run's, so of a folder of Hugging Face's the run's copy will do.
+    """
+    flags = ["model", "trust-remote-code", "dataset", "init-from"]
+    if reads_copy and config.model.startswith("hf:") and config.lora is None and not config.trust_remote_code:
+        flags.remove("model")
     values = {flag: getattr(config, flag.replace("-", "_")) for flag in flags}
     return [word for _, _, words in _beyond(values | {"data-root": config.data_root}) for word in words]
 

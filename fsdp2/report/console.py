@@ -55,12 +55,21 @@ class Console:
     """A listener: a progress bar in a terminal, plain lines elsewhere."""
 
     def __init__(
-        self, rank: int, steps_per_epoch: int, epochs: int, max_steps: int | None = None, named: Sequence[str] = ()
+        self,
+        rank: int,
+        steps_per_epoch: int,
+        epochs: int,
+        max_steps: int | None = None,
+        named: Sequence[str] = (),
+        to_read: Sequence[str] = (),
+        export: str = "",
     ) -> None:
-        """`named`: words that a command about this run needs."""
+        """Words that a command needs which goes on with this run (`named`), or is `to_read` its model; the format in
+        which its library reads it."""
         self.active, self.steps_per_epoch, self.epochs, self.max_steps = rank == 0, steps_per_epoch, epochs, max_steps
         self.in_terminal = sys.stderr.isatty()
-        self._named = f" {shlex.join(named)}" if named else ""
+        self._named, self._to_read = (f" {shlex.join(words)}" if words else "" for words in (named, to_read))
+        self._export = export
         self._bar: Any = None
         self._printed = self._warned = 0.0
         self._nonfinite = self._tokens = 0
@@ -189,7 +198,9 @@ class Console:
             if data["left"] == "checkpoint":
                 self.line(f"next: python -m fsdp2.checkpoint export {quoted} model.pt --format pt")
             elif data["left"] is not None:
-                self.line(f"next: python -m fsdp2.infer {quoted}{self._named}")
+                self.line(f"next: python -m fsdp2.infer {quoted}{self._to_read}")
+                if self._export:
+                    self.line(f"next: python -m fsdp2.checkpoint export {quoted} model --format {self._export}")
             else:
                 self.line(f"no checkpoint and no model is written, {NEVER}")
         elif data["left"] is not None:

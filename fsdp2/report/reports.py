@@ -51,7 +51,9 @@ class Reports:
             self.plan = planned.read(config, world_size)
         self._step_ms: list[float] = []
         self._open = ExitStack()
-        self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps, code_flags(config))
+        words = code_flags(config), code_flags(config, reads_copy=True)
+        export = ("hf" if config.lora is None else "peft") if config.model.startswith("hf:") else ""
+        self.console = Console(rank, steps_per_epoch, config.epochs, config.max_steps, *words, export)
         self.metrics = MetricsFile(metrics, rank)
         self._open.callback(self.metrics.close)
         self._listeners: list[OnEvent] = [self.metrics, self.console]

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,7 +170,9 @@ def test_commands_that_are_advised_name_the_code(theirs: Path, capsys: pytest.Ca
     assert code_flags(config) == ["--model", FUNCTION]
     for reason in ("finished", "stopped"):
         end = {"run_dir": str(theirs), "reason": reason, "step": 1, "steps": 1, "seconds": 1.0, "nonfinite_steps": 0}
-        Console(0, 1, 1, named=code_flags(config))("end", {**end, "left": "full model"})
+        Console(0, 1, 1, named=code_flags(config), to_read=code_flags(config, reads_copy=True))(
+            "end", {**end, "left": "full model"}
+        )
         following = capsys.readouterr().out.splitlines()[-1]
         assert following.startswith("next: ")
         assert f" --model {FUNCTION}" in following
@@ -177,6 +180,22 @@ def test_commands_that_are_advised_name_the_code(theirs: Path, capsys: pytest.Ca
     words = shlex.split(advised.splitlines()[-1])
     assert words[words.index("--model") + 1] == FUNCTION
     assert code_flags(Config()) == []
+
+
+def test_who_reads_a_runs_copy_of_a_folder_names_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole: Any = SimpleNamespace(
+        model=HUB, lora=None, trust_remote_code=False, dataset="source-text", init_from=None, data_root=None
+    )
+    assert code_flags(whole) == ["--model", HUB]
+    assert code_flags(whole, reads_copy=True) == []
+    beside: Any = SimpleNamespace(**{**vars(whole), "lora": 8})
+    assert code_flags(beside, reads_copy=True) == ["--model", HUB], "adapters go beside the hub's weights"
+    end = {"run_dir": str(run), "reason": "finished", "step": 1, "steps": 1, "seconds": 1.0, "nonfinite_steps": 0}
+    Console(0, 1, 1, export="hf")("end", {**end, "left": "full model"})
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"next: python -m fsdp2.infer {run}",
+        f"next: python -m fsdp2.checkpoint export {run} model --format hf",
+    ]
 
 
 def test_a_picture_replaces_a_link_and_not_what_it_leads_to(
