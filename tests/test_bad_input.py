@@ -121,6 +121,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["--data-root", "a\0b"], "--data-root a\\x00b: has a character"),
     (["--model", "a\nb"], "--model a\\nb: must be one of vit"),
     (["--model", "m" * 5000], "m…: must be one of vit"),
+    (["--model", "/tmp"], "--model /tmp: is a folder; give hf:/tmp"),
+    (["--model", "gpt2"], "hf:DIR_OR_NAME, timm:NAME, MODULE:FUNCTION"),
+    (["--dataset", "/tmp"], "--dataset /tmp: is a place; give chat:/tmp for conversations, or text:/tmp"),
+    (["--dataset", "alpaca"], "text:PLACE, chat:PLACE"),
     (["--" + "f" * 5000], "f…: no such flag; see --help"),
     (["--profile=" + "p" * 5000], "--profile/--no-profile: ignored explicit argument"),
 ]

@@ -181,6 +181,16 @@ def test_each_source_of_a_mixture_may_have_fields_of_its_own(tmp_path: Path) -> 
             check_data(parse([*more, f"--chat-fields={wrong}"]))
 
 
+def test_a_text_that_is_null_is_not_called_absent(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer", PLAIN))
+    talk = [{"who": "user", "said": "a"}, {"who": "assistant", "said": None}]
+    write(tmp_path / "a.jsonl", [{"dialog": talk}])
+    named = "--chat-fields=messages=dialog,role=who,content=said"
+    with pytest.raises(ConfigError, match=r"line 1: a message's said is null; give it a text, or leave the line out$"):
+        check_data(parse(["--model=llama", f"--tokenizer={tokenizer}", f"--dataset=chat:{tmp_path}/a.jsonl", named]))
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

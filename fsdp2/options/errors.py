@@ -27,7 +27,8 @@ def flag_of(name: str) -> str:
 
 def unknown(value: str, choices: Sequence[str]) -> str:
     """The reason for refusing a value, with the nearest choice."""
-    close = difflib.get_close_matches(value, choices, 1)
+    close = [choice for choice in choices if value and choice.startswith(value)]
+    close = close or difflib.get_close_matches(value, choices, 1)
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
 
 

@@ -148,7 +148,9 @@ def model_name(names: Sequence[str]) -> Parse:
 
     def parse(value: Any) -> str:
         if not isinstance(value, str) or ":" not in value:
-            return str(one_of(*names)(value))
+            if isinstance(value, str) and value not in names and os.path.isdir(value):
+                raise ValueError(f"is a folder; give hf:{shown(value)}")
+            return str(one_of(*names, "hf:DIR_OR_NAME", "timm:NAME", "MODULE:FUNCTION")(value))
         library, _, rest = text(value).partition(":")
         if not rest or not library:
             raise ValueError("has nothing on one side of the colon; give hf:DIR_OR_NAME, timm:NAME or MODULE:FUNCTION")
@@ -163,7 +165,9 @@ def dataset_name(names: Sequence[str], prefixes: tuple[str, ...]) -> Parse:
 
     def parse(value: Any) -> str:
         if not isinstance(value, str) or not value.startswith(prefixes):
-            return str(one_of(*names)(value))
+            if isinstance(value, str) and value not in names and os.path.exists(value):
+                raise ValueError(f"is a place; give chat:{shown(value)} for conversations, or text:{shown(value)}")
+            return str(one_of(*names, *(f"{prefix}PLACE" for prefix in prefixes))(value))
         from fsdp2_extra.text.places import absolute
 
         return absolute(text(value))

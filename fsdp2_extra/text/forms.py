@@ -189,6 +189,8 @@ def _turn(turn: Any, fields: Fields, where: str) -> Any:
     names |= {ours: fields[ours] for ours in OF_MESSAGE & fields.keys()}
     absent = sorted(one for one in OF_MESSAGE & fields.keys() if turn.get(names[one]) is None)
     if absent and (absent != ["content"] or not turn.get("tool_calls")):
+        if (null := names[absent[-1]]) in turn:
+            raise UnusableText(f"{where}: a message's {null} is null; give it a text, or leave the line out")
         has = ", ".join(list(map(str, turn))[:8]) or "none"
         raise UnusableText(
             f"{where}: a message has no field {names[absent[-1]]}, which --chat-fields names; it has {has}"

@@ -87,6 +87,7 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         (["--gpu=h1000"], "--gpu h1000: must be one of .*did you mean h100"),
+        (["--gpu=a100"], "did you mean a100-"),
         (["--gpu=none.toml"], "--gpu none.toml: cannot be read"),
         (["--ranks=0"], "--ranks"),
         (["--ranks=2,x"], "--ranks"),
