@@ -113,6 +113,7 @@ def test_a_run_on_conversations_says_what_it_reads(
 QUESTIONS = [{"question": one, "answer": one[::-1], "from": 5} for one in documents(60)]
 ANSWERS = [talk(one, one[::-1]) for one in documents(60)]
 TOOLS = [{"function": {"name": "f"}}]
+WHO = ("context", "customer", "agent")
 NAMED: dict[str, tuple[str, list[Any], list[Any]]] = {
     "prompt and completion": (QUESTION, QUESTIONS, ANSWERS),
     "before its own name": (
@@ -124,6 +125,14 @@ NAMED: dict[str, tuple[str, list[Any], list[Any]]] = {
         "messages=dialog,role=who,content=said,user=customer,assistant=agent,system=setting",
         [
             {"dialog": [{"who": "customer", "said": one}, {"who": "agent", "said": one[::-1]}], "setting": "be"}
+            for one in documents(60)
+        ],
+        [{"messages": [SYSTEM, *one["messages"]]} for one in ANSWERS],
+    ),
+    "a system turn": (
+        "messages=dialog,role=who,content=said,user=customer,assistant=agent,system-role=context",
+        [
+            {"dialog": [{"who": who, "said": said} for who, said in zip(WHO, ("be", one, one[::-1]), strict=True)]}
             for one in documents(60)
         ],
         [{"messages": [SYSTEM, *one["messages"]]} for one in ANSWERS],

@@ -32,9 +32,9 @@ FORMS = {  # a line that has several is of the first
 LEARNED = {"weight", "train", "training", "loss"}
 OF_A_PROMPT = {"functions", "function_call", "system", "history", "chat_template_kwargs", "documents"}
 READ = {"tools", *LEARNED, *OF_A_PROMPT}.union(*(form.has | form.more for form in FORMS.values()))
-# Keys of a `Fields`: of a line, of a message, and what a message has as its role.
+# Keys of a `Fields`: of a line, of a message, and what a message has as its role; `system` is a line's field.
 OF_LINE = {"tools"}.union(*(form.has | form.more for form in FORMS.values())) - {"conversations"}
-OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool"}
+OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool", "system-role"}
 # Names that ShareGPT's descendants have for a role.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
@@ -199,13 +199,13 @@ def _turn(turn: Any, fields: Fields, where: str) -> Any:
         raise UnusableText(f"{where}: has a turn with {twice} beside {names[twice]}; leave that out")
     message = {name: value for name, value in turn.items() if name not in names.values() and name not in names}
     message |= {ours: turn[theirs] for ours, theirs in names.items() if theirs in turn}
-    roles = {fields[ours]: ours for ours in OF_ROLE & fields.keys()}
+    roles = {fields[ours]: ours.removesuffix("-role") for ours in OF_ROLE & fields.keys()}
     if sharegpt or roles or "role" in fields:
         named = str(message.get("role"))
         if (role := (ROLES | roles).get(named)) is None:
             raise UnusableText(
                 f"{where}: has a turn from {named[:40]!r}; name it one of {', '.join(ROLES)}, or say who that is with "
-                "--chat-fields user=…,assistant=…"
+                "--chat-fields user=…,assistant=…,system-role=…"
             )
         message["role"] = role
     return message
