@@ -7,6 +7,7 @@ it goes on.
 """
 
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,17 @@ def parse(words=None):
     for name, (_, check, _) in FLAGS.items():
         if getattr(flags, name) is not None:
             setattr(flags, name, checked(flag_of(name), getattr(flags, name), check))
+    flags.lr = flags.lr or (1e-5 if flags.lora else 1e-6)
     return flags
+
+
+class Began(dict):  # settings, as a part of a checkpoint: a run goes on with those that it began with
+    state_dict = dict.copy
+
+    def load_state_dict(self, state):
+        for name in [one for one in self if state[one] != self[one]]:
+            was = f"{flag_of(name)} {state[name]}"
+            raise ValueError(f"began with {was}, and not {self[name]}; give that, or another OUT")
 
 
 @contextmanager
@@ -79,8 +90,7 @@ def sharded(flags, device: torch.device, *, trained: bool):
     units, ranks = groups.shard_groups(model, spec.blocks(model)), mesh.make_mesh(device.type, dist.get_world_size())
     casts = precision.fsdp2_policy(flags.mixed_precision, "fp32")
     # Without a backward nothing would free what torch keeps gathered for it after a forward.
-    reshard = None if trained else True
-    fully_sharded.shard(model, units, mesh=ranks, precision=casts, reshard_after_forward=reshard)
+    fully_sharded.shard(model, units, mesh=ranks, precision=casts, reshard_after_forward=None if trained else True)
     meta.allocate(model, device)
     tied = [list(spec.base_weights(names)) for names in meta.shared_names(model)]
     weights.load_weights(str(spec.weights), spec.base_weights(model.state_dict()), initial.slices_of, tied)
@@ -110,20 +120,17 @@ def figures_of(policy, reference, beta, tokens, targets):  # -> (5,): FIGURES, s
 
 
 def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
-    policy, reference = sharded(flags, device, trained=True), None
-    if not flags.lora:
-        reference = sharded(flags, device, trained=False)
+    policy = sharded(flags, device, trained=True)
+    reference = None if flags.lora else sharded(flags, device, trained=False)
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=flags.lr or (1e-5 if flags.lora else 1e-6))
-    pairs_a_step = flags.global_batch_size  # in an order that is one on any number of ranks
-    batches = Batches(
-        data, global_batch=pairs_a_step, accumulation=1, seed=1, rank=rank, world_size=world, device=device
-    )
-    place, parts = store.Store(files.LocalFiles(f"{flags.out}/checkpoints")), dict[str, state.Part](batches=batches)
-    if flags.lora:  # then a checkpoint holds the adapters alone, and says which weights they go beside
-        frozen = [one for name, one in policy.state_dict().items() if not lora.is_adapter(name)]
-        parts["base"] = Base(flags.model, checksum(frozen))
+    optimizer = torch.optim.AdamW((one for one in policy.parameters() if one.requires_grad), lr=flags.lr)
+    began = Began({name: getattr(flags, name) for name in ("beta", "lr", "global_batch_size")})
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world, "device": device}  # pairs have one order on all numbers
+    batches = Batches(data, global_batch=flags.global_batch_size, accumulation=1, seed=1, **ranks)
+    place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
+    frozen = [one for name, one in (reference or policy).state_dict().items() if not lora.is_adapter(name)]
+    name, what = ("reference", "its reference is") if reference else ("base", "its adapters go beside")
+    parts: dict[str, state.Part] = {"batches": batches, "began": began, name: Base(flags.model, checksum(frozen), what)}
     app = state.AppState(policy, optimizer, parts, elsewhere=lambda name: flags.lora and not lora.is_adapter(name))
     with in_a_line():
         done = restore.restore_newest(place, app)
@@ -159,8 +166,7 @@ if __name__ == "__main__":
             spec = spec_of(flags)
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
-            most = min(flags.seq_len, spec.positions or flags.seq_len)
-            fields = forms.fields_of(flags.chat_fields or "")
+            most, fields = min(flags.seq_len, spec.positions or flags.seq_len), forms.fields_of(flags.chat_fields or "")
             data = pairs.load(flags.pairs, flags.model, most, spec.vocab_size("own"), fields)
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")

@@ -91,6 +91,15 @@ def test_messages_are_what_the_template_prints(tmp_path: Path, name: str, templa
     ]
 
 
+def test_a_text_beside_messages_may_begin_with_a_bracket(tmp_path: Path) -> None:
+    """Only a list of objects is read as the JSON text of messages."""
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    question, answer = talk("[a] b", "[1, 2]")["messages"]
+    one, other = load(tmp_path, {"prompt": "[a] b", "chosen": "[1, 2]", "rejected": OTHER}), {"rejected": OTHER}
+    assert one.content == load(tmp_path, {"prompt": [question], "chosen": [answer], **other}).content
+
+
 def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
     library = pytest.importorskip("datasets")
     pytest.importorskip("transformers")

@@ -39,19 +39,19 @@ def base_of(config: Config, model: nn.Module) -> dict[str, Base]:
 
 
 class Base:
-    """The weights that adapters go beside, as a part of a checkpoint: where they came from, and a checksum."""
+    """Frozen weights that others are trained beside, as a part of a checkpoint: their place and a checksum."""
 
-    def __init__(self, weights: str, checksum: int) -> None:
-        self.weights, self.checksum = weights, checksum
+    def __init__(self, weights: str, checksum: int, what: str = "its adapters go beside") -> None:
+        self.weights, self.checksum, self.what = weights, checksum, what
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": self.weights, "checksum": self.checksum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the checkpoint's adapters were trained beside other weights."""
+        """Raises ValueError if the checkpoint was trained beside other weights."""
         if state["checksum"] != self.checksum:
             raise ValueError(
-                f"its adapters go beside the weights of {str(state['weights'])[:200]} at that time, and the weights of "
+                f"{self.what} the weights of {str(state['weights'])[:200]} at that time, and the weights of "
                 f"{self.weights} differ"
             )
 

@@ -138,7 +138,7 @@ class _Encode:
         """The whole conversation with either answer. Raises UnusableText."""
 
         def read(name: str, role: str) -> list[Any]:
-            if isinstance(line[name], str) and not line[name].lstrip().startswith("["):
+            if isinstance(line[name], str) and "".join(line[name].split())[:2] not in ("[{", '["', "[]"):
                 return [{"role": role, "content": line[name]}]
             names = {**self.fields, "messages": self.fields.get(name, name)}
             return messages_of({"messages": line[name]}, "messages", names, where)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import weights
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import IGNORED
+from fsdp2.options.errors import ConfigError
 from fsdp2_extra.models import blocks, lora
 from fsdp2_extra.text import pairs
 from tests.harness import Ranks, same
@@ -200,6 +202,29 @@ def test_dpo_with_adapters_has_one_model(ranks: Ranks, tmp_path: Path) -> None:
     expected = policy.eval()(input_ids=tokens).logits
     assert torch.allclose(exported(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-6)
     assert (out / "model-4" / "tokenizer.json").read_bytes() == (Path(folder) / "tokenizer.json").read_bytes()
+
+
+def _refused(folder: str, out: Path, *more: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        _dpo_on_ranks(folder, out, 4, *more)
+    return str(refusal.value)
+
+
+def test_dpo_goes_on_as_it_began(ranks: Ranks, tmp_path: Path) -> None:
+    """Another reference, rate or size of a step would be another training, and no figure says so."""
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    other = shutil.copytree(folder, tmp_path / "other")
+    file = other / "model.safetensors"
+    save_file({name: 2 * one for name, one in load_file(file).items()}, file, {"format": "pt"})
+    ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 2)
+    for model, flag, why in (
+        (str(other), "--epochs=3", r"the weights of \S+model at that time, and the weights of \S+other differ"),
+        (folder, "--lr=0.01", r"began with --lr 0\.001, and not 0\.01; give that, or another OUT"),
+        (folder, "--beta=0.2", r"began with --beta 0\.1, and not 0\.2"),
+        (folder, "--global-batch-size=2", "began with --global-batch-size 4, and not 2"),
+    ):
+        for said in ranks.run(_refused, model, tmp_path / "out", flag):
+            assert re.search(why, said)
 
 
 @pytest.mark.parametrize("more", [(), ("--lora=4",)], ids=["weights", "adapters"])
