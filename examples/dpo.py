@@ -6,6 +6,7 @@ adapters. MODEL is a folder of Hugging Face's, PAIRS a file of pairs (docs/data.
 it goes on.
 """
 
+import os
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -150,13 +151,16 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
             print(f"step {step}/{steps}  {said}", flush=True)
         if step % flags.checkpoint_every == 0 or step == steps:
             saver.save_now(place, app, step, keep=2)
-    if found:
-        spec, to = spec_of(flags), "peft" if flags.lora else "hf"
-        like = spec.on_meta("own"), spec.files("own")
-        adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
-        out, peft = f"{flags.out}/model-{steps}", {"task_type": "CAUSAL_LM"}
-        full_model.while_rank_0(lambda: export(flags.out, out, to, like=like, adapters=adapters, peft=peft))
+    full_model.while_rank_0(lambda: os.path.exists(f"{flags.out}/model-{steps}") or leave(flags, steps))
     return found
+
+
+def leave(flags, steps: int):
+    spec, to = spec_of(flags), "peft" if flags.lora else "hf"
+    like = spec.on_meta("own"), spec.files("own")
+    adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
+    peft = {"task_type": "CAUSAL_LM"}
+    export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, peft=peft)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.disk import disk_errors
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.sources.safetensors_files import layout, shards_of, write_index
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.state import AppState, plain_names
@@ -43,8 +44,8 @@ def save_together(
         tied: names of one weight, which is written under the first.
         info: what the marker says beside step and files.
 
-    A marker, written last, has the hash of each file. Raises OSError on every rank if one can't write, and ValueError
-    if a tensor is split on another dimension than its first.
+    A marker, written last, has the hash of each file. Raises SaveFailed on every rank if one can't write, and
+    ValueError if a tensor is split on another dimension than its first.
     """
     app.gather()
     aliases = {name for _, *others in tied for name in others}
@@ -66,7 +67,7 @@ def _together(work: Callable[[], Any]) -> list[Any]:
     try:
         mine = work()
     except (OSError, ValueError) as error:
-        problem = (OSError if isinstance(error, OSError) else ValueError)(str(error))
+        problem = (SaveFailed if isinstance(error, OSError) else ValueError)(str(error))  # an errno wouldn't travel
     if problem := of_all(problem):
         raise problem
     dist.all_gather_object(results, mine)

@@ -281,7 +281,11 @@ class Checkpoints:
         trained last is not in a checkpoint.
         """
         too_large = too_large_unasked(self.config, self.config.spec) if finished else None
-        full_model = finished and too_large is None and self.write_full_model(changed=changed)
+        try:
+            full_model = finished and too_large is None and self.write_full_model(changed=changed)
+        except Exception:
+            self._saver.wait()  # the last checkpoint: it would end with this process
+            raise
         with self._watch.phase("save"):
             self._settle()
         self._saver.close()

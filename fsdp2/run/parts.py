@@ -63,7 +63,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     A collective call where they are sharded. It tells one training's weights from another's, and not one order of the
     same numbers from another.
     """
-    total = torch.zeros((), dtype=torch.int64)
+    whole, part = torch.zeros((2,), dtype=torch.int64)  # of what each rank has whole, as buffers, and of its shards
     sharded = False
     for tensor in tensors:
         mine = tensor
@@ -74,5 +74,5 @@ def checksum(tensors: Iterable[Tensor]) -> int:
                 continue  # another rank has the same
             mine = tensor.to_local()
         bits = mine.to(torch.bfloat16).view(torch.int16) if mine.is_floating_point() else mine
-        total += bits.sum(dtype=torch.int64).cpu()
-    return sum(gather(int(total)) if sharded else [int(total)]) % (1 << 63)
+        (part if isinstance(tensor, DTensor) else whole).add_(bits.sum(dtype=torch.int64).cpu())
+    return (int(whole) + sum(gather(int(part)) if sharded else [])) % (1 << 63)

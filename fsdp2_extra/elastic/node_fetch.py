@@ -33,6 +33,7 @@ def fetch(store: Store, step: int, pairs: Sequence[tuple[int, int]], world: Worl
     if any(node == target for _, target in pairs) and mine == 0:
         try:
             with disk_errors(store.files):
+                store.clear()  # what doesn't count may be of this step: of an earlier start, or damaged
                 store.begin(step)
         except OSError as error:
             failure = ConfigError(f"--memory-checkpoint: {error}")

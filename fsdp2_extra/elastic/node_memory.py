@@ -216,10 +216,14 @@ class NodeMemory:
         self._end(self._saver.save(step, {**info, "start": self._folder.start["start"]}))
 
     def _end(self, ended: Outcome | None) -> None:
-        if ended is not None:
-            self.failure = None if ended.error is None else str(ended.error)
+        if ended is None:  # of the one that goes on, which isn't dead
+            return
+        self.failure = None if ended.error is None else str(ended.error)
         if self.failure and self._world.local_rank == 0:
-            self._folder.store.remove_dead()
+            try:
+                self._folder.store.remove_dead()
+            except OSError as error:
+                self.failure += f"; what it left was not removed: {error}"
 
     def close(self) -> None:
         """After the run's last checkpoint is on the disk: give the memory back."""

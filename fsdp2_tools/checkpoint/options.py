@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from fsdp2.checkpoint.refusal import Refused, is_name
+from fsdp2.options.errors import shown
 from fsdp2.options.parser import Parser
 from fsdp2.units import byte_count
 
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError or Refused."""
     words = list(sys.argv[1:] if argv is None else argv)
     if odd := next((word for word in words if word and not is_name(word)), None):
-        raise Refused(f"{odd}: is no UTF-8 text; give another name")
+        raise Refused(f"{shown(odd)}: is no UTF-8 text; give another name")
     parser = Parser(
         prog="python -m fsdp2.checkpoint", description="Look at checkpoints and convert them.", allow_abbrev=False
     )

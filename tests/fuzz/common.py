@@ -37,5 +37,5 @@ def refused(action: Callable[[], T], *refusals: type[Exception]) -> T | None:
 
 
 def one_line(text: str) -> None:
-    assert text.isprintable(), text
+    assert text.isprintable(), ascii(text)  # half a character in a report ends both lanes
     assert 0 < len(text) < LONGEST_REFUSAL + 50, len(text)

@@ -126,11 +126,17 @@ class Hold:
 
         From then on nothing is written to a run at a URL while another run may have taken it over.
         """
-        failure: Exception | None = None
-        try:
+        with self._together():  # before the body, which has collectives of its own
             if self._lease is not None:
                 self._lease.guard(cast("RemoteFiles", self.run.files))
             self.require_folder()
+        with self._together():
+            yield
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        failure: Exception | None = None
+        try:
             yield
         except Exception as error:
             failure = ConfigError(str(error)) if isinstance(error, LostRunDir) else error

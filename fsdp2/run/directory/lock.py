@@ -148,12 +148,15 @@ class WriterLock:
 
     def release(self, *, refused: bool = False) -> None:
         """Let others in. A folder that was made for a run which is then refused is removed while it is empty."""
-        if refused and self._is_new and self.lost() is None and os.listdir(self.folder) == [self._path.name]:
-            self._path.unlink()
-            self.folder.rmdir()
-        self._close()
+        try:
+            if refused and self._is_new and self.lost() is None and os.listdir(self.folder) == [self._path.name]:
+                self._path.unlink()
+                self.folder.rmdir()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         for descriptor in (self._file, self._folder):
             if descriptor >= 0:
                 os.close(descriptor)
+        self._file = self._folder = -1  # another file may get these numbers

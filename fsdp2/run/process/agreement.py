@@ -207,7 +207,9 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
 
 def tell_others(why: str) -> None:
     """Tell ranks that no launcher ends why this one refuses to come: they would wait for it."""
-    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ or MEETINGS:
+    if of_torchrun() or dist.is_initialized() or "RANK" not in os.environ:
+        return
+    if any(purpose == "training" for _, _, purpose in MEETINGS):  # they have met, and know
         return
     with suppress(ConfigError, RuntimeError):  # nowhere to meet: then the others say who isn't there
         here = world()
