@@ -301,3 +301,17 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert (status, err.count("\n")) == (2, 1), err
     assert err.startswith(f"fsdp2: error: MASTER_PORT={port}: is taken on ")
     assert os.listdir(tmp_path) == [] or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(("purpose", "told"), [("doctor", ["why"]), ("training", [])])
+def test_a_refusal_after_a_meeting_of_the_doctors_is_told(
+    monkeypatch: pytest.MonkeyPatch, purpose: str, told: list[str]
+) -> None:
+    for name, value in {**GOOD, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    monkeypatch.setattr(agreement, "MEETINGS", {("localhost", 1, purpose): iter([1])})
+    monkeypatch.setattr(agreement, "meeting_point", lambda *_: None)
+    monkeypatch.setattr(agreement, "refuse", lambda why, *_: said.append(why))
+    agreement.tell_others("why")
+    assert said == told

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp2 import infer, models
 from fsdp2.checkpoint import full_dcp, full_dtensor, full_model, full_together
 from fsdp2.checkpoint.full_model import save_full
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import Config
@@ -295,7 +296,7 @@ def _full_disk(folder: Path) -> str:
             patch.setattr(full_together.os, "pwrite", _no_space)
         try:
             full_together.save_together(AppState(engine.model, engine.optimizer, {}), folder, 1, slices_of)
-        except OSError as error:
+        except SaveFailed as error:  # one line at the command, also on the rank whose disk isn't full
             return str(error)
     return "nothing"
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2 import infer, models
 from fsdp2.checkpoint.refusal import Refused
@@ -17,6 +20,7 @@ from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.parts import checksum
 from fsdp2_extra.models.lora import Lora, draw_adapters, is_adapter
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from fsdp2_tools.checkpoint.adapters import Adapters, merged
@@ -252,3 +256,16 @@ def test_adapters_start_where_pefts_do() -> None:
         elif ".lora_B." in name:
             assert not tensor.any()
             assert not theirs.get_parameter(name).any()
+
+
+def _checksum(weight: Tensor, buffer: Tensor) -> int:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return checksum([distribute_tensor(weight, mesh, [Shard(0)]), buffer])
+
+
+def test_a_checksum_of_weights_counts_buffers_once(ranks: Ranks) -> None:
+    """They are whole on each rank: a base is the same one on any number of ranks, and in one process."""
+    weight, buffer = torch.randn(4, 3), torch.ones(5)
+    expected = checksum([weight, buffer])
+    assert ranks.run(_checksum, weight, buffer) == [expected] * 2
+    assert checksum([weight, 2 * buffer]) != expected

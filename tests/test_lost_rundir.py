@@ -18,7 +18,9 @@ from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.directory.hold import Hold
 from fsdp2.run.directory.lock import LostRunDir, WriterLock
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process import ending
 from fsdp2.run.process.group import RunStopped
@@ -220,3 +222,38 @@ def test_an_end_by_intention_is_one_line_and_status_1(error: Exception, capfd: p
         raise error
     assert ended.value.code == 1
     assert capfd.readouterr().err == f"fsdp2: stopped: {error}\n"
+
+
+def _started(run: Path) -> tuple[str, list[str]]:
+    """The start of a run whose folder is lost on rank 0; what other ranks did meanwhile."""
+    hold, done = Hold(RunDir(run)), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(hold, "require_folder", _lost)
+        with pytest.raises(ConfigError) as caught, hold.starting():
+            done.append("a collective of its own")
+    return str(caught.value), done
+
+
+def _lost() -> None:
+    raise LostRunDir("--run-dir run: it was removed during this run")
+
+
+def test_a_start_whose_folder_is_lost_on_one_rank_begins_on_none(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_started, tmp_path / "run") == [("--run-dir run: it was removed during this run", [])] * 2
+
+
+def test_a_lock_is_released_where_its_folder_can_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = WriterLock(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", _fails)
+        with pytest.raises(OSError, match="busy"):
+            lock.release(refused=True)
+    assert lock.lost() is not None
+    WriterLock(tmp_path / "run").release()
+
+
+def _fails(*_: Any) -> None:
+    raise OSError(errno.EBUSY, "busy")

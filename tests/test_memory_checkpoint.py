@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.store import Store
+from fsdp2.checkpoint.store import Store, fingerprint
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.process.runtime import World
 from fsdp2.train import main
-from fsdp2_extra.elastic import node_memory
+from fsdp2_extra.elastic import node_fetch, node_memory
 from tests.chaos_replicas import Reference, check, prepare
 from tests.chaos_replicas_rank import Loss
 from tests.harness import Ranks, flip_a_bit, losses, main_in_ranks, small
@@ -204,3 +205,26 @@ def test_a_folder_that_is_no_folder_of_this_user_is_refused(ranks: Ranks, tmp_pa
     place.symlink_to(tmp_path)
     for text in ranks.run(_train, small(tmp_path / "run", *KEEPING), root):
         assert f"{place} isn't a folder of this user" in text
+
+
+def _fetched(folder: Path, step: int) -> bytes:
+    """Two nodes of a rank have another checkpoint of one step; the second is given the first's."""
+    rank = dist.get_rank()
+    store = Store(LocalFiles(folder / str(rank)))
+    store.begin(step)
+    files = store.checkpoint(step)
+    files.write("part", b"of rank %d" % rank)
+    store.commit(step, {"part": fingerprint(files, "part")}, {"start": str(rank)})
+    node_fetch.fetch(store, step, [(0, 1)], World(rank, 2, 0, 1))
+    return files.read("part")
+
+
+def test_a_step_in_memory_that_does_not_count_gives_way(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_fetched, tmp_path, 130) == [b"of rank 0"] * 2
+
+
+def test_a_save_in_memory_that_goes_on_is_not_called_dead() -> None:
+    memory = object.__new__(node_memory.NodeMemory)
+    memory.failure = "step 2 was not saved"  # nothing else of it is needed, and nothing is removed
+    memory._end(None)
+    assert memory.failure == "step 2 was not saved"

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import models
 from fsdp2.checkpoint import full_dtensor, full_together, weights
 from fsdp2.checkpoint.refusal import Refused
+from fsdp2.checkpoint.saver import SaveFailed
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.state import AppState, plain_names
@@ -354,7 +355,7 @@ def _killed_between_renames(folder: Path) -> None:
             real(files, source, target)
 
         patch.setattr(full_together.LocalFiles, "rename", rename)
-        with pytest.raises(OSError, match="killed"):
+        with pytest.raises(SaveFailed, match="killed"):
             full_together.save_together(app, folder, 2, slices_of)
 
 
