@@ -248,7 +248,7 @@ def test_a_lock_is_released_where_its_folder_can_not_be_removed(
 ) -> None:
     lock = WriterLock(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rmdir", _fails)
+        patch.setattr(Path, "unlink", _fails)
         with pytest.raises(OSError, match="busy"):
             lock.release(refused=True)
     assert lock.lost() is not None
