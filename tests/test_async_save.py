@@ -24,6 +24,7 @@ from fsdp2.checkpoint.state import AppState, RandomState
 from fsdp2.checkpoint.store import Store, verify
 from fsdp2.config import parse
 from fsdp2.parallel.engine import Engine
+from fsdp2.run import checkpoints
 from fsdp2.train import main
 from tests.harness import Ranks, full_files, losses, make_engine, of_kind, one_step, same, small
 
@@ -309,3 +310,26 @@ def test_beside_a_gpu_what_is_on_the_cpu_is_copied_by_the_thread(monkeypatch: py
     assert stage._finished.is_set()
     stage._before_step()
     assert gpu.asked == ["wait_stream", "record", "synchronize", "wait_event"], "both are waited for"
+
+
+def _without_room_for_the_full_model(run: Path) -> list[int]:
+    """The checkpoints of a run that fails at its end, while the last of them is still being written."""
+    write = Saver._write
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.5)
+        return write(*given)
+
+    line = small(run, "--max-steps=2", "--async-checkpoint", "--save-model")
+    with replaced(Saver, "_write", slow), replaced(checkpoints, "save_full", _no_room):
+        with pytest.raises(OSError, match="no room"):
+            main(parse(line))
+    return Store(LocalFiles(run / "checkpoints")).committed()
+
+
+def _no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_a_full_model_that_fails_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_without_room_for_the_full_model, tmp_path / "run") == [[2]] * 2
