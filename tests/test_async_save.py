@@ -321,9 +321,9 @@ def _without_room_for_the_full_model(run: Path) -> list[int]:
         return write(*given)
 
     line = small(run, "--max-steps=2", "--async-checkpoint", "--save-model")
-    with replaced(Saver, "_write", slow), replaced(checkpoints, "save_full", _no_room):
-        with pytest.raises(OSError, match="no room"):
-            main(parse(line))
+    slowly, failing = replaced(Saver, "_write", slow), replaced(checkpoints, "save_full", _no_room)
+    with slowly, failing, pytest.raises(OSError, match="no room"):
+        main(parse(line))
     return Store(LocalFiles(run / "checkpoints")).committed()
 
 
