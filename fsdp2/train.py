@@ -206,7 +206,7 @@ def train_step(
 
 def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
     """The sharded model with initial values or `--init-from`'s, which a checkpoint would replace. A collective call."""
-    # Nothing is drawn that would be replaced. What of a model is left out of weights in part is known after them.
+    # Nothing is drawn that would be replaced. Which tensors --init-partial leaves out is known after the weights.
     weights = StartWeights(config, restoring=restoring)
     start = Start(
         build=lambda: spec.on_meta(config.model_size),

@@ -39,7 +39,7 @@ def full_state_api(*, dcp_api: bool) -> Any:
 
 
 def save_full(api: Any, app: AppState, path: Path, step: int, info: Mapping[str, Any] | None = None) -> None:
-    """Write the full model, and beside it the full optimizer, from rank 0. A collective call.
+    """Write the full model, and beside it the full optimizer, from rank 0, which may raise OSError. A collective call.
 
     Args:
         api: `full_dtensor` or `full_dcp`.

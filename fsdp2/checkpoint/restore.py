@@ -31,10 +31,10 @@ from fsdp2.checkpoint.store import (
 )
 from fsdp2.checkpoint.together import of_all
 
-# What checkpoints of earlier versions, and optimizers of an older torch, lack: it stays as it is here.
+# Entries that checkpoints of earlier versions, and optimizers of an older torch, lack: they stay as they are here.
 _NEWER = re.compile(r"app\.batches\.content$")
 _SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
-# What code raises that is given other values than it has saved.
+# Errors of code that is given other values than it has saved.
 _BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 

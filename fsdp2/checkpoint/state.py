@@ -36,7 +36,7 @@ class Part(Protocol):
 
 
 class StateHolder(Protocol):
-    """Whose state has to be fetched before it is read: a strategy that keeps it in another form."""
+    """A strategy that keeps its state in another form, and must gather it before it is read."""
 
     def gather_state(self) -> None:
         """Called before the state is read. A collective call."""

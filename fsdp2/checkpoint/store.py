@@ -87,7 +87,7 @@ def says_finite(marker: Mapping[str, Any]) -> bool:
     return marker.get("finite", True) is True
 
 
-# What a marker may say, and of which type. The first two it must.
+# Fields that a marker may have, and their types. It must have the first two.
 _PARTS: dict[str, type] = {
     "step": int,
     "files": dict,
@@ -211,9 +211,9 @@ class Store:
     def remove_dead(self) -> list[str]:
         """Remove saves that died before their commit; the names of what was removed.
 
-        Raises NotAFile, and removes nothing, if a checkpoint is a link, a file, or a dead save with folders in it.
+        Copies that `set_aside` had not finished, where a rename is a copy, are removed too: the original is there.
 
-        So are copies that `set_aside` had not finished, where a rename is one: what they are of is still there.
+        Raises NotAFile, and removes nothing, if a checkpoint is a link, a file, or a dead save with folders in it.
         """
         ours = [name for name in self.files.list("") if _STEP.fullmatch(_SET_ASIDE.sub("", name))]
         self._require_own(ours)

@@ -185,7 +185,7 @@ def length_before(marker: Mapping[str, Any]) -> Length | None:
     return Length(epochs, most, samples)
 
 
-# What a resumed run may change, and trains differently with. Without `--init-from` it has more epochs by default.
+# Flags that change what a resumed run computes. Without `--init-from` it has more epochs by default.
 _COMPUTES = ("epochs", "clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
 
 

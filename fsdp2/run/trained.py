@@ -43,7 +43,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2.run.resuming import checkpoint_at
 from fsdp2.units import short
 
-# What says which model it is, and how it computes.
+# Options that say which model it is, and how it computes.
 OF_THE_MODEL = (
     *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets", "init_from"),
     "mixed_precision",

@@ -43,7 +43,7 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
     A collective call.
     """
-    # What a stranger's model draws here would be missing in the draws of its training.
+    # Random numbers that a stranger's model draws here would be missing in its training.
     kept = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with uncompiled() if config.compile else nullcontext(), kept:
         if config.chunked_loss is not None:

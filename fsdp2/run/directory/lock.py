@@ -23,7 +23,7 @@ _SECONDS_IN_SILENCE = 10.0
 # On these a server holds locks. NFSv4 frees those of a node that has died after its lease, which is 90 s by default.
 NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb")
 SECONDS_OF_THE_DEAD = 120.0
-# What a folder that was removed or moved answers with; the last is NFS's word for it.
+# Errors of a folder that was removed or moved; the last is NFS's word for it.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 

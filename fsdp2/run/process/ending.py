@@ -40,7 +40,7 @@ def _ended_by_launcher(seconds: float = SECONDS_FOR_RANK_0) -> bool:
     return ended.wait(seconds)
 
 
-# What gloo, nccl and the store say when the other side of a connection has gone.
+# Messages of gloo, nccl and the store when the other side of a connection has gone.
 _PEER_LOST = (
     *("closed by peer", "reset by peer", "Broken pipe", "Socket closed"),
     *("remote process exited", "remote server shutdown"),
@@ -71,8 +71,8 @@ def exit_status() -> Iterator[None]:
 
     A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
     status 1, Ctrl-C one line and status 130. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data,
-    on one rank is one line, too. Another error shows its traceback and ends this process at once, so that ranks that
-    wait for it notice; those show one line, since the cause is elsewhere.
+    on one rank is one line, too, and ends this process at once. Another error shows its traceback. Ranks that wait for
+    one that has ended show one line, since the cause is elsewhere.
     """
     try:
         yield
