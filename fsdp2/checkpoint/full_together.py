@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,8 @@ def save_together(
 def _together(work: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank and gather its results. Raises the error of any rank on each."""
     results: list[Any] = [None] * dist.get_world_size()
-    mine, problem = None, cast("Exception | None", None)
+    problem: Exception | None = None
+    mine = None
     try:
         mine = work()
     except (OSError, ValueError) as error:

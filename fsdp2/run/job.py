@@ -19,7 +19,7 @@ class Origin(NamedTuple):
         checkpoint: where it is.
         partial: of it the weights that fit, and nothing else.
         in_memory: it is in each node's memory, and of this run.
-        before: the length of the run that wrote it, as rank 0 knows.
+        before: the length of the run that wrote it.
         newest_kept: the step after which this run's directory's checkpoints are set aside; None for none of them.
     """
 
@@ -40,7 +40,7 @@ class Job:
         note: what the opening event says of these decisions.
     """
 
-    def __init__(self, hold: Hold, model: str = "", origin: Origin = Origin()) -> None:  # noqa: B008 - never changes
+    def __init__(self, hold: Hold, model: str, origin: Origin) -> None:
         """`model`: what the model on this rank is made of."""
         self.hold, self.origin, self._model = hold, origin, model
         self.optimizer: dict[str, Any] = {}
@@ -56,8 +56,7 @@ class Job:
         Raises ConfigError on every rank if one has made another model, since they would wait for ever; and as
         `Hold.agree` does.
         """
-        checkpoint, self.note = broadcast((self.origin.checkpoint, self.note))
-        self.origin = self.origin._replace(checkpoint=checkpoint)
+        self.origin, self.note = broadcast((self.origin, self.note))
         models = gather(hashlib.sha256(self._model.encode()).hexdigest())
         if other := [rank for rank, model in enumerate(models) if model != models[0]]:
             raise ConfigError(
