@@ -316,7 +316,10 @@ TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/co
 test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (18 min)
 	$(TOX) newest -- $(addprefix --ignore=,$(APART)) -m "not slow and not ray and not thorough" $(ARGS)
 
-.PHONY: test-all test-book test-migration test-tools
+.PHONY: test-ci test-all test-book test-migration test-tools
+test-ci: $(VENV)/.dev  ## what .ci/run looks at: all suites, at least one case of each test
+	$(TOX) newest -- -m "not slow and not ray and not nightly" $(ARGS)
+
 test-all: $(VENV)/.dev  ## all tests: further cases (tests/thorough.py), moving from FSDP1, the other tools (26 to 41 min)
 	$(TOX) newest -- $(ARGS)
 

@@ -1,6 +1,7 @@
-"""Which cases run by `make test-all` alone, as `.ci/run` does: further cases of what other tests show too, and slow.
+"""Which cases are left out by `make test`, so that it answers within minutes, and which by `.ci/run` too.
 
-`make test` leaves them out, so that it answers within minutes. By itself pytest runs all, as for one file.
+They are further cases of what other tests show too, and slow. `.ci/run` keeps at least one case of each test, since it looks
+after each change; `make test-all` has them all. By itself pytest runs all, as for one file.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Iterable
 
 import pytest
 
-# A test -> how many of its cases, the first ones, `make test` runs.
-KEPT = {
+ALL = 1_000
+# A test -> how many of its cases, the first ones, `make test` runs; and `.ci/run`, if it isn't as many and at least one.
+KEPT: dict[str, int | tuple[int, int]] = {
     "tests/commands/test_card.py::test_it_says_steps_losses_flags_and_versions": 1,
     "tests/commands/test_eval.py::test_a_run_is_scored": 0,
     "tests/commands/test_export.py::test_every_format_holds_the_full_model": 5,
     "tests/commands/test_export.py::test_memory_is_bounded_by_a_tensor_and_not_by_the_model": 0,
     "tests/commands/test_import.py::test_settings_of_an_import_with_which_no_step_is_made": 3,
-    "tests/docs/test_blocks.py::test_the_code_of_a_page_runs": 1,
+    "tests/docs/test_blocks.py::test_the_code_of_a_page_runs": (1, ALL),
     "tests/docs/test_reference.py::test_each_field_of_a_record_is_explained": 1,
     "tests/gpu/fake/test_fake.py::test_a_step_stays_on_its_device_and_waits_for_nothing": 1,
     "tests/hostile/test_bounds.py::test_a_configuration_that_asks_for_too_much": 1,
@@ -26,6 +28,13 @@ KEPT = {
     "tests/launchers/test_elastic.py::test_a_lost_node_is_gone_on_without_and_taken_in_when_it_is_back": 0,
     "tests/launchers/test_ray_train.py::test_losses_reports_and_artifacts": 0,
     "tests/launchers/test_torchrun.py::test_two_nodes_train": 0,
+    "tests/memory/test_runs.py::test_recording_changes_no_loss": 1,
+    "tests/migrate/checkpoints/test_convert.py::test_fsdp2_goes_on_bit_for_bit": 3,
+    "tests/migrate/checkpoints/test_layouts.py::test_a_layout_is_found_out_and_converted": 3,
+    "tests/migrate/prove/test_against_one.py::test_the_fault_is_named_and_none_without_it": 32,
+    "tests/migrate/prove/test_two.py::test_what_the_rewriter_makes_is_proven": 5,
+    "tests/migrate/test_shim.py::test_losses_are_bit_equal_to_fsdp1": 2,
+    "tests/migrate/test_shim_api.py::test_the_code_that_is_logged_trains_the_same": 4,
     "tests/others/test_flex.py::test_a_sharded_model_trains_by_flex_as_by_a_mask": 1,
     "tests/others/test_flex.py::test_flex_is_the_mask_for_each_pair": 2,
     "tests/others/test_generate.py::test_generate_gives_the_tokens_of_one_process": 1,
@@ -124,10 +133,14 @@ KEPT = {
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark what is left out as `thorough`."""
+    """Mark as `thorough` what `make test` leaves out, and as `nightly` what `.ci/run` leaves out too."""
     seen: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         seen[test] += 1
-        if seen[test] > KEPT.get(test, seen[test]):
+        kept = KEPT.get(test, ALL)
+        soon, each_change = kept if isinstance(kept, tuple) else (kept, max(kept, 1))
+        if seen[test] > soon:
             item.add_marker("thorough")
+        if seen[test] > each_change:
+            item.add_marker("nightly")
