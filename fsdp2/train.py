@@ -154,7 +154,7 @@ def main(
                 if batches.at_end():
                     schedule.after_epoch()
                     batches.next_epoch()
-                checkpoints.save_after_epoch(batches.epoch, last=finished())
+                checkpoints.save_due(batches.epoch, after_epoch=True, last=finished())
 
             # What is left behind: unless it is large, one file that any PyTorch program can load.
             reason = stop.agreed(world) if log.stop else "already finished" if accuracy is None else "finished"

@@ -207,20 +207,35 @@ def test_a_folder_that_is_no_folder_of_this_user_is_refused(ranks: Ranks, tmp_pa
         assert f"{place} isn't a folder of this user" in text
 
 
-def _fetched(folder: Path, step: int) -> bytes:
-    """Two nodes of a rank have another checkpoint of one step; the second is given the first's."""
+def _refuses(*where: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fetched(folder: Path, step: int, full: str = "") -> bytes | str:
+    """Two nodes of a rank have another checkpoint of one step; the second is given the first's, or is told why not."""
     rank = dist.get_rank()
     store = Store(LocalFiles(folder / str(rank)))
     store.begin(step)
     files = store.checkpoint(step)
     files.write("part", b"of rank %d" % rank)
     store.commit(step, {"part": fingerprint(files, "part")}, {"start": str(rank)})
-    node_fetch.fetch(store, step, [(0, 1)], World(rank, 2, 0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if full and rank == 1:
+            patch.setattr(node_fetch, full, _refuses)
+        try:
+            node_fetch.fetch(store, step, [(0, 1)], World(rank, 2, 0, 1))
+        except ConfigError as error:
+            return str(error)
     return files.read("part")
 
 
 def test_a_step_in_memory_that_does_not_count_gives_way(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_fetched, tmp_path, 130) == [b"of rank 0"] * 2
+
+
+def test_a_node_whose_memory_takes_no_marker_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks.run(_fetched, tmp_path, 130, "publish"):
+        assert "--memory-checkpoint: step 130 could not be copied to this node: [Errno 28] No space left" in str(text)
 
 
 def test_a_save_in_memory_that_goes_on_is_not_called_dead() -> None:

@@ -1,7 +1,7 @@
 """Which cases are left out by `make test`, so that it answers within minutes, and which by `.ci/run` too.
 
-They are further cases of what other tests show too, and slow. `.ci/run` keeps at least one case of each test, since it looks
-after each change; `make test-all` has them all. By itself pytest runs all, as for one file.
+They are further cases of what other tests show too, and slow. `.ci/run` keeps at least one case of each test, since it
+looks after each change; `make test-all` has them all. By itself pytest runs all, as for one file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import pytest
 
 ALL = 1_000
-# A test -> how many of its cases, the first ones, `make test` runs; and `.ci/run`, if it isn't as many and at least one.
+# A test -> how many of its cases, the first ones, `make test` runs. A second number is for `.ci/run`, which without it
+# runs as many, but at least one.
 KEPT: dict[str, int | tuple[int, int]] = {
     "tests/commands/test_card.py::test_it_says_steps_losses_flags_and_versions": 1,
     "tests/commands/test_eval.py::test_a_run_is_scored": 0,

@@ -130,22 +130,16 @@ class Checkpoints:
         """Return whether the state after this step is saved, on the disk or in memory."""
         return self.config.checkpoint_due(step) or (self._memory is not None and self._memory.due(step))
 
-    def save_due(self, epoch: int) -> None:
-        """Save the state on the disk, or else keep it in each node's memory, as is due.
+    def save_due(self, epoch: int, *, after_epoch: bool = False, last: bool = False) -> None:
+        """Save the state on the disk, or else keep it in each node's memory, as is due: by steps, after an epoch, or at
+        the `last` one.
 
         Raises as `save` does; what has failed in memory, the next time.
         """
-        if self.config.checkpoint_due(self.progress.step):
-            self.save(epoch)
-        elif self._memory is not None:
-            self._keep_in(self._memory)
-
-    def save_after_epoch(self, epoch: int, *, last: bool) -> None:
-        """Save at the end of an epoch, or of the run, as `--checkpoint-every` says. Raises as `save`."""
-        every_epoch = self.config.checkpoint_every is None
-        if last or every_epoch or self.config.checkpoint_due(self.progress.step):
+        step = self.progress.step
+        if last or self.config.checkpoint_due(step) or (after_epoch and self.config.checkpoint_every is None):
             self.save(epoch, last=last)
-        elif self._memory is not None and self._memory.due(self.progress.step):
+        elif self._memory is not None and self._memory.due(step):
             self._keep_in(self._memory)
 
     def _keep_in(self, memory: NodeMemory) -> None:

@@ -25,7 +25,7 @@ from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite, local
-from fsdp2.run.process.group import broadcast, end_together, gather
+from fsdp2.run.process.group import broadcast, gather, together
 
 SCRATCH = "--init-from scratch for none"
 SHOWN = 5
@@ -144,11 +144,10 @@ def _by_its_library(
     """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""
     full: Mapping[str, Tensor] = {}
     wrong: Mapping[str, str] = {}
-    refused: ConfigError | None = None
-    if dist.get_rank() == 0:
-        try:
-            full, wrong = load()
-        except ValueError as error:
-            refused = ConfigError(f"{flag}: {error}, or --init-from scratch for none")
-    end_together(refused)
+    with together():
+        if dist.get_rank() == 0:
+            try:
+                full, wrong = load()
+            except ValueError as error:
+                raise ConfigError(f"{flag}: {error}, or {SCRATCH}") from None
     return full, broadcast(wrong)

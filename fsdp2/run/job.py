@@ -68,8 +68,7 @@ class Job:
     def go_on_from(self, origin: Origin, *notes: str | None) -> None:
         """Decide what the run goes on from, and say why in the opening event."""
         self.origin = origin
-        for note in notes:
-            self.add_note(note)
+        self.add_note(*notes)
 
     def restores_own(self) -> bool:
         """Return whether the checkpoint is of this run, and not of another that this one goes on from."""
@@ -86,9 +85,9 @@ class Job:
         if self.origin.newest_kept is not None:
             self.run.store.set_aside(self.origin.newest_kept)
 
-    def add_note(self, text: str | None) -> None:
+    def add_note(self, *texts: str | None) -> None:
         """Add to what the opening event says, on rank 0, which alone shows and writes it."""
-        self.note = "; ".join(filter(None, (self.note, text))) or None
+        self.note = "; ".join(filter(None, (self.note, *texts))) or None
 
     def opening_event(self, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The `start` or `resume` event."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2 import data
-from fsdp2.checkpoint.disk import explained, temporary_folder
+from fsdp2.checkpoint.disk import temporary_folder
 from fsdp2.checkpoint.files import NotAFile, Unreachable
 from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
@@ -22,7 +22,7 @@ from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
-from fsdp2.run.directory.hold import Hold
+from fsdp2.run.directory.hold import Hold, disk_refusals
 from fsdp2.run.directory.room import check_room
 from fsdp2.run.directory.rundir import RunDir, default_path, large
 from fsdp2.run.job import Job, Origin
@@ -99,16 +99,13 @@ def _explained(config: Config, run: RunDir) -> Iterator[None]:
     """Raise ConfigError where the run directory, or the checkpoint, can't be read or written."""
     place = config.run_dir or run.place
     try:
-        yield
+        with disk_refusals(run):
+            yield
     except Unreachable as error:
         flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
         raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
     except NotAFile as error:
         raise ConfigError(f"--run-dir {place}: {error}") from None
-    except OSError as error:
-        if full := explained(error, run.path):
-            raise ConfigError(f"--run-dir {place}: {full.strerror}; mend that or choose another") from None
-        raise
 
 
 def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> int:

@@ -152,13 +152,9 @@ def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Ba
 
 def load_sharded(config: Config, load: Load, world: World, device: torch.device) -> Callable[[Batch], Any]:
     """The model sharded over these ranks, in the precision that the run evaluated in."""
-
-    def everything(name: str) -> bool:
-        return True
-
     if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
         config = Config(**{name: getattr(config, name) for name in OF_THE_MODEL})
-    spec = config.spec
+    spec, everything = config.spec, (lambda name: True)
     engine = parallelize(
         config,
         build=lambda: spec.on_meta(config.model_size),

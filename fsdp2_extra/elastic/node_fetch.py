@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdp2.checkpoint.files import Files, publish
 from fsdp2.checkpoint.safe_reader import read_slice
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.process.group import end_together
+from fsdp2.run.process.group import together
 from fsdp2.run.process.runtime import World
 
 _PIECE_BYTES = 64 << 20
@@ -29,28 +30,29 @@ def fetch(store: Store, step: int, pairs: Sequence[tuple[int, int]], world: Worl
     it where it came from, when all files have that marker's sizes and hashes. Raises ConfigError on every rank if not.
     """
     node, mine, per_node = world.rank // world.local_world_size, world.local_rank, world.local_world_size
-    failure: Exception | None = None
-    if any(node == target for _, target in pairs) and mine == 0:
-        try:
-            with disk_errors(store.files):
-                store.clear()  # what doesn't count may be of this step: of an earlier start, or damaged
-                store.begin(step)
-        except OSError as error:
-            failure = ConfigError(f"--memory-checkpoint: {error}")
-    end_together(failure)
     content, checkpoint = b"", store.checkpoint(step)
-    for source, target in pairs:  # in the same order on all ranks, so that none waits for one that waits for it
-        if node == source:
-            _send_files(checkpoint, mine, per_node, target * per_node + mine)
-        elif node == target:
-            try:
+    with together(), _refused(store, step):
+        if any(node == target for _, target in pairs) and mine == 0:
+            store.clear()  # what doesn't count may be of this step: of an earlier start, or damaged
+            store.begin(step)
+    with together(), _refused(store, step):
+        for source, target in pairs:  # in the same order on all ranks, so that none waits for one that waits for it
+            if node == source:
+                _send_files(checkpoint, mine, per_node, target * per_node + mine)
+            elif node == target:
                 content = _receive_files(checkpoint, mine, per_node, source * per_node + mine)
-            except (OSError, DamagedCheckpoint) as error:
-                failure = ConfigError(f"--memory-checkpoint: step {step} could not be copied to this node: {error}")
-    end_together(failure)
-    if content and mine == 0:
-        publish(checkpoint, MARKER, content)
-    end_together(None)
+    with together(), _refused(store, step):
+        if content and mine == 0:
+            publish(checkpoint, MARKER, content)
+
+
+@contextmanager
+def _refused(store: Store, step: int) -> Iterator[None]:
+    try:
+        with disk_errors(store.files):
+            yield
+    except (OSError, DamagedCheckpoint) as error:
+        raise ConfigError(f"--memory-checkpoint: step {step} could not be copied to this node: {error}") from None
 
 
 def _names(marker: dict[str, Any], mine: int, ranks: int) -> list[str]:

@@ -39,7 +39,7 @@ from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, folder_of
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.job import Origin
-from fsdp2.run.process.group import broadcast, end_together, gather
+from fsdp2.run.process.group import broadcast, gather, together
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World
 from fsdp2.run.resuming import changed_batch, check_checkpoint, length_before
@@ -64,14 +64,10 @@ class NodeFolder:
         self.store = Store(LocalFiles(self.folder))
         self.start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._run = run
-        failure: Exception | None = None
-        try:
-            self._check_nodes(gather((world.local_rank, world.local_world_size)))
+        self._check_nodes(gather((world.local_rank, world.local_world_size)))
+        with together():
             if world.local_rank == 0:
                 self._take(hold)
-        except Exception as error:
-            failure = error
-        end_together(failure)
 
     def _check_nodes(self, places: list[tuple[int, int]]) -> None:
         """Raise ConfigError unless each node holds whole copies; `places` are all ranks' on theirs."""
@@ -102,14 +98,18 @@ class NodeFolder:
         Returns what the run goes on from and two notes, or None if `origin` is as new. Raises ConfigError on every
         rank.
         """
-        lineage: dict[str, Any] = broadcast(_lineage(self._run) if self.world.rank == 0 else {})
-        mine = self._newest(lineage) if self.world.local_rank == 0 else 0
+        lineage: dict[str, Any] = {}
+        mine = on_disk = 0
+        with together():
+            if self.world.rank == 0:
+                lineage = _lineage(self._run)
+                on_disk = 0 if origin.checkpoint is None else read_marker(open_files(origin.checkpoint))["step"]
+        lineage, on_disk = broadcast((lineage, on_disk))
+        with together():
+            mine = self._newest(lineage) if self.world.local_rank == 0 else 0
         newest = gather(mine)[:: self.world.local_world_size]
         step = max(newest)
-        on_disk = 0
-        if self.world.rank == 0 and origin.checkpoint is not None:
-            on_disk = read_marker(open_files(origin.checkpoint))["step"]
-        if step <= broadcast(on_disk):
+        if step <= on_disk:
             return None
         holders = [node for node, there in enumerate(newest) if there == step]
         lacking = [node for node, there in enumerate(newest) if there < step]

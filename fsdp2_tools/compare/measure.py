@@ -120,17 +120,21 @@ def train(row: Row, run: Path, **changed: Any) -> list[dict[str, Any]]:
     flags = run.with_suffix(".json")
     run.parent.mkdir(parents=True, exist_ok=True)
     flags.write_text(json.dumps({"flags": to_flags(config)}))
-    launcher = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={row.ranks}"]
-    command = [*launcher, "-m", "fsdp2.train", f"--config={flags}", f"--run-dir={run}", *code_flags(row.config)]
-    # torchrun would set one thread for each of several ranks, and say so at length; the training sets its own.
-    environment = {**({"OMP_NUM_THREADS": "1"} if row.ranks > 1 else {}), **os.environ}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    result = torchrun(row.ranks, "fsdp2.train", f"--config={flags}", f"--run-dir={run}", *code_flags(row.config))
     if result.returncode != 0:
         raise RunFailed(reason(result.stderr or result.stdout))
     try:
         return read_records(RunDir(run).metrics)
     except ValueError as error:
         raise RunFailed(str(error)) from None
+
+
+def torchrun(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module on so many ranks of this machine until they end."""
+    command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", module, *arguments]
+    # torchrun would set one thread for each of several ranks, and say so at length; a training sets its own.
+    environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def reason(output: str) -> str:

@@ -41,7 +41,7 @@ from fsdp2_tools.plan.device import gpu as find_gpu
 from fsdp2_tools.plan.plans import Plan
 from fsdp2_tools.plan.search import Setting
 from fsdp2_tools.tune import report
-from fsdp2_tools.tune.launch import Launch, on_ranks, torchrun
+from fsdp2_tools.tune.launch import Launch, by_torchrun, on_ranks
 from fsdp2_tools.tune.planner import Planner
 from fsdp2_tools.tune.rounds import Candidate, halve
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
     ranks: int = options["nproc"]
     words = arguments if arguments is not None else sys.argv[1:]
     command = f"python -m fsdp2.tune {shlex.join(words)}"
-    return tune(options, Config(**read_values(Config, given)), ranks, torchrun(ranks), command)
+    return tune(options, Config(**read_values(Config, given)), ranks, by_torchrun(ranks), command)
 
 
 def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, command: str) -> list[Candidate]:

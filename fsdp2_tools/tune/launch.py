@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import to_flags
-from fsdp2_tools.compare.measure import TORCHRUN, reason
+from fsdp2_tools.compare.measure import reason, torchrun
 from fsdp2_tools.tune.rounds import Candidate, Measure, Record
 
 SIGKILLED = "exitcode  : -9"  # as torchrun words it
@@ -73,15 +70,11 @@ def _job(candidates: Sequence[Candidate], steps: int, together: bool, folder: Pa
     return folder / "job.json"
 
 
-def torchrun(ranks: int) -> Launch:
+def by_torchrun(ranks: int) -> Launch:
     """Launches on this machine."""
 
     def launch(job: Path) -> str | None:
-        launcher = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*launcher, "-m", "fsdp2_tools.tune.trial", str(job)]
-        # torchrun would set one thread for each of several ranks, and say so at length; the trial sets its own.
-        environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        result = torchrun(ranks, "fsdp2_tools.tune.trial", str(job))
         if result.returncode == 0:
             return None
         output = result.stderr + result.stdout

@@ -113,8 +113,8 @@ def test_torchrun_says_why_a_launch_has_failed(
         assert command[-2:] == ["fsdp2_tools.tune.trial", "job.json"]
         return subprocess.CompletedProcess(command, status, "", printed)
 
-    monkeypatch.setattr(launch.subprocess, "run", run)
-    assert launch.torchrun(2)(Path("job.json")) == why
+    monkeypatch.setattr(subprocess, "run", run)
+    assert launch.by_torchrun(2)(Path("job.json")) == why
 
 
 def test_ranks_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_bad_input_is_refused_before_anything_is_started(
     def never(*arguments: Any, **settings: Any) -> None:
         raise AssertionError("a trial was started")
 
-    monkeypatch.setattr(launch.subprocess, "run", never)
+    monkeypatch.setattr(subprocess, "run", never)
     with pytest.raises(ConfigError) as caught:
         tune.main([*SMALL, "--plans=2", f"--out={tmp_path / 'out'}", *flags.split()])
     assert part in str(caught.value)
@@ -216,7 +216,7 @@ def test_a_search_in_which_nothing_ran_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        launch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ValueError: no\n")
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ValueError: no\n")
     )
     with pytest.raises(RunStopped, match=r"no setting ran, as .*tuned\.md says of each"):
         tune.main([*SMALL, "--plans=2", "--trials=2", f"--out={tmp_path}"])
@@ -229,7 +229,7 @@ def test_a_search_on_two_ranks(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(ranks, trial.cli)
-    monkeypatch.setattr(launch, "subprocess", launches)
+    monkeypatch.setattr(measure, "subprocess", launches)
     flags = [*SMALL, "--trials=3", "--plans=4", "--steps=2", "--test-batch-size=32", f"--out={tmp_path / 'out'}"]
     tried = tune.main(flags)
     printed = capfd.readouterr().out

@@ -12,7 +12,7 @@ from fsdp2.checkpoint.disk import disk_errors, explained
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import LostRunDir, WriterLock
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.process.group import RunStopped, broadcast, end_together, gather
+from fsdp2.run.process.group import RunStopped, broadcast, gather, together
 from fsdp2.run.process.runtime import world
 from fsdp2.units import tell
 
@@ -135,14 +135,11 @@ class Hold:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = ConfigError(str(error)) if isinstance(error, LostRunDir) else error
-            if full := explained(error, self.run.path):
-                failure = ConfigError(f"--run-dir {self.run.place}: {full.strerror}; mend that or choose another")
-        end_together(failure)
+        with together(), disk_refusals(self.run):
+            try:
+                yield
+            except LostRunDir as error:
+                raise ConfigError(str(error)) from None
 
     def __enter__(self) -> Hold:
         return self
@@ -162,6 +159,19 @@ class Hold:
             if self._lease is not None:
                 each.callback(self._lease.release)
             each.callback(self._also.close)
+
+
+@contextmanager
+def disk_refusals(run: RunDir) -> Iterator[None]:
+    """Raise a disk's error in the body as a ConfigError that names the run directory."""
+    try:
+        yield
+    except ConfigError:  # says more
+        raise
+    except Exception as error:
+        if full := explained(error, run.path):
+            raise ConfigError(f"--run-dir {run.place}: {full.strerror}; mend that or choose another") from None
+        raise
 
 
 def _say_once_a_node(text: str) -> None:

@@ -86,14 +86,23 @@ def gather(value: T) -> list[T]:
     return box
 
 
-def end_together(error: Exception | None) -> None:
-    """Raise on every rank if one comes with an error: its own there, on the others a line that names it.
+@contextmanager
+def together() -> Iterator[None]:
+    """Run the body; if it fails on a rank, raise on every rank: its own error there, on the others a line that names
+    it.
 
-    A ConfigError is one on all of them. A collective call, which is also a barrier.
+    A ConfigError is one on all of them. A collective call, which is also a barrier. A rank that fails before a
+    collective of the body leaves the others in that.
     """
-    errors = gather(None if error is None else (isinstance(error, ConfigError), str(error), type(error).__name__))
-    if error is not None:
-        raise error
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    mine = None if failure is None else (isinstance(failure, ConfigError), str(failure), type(failure).__name__)
+    errors = gather(mine)
+    if failure is not None:
+        raise failure
     for rank, found in enumerate(errors):
         if found is not None:
             refused, text, kind = found
@@ -104,15 +113,10 @@ def end_together(error: Exception | None) -> None:
 def first_on_node(world: World) -> Iterator[None]:
     """Let one rank of each node run the body while the others wait; then those run it. A collective call.
 
-    If the body fails on a rank, every rank ends with the reason, by `end_together`.
+    If the body fails on a rank, every rank ends with the reason, as `together` says.
     """
-    if world.local_rank != 0:
-        end_together(None)
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    end_together(failure)
-    if world.local_rank == 0:
-        end_together(None)
+    first = world.local_rank == 0
+    for my_turn in (first, not first):
+        with together():
+            if my_turn:
+                yield
