@@ -106,7 +106,7 @@ def measure(
     worst = gather(times)
     steps = [max(ranks) for ranks in zip(*worst, strict=False)]
     middle = statistics.median(steps)
-    speed = Throughput(config, config.spec, (batch.inputs[0], batch.targets[0]), device, world.world_size)
+    speed = Throughput(config, config.spec, [(batch.inputs[0], batch.targets[0])], device, world.world_size)
     samples = config.batch_size * config.grad_accumulation * world.world_size
     found: dict[str, Any] = {
         "step_ms": middle,

@@ -74,6 +74,15 @@ class Config:
         dataset_name(data.NAMES, data.OWN),
         metavar="NAME",
     )
+    eval_dataset: str | None = option(
+        None,
+        "evaluate this text:, chat: or datasets:, and train on all of --dataset; without it a tenth is held out",
+        or_off(dataset_name((), data.OWN)),
+        metavar="NAME",
+    )
+    bad_samples: str = option(
+        "refuse", "conversations that are too long, or in which no answer is learned", one_of("refuse", "drop")
+    )
     tokenizer: str | None = option(
         None,
         "for text, a tokenizer.json or its folder, or the word bytes; unset = the model's own, else bytes",
@@ -92,6 +101,7 @@ class Config:
 
     epochs: int = option(None, "passes over the data" + unset("epochs"), whole(1), section="steps and batches")
     max_steps: int | None = option(None, "stop after this many optimizer steps, evaluate and save", whole(1))
+    eval_every: int | None = option(None, "also evaluate after each N optimizer steps of an epoch", or_off(whole(1)))
     batch_size: int = option(None, "samples per rank and microbatch" + unset("batch_size") + " of language", whole(1))
     global_batch_size: int | None = option(
         None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
@@ -353,9 +363,9 @@ class Config:
         """Samples in one optimizer step over all ranks."""
         return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp // self.sp)
 
-    def checkpoint_due(self, step: int) -> bool:
-        """Return whether `--checkpoint-every` asks for a checkpoint after this step."""
-        return isinstance(self.checkpoint_every, int) and step % self.checkpoint_every == 0
+    def due(self, every: int | str | None, step: int) -> bool:
+        """Return whether something that comes every so many steps, if it does, is due after this one."""
+        return isinstance(every, int) and step % every == 0
 
     @property
     def saves(self) -> bool:

@@ -43,6 +43,7 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
         *("NAME", None, dataset_name(data.NAMES, data.OWN)),
         "the run's data if it is at a URL, or to be downloaded: neither is opened unnamed",
     ),
+    "eval_dataset": ("NAME", None, dataset_name((), data.OWN), "the same of the run's --eval-dataset"),
     "init_from": ("PLACE", None, location, "where the run's --init-from is, if at a URL: it isn't opened unnamed"),
     "prompt": ("TEXT", None, text, "let a language model continue this text, instead of predicting"),
     "prompt_as": (
@@ -58,7 +59,7 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
 def main(place: Path | str, *, sharded: bool = False, **named: Any) -> dict[str, Any]:
     """Predict ten test samples and measure loss and accuracy on the whole test set.
 
-    `named` is `model`, `trust_remote_code`, `dataset`, `data_root` and `init_from`: see `read_config`.
+    `named` is `model`, `trust_remote_code`, `dataset`, `eval_dataset`, `data_root` and `init_from`: see `read_config`.
 
     Returns {"loss": mean, "accuracy": 0–1, "count": targets, "samples": ten of {sample, predicted, actual, correct},
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
@@ -163,7 +164,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cli() -> None:
     with ending.exit_status():
         arguments = parse()
-        names = ["model", "trust_remote_code", "dataset", "data_root", "init_from", "sharded"]
+        names = ["model", "trust_remote_code", "dataset", "eval_dataset", "data_root", "init_from", "sharded"]
         if arguments.prompt is not None:
             names += ["prompt", "prompt_as", "new_tokens", "temperature", "seed"]
         given = {name: getattr(arguments, name) for name in names}

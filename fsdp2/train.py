@@ -60,8 +60,7 @@ def main(
 
     Args:
         on_event: called on every rank with (kind, data); the kinds are those of metrics.jsonl, `train` a step late.
-        also_saved: name -> any further object with `state_dict` and `load_state_dict` that belongs to the run:
-            each checkpoint holds it, and a resume restores it.
+        also_saved: name -> an object with `state_dict` and `load_state_dict`, which checkpoints hold and resumes load.
 
     Returns the data of the `end` event. Raises ConfigError before anything is started if the run makes no
     sense here. Any later error ends the run without saving, since other ranks may be elsewhere.
@@ -101,9 +100,11 @@ def main(
         def at() -> dict[str, int]:
             return {"step": progress.step, "epoch": batches.epoch}
 
-        def test() -> dict[str, Any]:
+        def test() -> float:
             with watch.phase("evaluation"), engine.evaluating():
-                return evaluate(engine.forward, spec, dataset.test, config, world, device)
+                result = evaluate(engine.forward, spec, dataset.test, config, world, device)
+            reports.emit("eval", {**at(), **result})
+            return result["accuracy"]
 
         with job.hold.starting():
             memory = write_start(config, job, world, app, device, folder, engine.files, finished=finished())
@@ -112,15 +113,14 @@ def main(
             )
             # Steps after the checkpoint will be done again; cut, each stands in the file once.
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
-
         watch = Watch(config, engine.model, job.run, reports.last_words)
         checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
         observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
-            speed = Throughput(config, spec, dataset.train[0], device, world.world_size)
+            speed = Throughput(config, spec, dataset.train, device, world.world_size)
             opening = header.lines(config, engine, spec, dataset, world.world_size, device, job.run.path, reports.plan)
             opening += header.steps(config, spec, batches, progress.step + schedule.course.left) + speed.lines
-            reports.emit(*job.opening_event({"header": opening, **at(), **engine.started, **restored}))
+            reports.emit(*job.opening_event({"header": opening, **at(), **dataset.facts, **engine.started, **restored}))
             if config.inspect:
                 reports.console.lines(header.inspection(config, engine, spec))
 
@@ -140,17 +140,17 @@ def main(
                     between.after_step(progress.step, log.failed)
                     if log.stop or finished():
                         break
-                    if checkpoints.due(progress.step) and not batches.at_end():
+                    tests = config.due(config.eval_every, progress.step)
+                    if (tests or checkpoints.due(progress.step)) and not batches.at_end():
                         log.flush()
+                        accuracy = test() if tests else accuracy
                         checkpoints.save_due(batches.epoch)
                         log.restart_clock()
                 log.flush()
                 if log.stop:
                     checkpoints.save(batches.epoch, last=True)
                     break
-                result = test()
-                accuracy = result["accuracy"]
-                reports.emit("eval", {**at(), **result})
+                accuracy = test()
                 if batches.at_end():
                     schedule.after_epoch()
                     batches.next_epoch()

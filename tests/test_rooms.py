@@ -283,7 +283,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 17_500, lines
-    assert sum(lines.values()) <= 54_200, lines
+    assert sum(lines.values()) <= 54_400, lines
 
 
 def test_the_training_is_one_page() -> None:
@@ -309,9 +309,9 @@ def in_the_loop(source: str) -> set[str]:
 def test_the_loop_has_few_objects() -> None:
     source = sources()["fsdp2.train"]
     assert in_the_loop(source) == {
-        "batches", "between", "checkpoints", "engine", "log", "progress", "reports", "schedule",
+        "batches", "between", "checkpoints", "engine", "log", "progress", "schedule",
     }  # fmt: skip
-    assert in_the_loop(source.replace("result = test()", "result = test(garbage)")) > in_the_loop(source)
+    assert in_the_loop(source.replace("accuracy = test()\n", "accuracy = test(garbage)\n")) > in_the_loop(source)
 
 
 def test_nothing_is_imported_that_the_run_does_not_use() -> None:

@@ -10,8 +10,9 @@ from fsdp2 import models
 from fsdp2.config import Config
 from fsdp2.models.spec import ModelSpec
 from fsdp2.report import console
+from fsdp2.report.compute import flops_per_sample, peak_tflops
 from fsdp2.report.console import Console
-from fsdp2.report.throughput import Throughput, flops_per_sample, peak_tflops
+from fsdp2.report.throughput import Throughput
 
 SPEC = ModelSpec(
     name="two",
@@ -61,7 +62,7 @@ def test_the_peak_is_that_of_the_arithmetic_and_of_no_other_gpu(
 def _speed(monkeypatch: pytest.MonkeyPatch, gpu: str, spec: ModelSpec = SPEC) -> Throughput:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     config = Config(model_size="seed", mixed_precision="bf16")
-    return Throughput(config, spec, SAMPLE, torch.device("cuda", 0), ranks=4)
+    return Throughput(config, spec, [SAMPLE], torch.device("cuda", 0), ranks=4)
 
 
 def test_mfu_is_the_share_of_all_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_tokens_for_language_and_samples_for_images() -> None:
     spec = models.get("transformer")
     tokens = torch.zeros(16, dtype=torch.int64)
     config = Config(model="transformer")
-    speed = Throughput(config, spec, (tokens, tokens), torch.device("cpu"), ranks=2)
+    speed = Throughput(config, spec, [(tokens, tokens)], torch.device("cpu"), ranks=2)
     figures = speed(samples=10, seconds=2.0)
     assert figures == {"samples_per_second": 5, "tokens_per_second": 80}
     assert console.speed(figures) == "80 tokens/s"

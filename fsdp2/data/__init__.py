@@ -101,7 +101,7 @@ def load(
         windows = random_tokens.load(seq_len, vocab_size)
     if task == "causal":
         return windows
-    from fsdp2.data.objectives import Masked, SecondHalves
+    from fsdp2_extra.text.objectives import Masked, SecondHalves
 
     assert special_token is not None, f"{task} needs a token"
     learn = Masked if task == "masked" else SecondHalves

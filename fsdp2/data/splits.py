@@ -126,9 +126,11 @@ class Dataset:
 
     Attributes:
         about: of text that was prepared, its counts and its tokenizer, which `fsdp2_extra.text.header_lines` tells of.
+        facts: for a run's first record.
     """
 
     train: Split
     test: Split
     classes: Sequence[str]
     about: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)

@@ -49,11 +49,14 @@ def _check_data(config: Options) -> None:
     if own:
         from fsdp2_extra.text.places import sources
 
-        kinds = {source.partition(":")[0] for source, _ in sources(config.dataset)}
+        names = [one for one in (config.dataset, config.eval_dataset) if one]
+        kinds = {source.partition(":")[0] for name in names for source, _ in sources(name)}
     text, chat = kinds - {"chat"}, kinds == {"chat"}
     begins = "the chat template begins a conversation" if chat else "only documents of text begin with a token"
     for flag, wrong, why in (
         ("tokenizer", config.tokenizer and not own, "only text:, chat: and datasets: take one"),
+        ("eval-dataset", config.eval_dataset and not own, "it has a test set of its own"),
+        ("bad-samples drop", config.bad_samples == "drop" and not kinds - {"text"}, "only conversations are too long"),
         ("text-field", config.text_field != "text" and not text, "only text and tables have fields"),
         ("chat-fields", config.chat_fields and not kinds - {"text"}, "only chat: and datasets: have them"),
         (f"bos {config.bos}", config.bos != "auto" and not text, begins),
@@ -62,7 +65,7 @@ def _check_data(config: Options) -> None:
     ):
         if wrong:
             raise ConfigError(f"--{flag} with --dataset {config.dataset}: {why}; drop it")
-    if chat and config.spec.task != "causal":
+    if "chat" in kinds and config.spec.task != "causal":
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "
             "this model learns in another way; use text:PATH, or a causal model"

@@ -63,7 +63,7 @@ def code_flags(config: Config, *, reads_copy: bool = False) -> list[str]:
     Args:
         reads_copy: the command reads no weights but the run's, so of a folder of Hugging Face's the run's copy will do.
     """
-    flags = ["model", "trust-remote-code", "dataset", "init-from"]
+    flags = ["model", "trust-remote-code", "dataset", "eval-dataset", "init-from"]
     if reads_copy and config.model.startswith("hf:") and config.lora is None and not config.trust_remote_code:
         flags.remove("model")
     values = {flag: getattr(config, flag.replace("-", "_")) for flag in flags}
@@ -92,7 +92,7 @@ def _beyond(values: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
     for flag, value in values.items():
         is_text, named = isinstance(value, str), shown(value, LONGEST_PATH)
         needs_data = flag == "dataset" and value in data.ON_DISK and values.get("data-root") is None
-        if flag == "dataset" and is_text and value.startswith(data.OWN):
+        if flag in ("dataset", "eval-dataset") and is_text and value.startswith(data.OWN):
             from fsdp2_extra.text.places import absolute
 
             with suppress(ValueError):  # what isn't written as a dataset is refused for that

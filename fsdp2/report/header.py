@@ -66,7 +66,9 @@ def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[
     samples, parts, ranks = batches.global_batch, batches.accumulation, batches.world_size
     each, an_epoch = -(-samples // (parts * ranks)), batches.steps_per_epoch
     made_of = f"{'up to ' * (each * parts * ranks > samples)}{each:,} a microbatch x {parts} accumulated x {ranks}"
-    tokens = f", {samples * config.seq_len:,} tokens (sequences of {config.seq_len:,})" * (spec.kind == "language")
+    filled = getattr(batches.split, "filled", 1.0)  # the rest of a sequence of conversations is empty
+    tokens = f"{samples * config.seq_len * filled:,.0f} tokens (sequences of {config.seq_len:,}"
+    tokens = f", {tokens}{f', {filled:.0%} filled' * (filled < 1)})" * (spec.kind == "language")
     clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
     line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "
     found = [line + f"rank{'s' * (ranks > 1)}{tokens}; gradients {clip}"]

@@ -128,7 +128,9 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
-        return self.config.checkpoint_due(step) or (self._memory is not None and self._memory.due(step))
+        return self.config.due(self.config.checkpoint_every, step) or (
+            self._memory is not None and self._memory.due(step)
+        )
 
     def save_due(self, epoch: int, *, after_epoch: bool = False, last: bool = False) -> None:
         """Save the state on the disk, or else keep it in each node's memory, as is due: by steps, after an epoch, or at
@@ -136,8 +138,8 @@ class Checkpoints:
 
         Raises as `save` does; what has failed in memory, the next time.
         """
-        step = self.progress.step
-        if last or self.config.checkpoint_due(step) or (after_epoch and self.config.checkpoint_every is None):
+        step, every = self.progress.step, self.config.checkpoint_every
+        if last or self.config.due(every, step) or (after_epoch and every is None):
             self.save(epoch, last=last)
         elif self._memory is not None and self._memory.due(step):
             self._keep_in(self._memory)

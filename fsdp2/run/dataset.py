@@ -63,8 +63,8 @@ def _say(text: str) -> None:
 
 def reading_of(config: Config) -> dict[str, Any]:
     """The flags that say how data of one's own is read."""
-    names = {"tokenizer": tokenizer_of(config), "bos": config.bos}
-    return {**names, "field": config.text_field, "fields": config.chat_fields}
+    names = {"tokenizer": tokenizer_of(config), "bos": config.bos, "evaluated": config.eval_dataset}
+    return {**names, "field": config.text_field, "fields": config.chat_fields, "drop": config.bad_samples == "drop"}
 
 
 def tokenizer_of(config: Config) -> str:

@@ -82,7 +82,7 @@ class Chat:
         return self._form
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
-        """The tokens of each conversation, (n,), and as many booleans: whether an answer's token, for the loss."""
+        """The tokens of each conversation, (n,), and as many 0 or 1: whether an answer's token, for the loss."""
         for row in rows:
             self._form = one_form(row.content, self._form, self._fields, row.where)
             messages, tools = conversation(row, self._form, self._fields)
@@ -104,8 +104,6 @@ class Chat:
         count = dict(zip(ends, map(len, parts[1:]), strict=True))
         for begin, end in spans:
             learn[count[begin] : count[end]] = 1
-        if not learn[1:].any():
-            raise UnusableText(f"{where}: has no answer of an assistant to learn; leave it out of the file")
         return numpy.array(whole, dtype=numpy.uint32), learn
 
     def _rendered(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:

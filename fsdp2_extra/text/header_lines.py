@@ -15,7 +15,8 @@ from fsdp2.units import printable, short
 from fsdp2_extra.text.ends_of_turns import NONE
 from fsdp2_extra.text.forms import FORMS
 from fsdp2_extra.text.places import PUBLISHED
-from fsdp2_extra.text.windows import Conversations, Documents
+from fsdp2_extra.text.prepared import why_left_out
+from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
 MOST_CHARACTERS = 40  # of the text of a token
@@ -23,30 +24,45 @@ MOST_CHARACTERS = 40  # of the text of a token
 
 def lines(dataset: Dataset) -> list[str]:
     """Lines about the data at a run's start; none for a dataset that isn't text or conversations."""
-    about, train, test = dataset.about, _windows(dataset.train), _windows(dataset.test)
-    if not about:
-        return []
+    about = dataset.about
+    found = _training(dataset) if about else []
+    if "evaluated" in about:
+        source, test = about["evaluated"]
+        found += [f"evaluation: {len(dataset.test):,} sequences of {source}", *(f"  {one}" for one in _training(test))]
+    return found
+
+
+def _training(dataset: Dataset) -> list[str]:
+    about = dataset.about
     if mixed := about.get("mixed"):
-        whole, found = sum(count for _, _, count in mixed), [f"mixture: {len(train):,} sequences in an epoch"]
-        for source, one, count in mixed:
-            found.append(f"  {count / whole:.1%} of {source}, each {count / len(one.train):.3g} times")
-            found += [f"    {line}" for line in lines(one)]
+        whole = sum(count for _, _, count in mixed)
+        found = [f"mixture: {len(_windows(dataset.train)):,} sequences in an epoch"]
+        for (source, one, count), asked in zip(mixed, about["shares"], strict=True):
+            got, wanted = f"{count / whole:.1%}", f"{asked / sum(about['shares']):.1%}"
+            other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
+            found.append(f"  {got} of {source}, each {count / len(one.train):.3g} times{other}")
+            found += [f"    {line}" for line in _training(one)]
         return found
-    tokens = sum(about["tokens"].values())
+    parts = [*about["train"], *about["test"]]
     learned, of = _learned(dataset)
-    share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(train):,} sequences for training, {len(test):,} for "
-    share += "evaluation"
-    shortest, longest, cut = _sizes(train, test)
-    sizes = f"{sum(about['documents'].values()):,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
+    share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(dataset.train):,} sequences"
+    share += f" for training, {len(dataset.test):,} for evaluation" if about["test"] else ""
+    shortest, longest, cut = _sizes(*parts)
+    tokens = sum(int(one.ends[-1]) for one in parts if len(one.ends))
+    count = sum(about["documents"].values()) - sum(about["left_out"].values())
+    sizes = f"{count:,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
     if about["kind"] == "chat":
+        if about["left_out"]:
+            why = why_left_out(about["left_out"], parts[0].seq_len)
+            sizes = f"{sizes}; left out by --bad-samples drop: {why}"
         beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
         counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
         found = [*_read(about), counts, f"{share}; {_turn(dataset)}", _tokenizer(about)]
         return [*found, *warnings(about, dataset.classes)]
-    left = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in (train, test))
+    left, one = sum(len(one.tokens) - one.seq_len * len(one) - 1 for one in parts), parts[0]
     counts = f"documents: {sizes}, {about['characters'] / tokens:.1f} characters each)"
     dropped = f"dropped: {about['empty']:,} empty ones, {left:,} tokens at the end"
-    split = f"{cut:,} go on in the next sequence of {train.seq_len}" + ("" if train.apart else ", and see each other")
+    split = f"{cut:,} go on in the next sequence of {one.seq_len}" + ("" if one.apart else ", and see each other")
     found = [*_read(about), f"{counts}; {split}; {dropped}", share, _tokenizer(about)]
     return [*found, *warnings(about, dataset.classes)]
 
@@ -122,12 +138,11 @@ def _windows(split: Any) -> Any:
 def _learned(dataset: Dataset) -> tuple[int, int]:
     """How many targets the sequences for training have, and how many tokens."""
     split: Any = dataset.train
-    if isinstance(split, Conversations):
-        return int(split.targets[-1]), int(split.ends[-1])
-    tokens = len(split) * _windows(split).seq_len
-    if isinstance(split, Documents) and split.apart:  # the first token of a document is no target
-        return tokens - int(split.ends.searchsorted(tokens, side="right")), tokens
-    return len(split) * split.targets_per_sample, tokens
+    if isinstance(split, Conversations | Documents | Mixture):
+        chat, parts = dataset.about["kind"] == "chat", dataset.about["train"]
+        tokens = sum(int(one.ends[-1]) if chat else len(one) * one.seq_len for one in parts)
+        return split.target_count(range(len(split))), tokens
+    return len(split) * split.targets_per_sample, len(split) * _windows(split).seq_len
 
 
 def _answers(about: dict[str, Any]) -> int:

@@ -8,86 +8,42 @@ https://huggingface.co/docs/datasets/stream#interleave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
-
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.splits import Dataset, Rows, identity_of
+from fsdp2.data.splits import Dataset
 from fsdp2_extra.text import text
 from fsdp2_extra.text.forms import fields_of
 from fsdp2_extra.text.places import sources
 from fsdp2_extra.text.prepared import Encoder
 from fsdp2_extra.text.preparing import Say, silent
-from fsdp2_extra.text.windows import Conversations, Documents, Item
+from fsdp2_extra.text.windows import Mixture
 
 MOST = 2**31 - 1  # sequences in an epoch, whose order every rank holds
 
 
-class Mixture(TorchDataset[Item]):
-    """Sequences of several splits: `counts[i]` of the i-th, which begins again where it has fewer.
-
-    A list of indices gives a batch as `Documents` does, (N, seq_len) each, in the order of the list.
-    """
-
-    def __init__(self, splits: Sequence[Documents | Conversations], counts: Sequence[int]) -> None:
-        self.splits, self.begins = splits, numpy.cumsum([0, *counts])
-        self.seq_len = self.targets_per_sample = splits[0].seq_len
-        what = [(split.content, len(split), count) for split, count in zip(splits, counts, strict=True)]
-        self.content = identity_of(repr(what).encode())
-
-    def __len__(self) -> int:
-        return int(self.begins[-1])
-
-    def _by_split(self, indices: Rows) -> Iterator[tuple[Documents | Conversations, numpy.ndarray, numpy.ndarray]]:
-        """Each split that has some of the rows, where they stand in the list, and which of its own they are."""
-        rows = numpy.asarray(indices, dtype=numpy.int64)
-        number = self.begins.searchsorted(rows, side="right") - 1
-        for one in numpy.unique(number):
-            (places,) = numpy.nonzero(number == one)
-            split = self.splits[one]
-            yield split, places, (rows[places] - self.begins[one]) % len(split)
-
-    def target_count(self, rows: Rows) -> int:
-        """How many targets these sequences have that aren't `IGNORED`; no token is read for it."""
-        return sum(split.target_count(own) for split, _, own in self._by_split(rows))
-
-    def __getitem__(self, index: int) -> Item:
-        ((split, _, own),) = self._by_split([index])
-        return split[int(own[0])]
-
-    def __getitems__(self, indices: Rows) -> Item:
-        places, batches = [], []
-        for split, at, own in self._by_split(indices):
-            places.append(at)
-            batches.append(split.__getitems__(own))
-        order = torch.from_numpy(numpy.concatenate(places).argsort())
-
-        def joined(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat([*parts])[order]
-
-        inputs, targets = zip(*batches, strict=True)
-        if isinstance(inputs[0], dict):
-            return {name: joined([one[name] for one in inputs]) for name in inputs[0]}, joined(targets)
-        return joined(inputs), joined(targets)
-
-
 def opened(
-    name: str, tokenizer: str = "bytes", field: str = "text", bos: str = "auto", fields: str | None = None
+    name: str,
+    tokenizer: str = "bytes",
+    field: str = "text",
+    bos: str = "auto",
+    fields: str | None = None,
+    evaluated: str | None = None,
 ) -> list[tuple[str, Encoder]]:
-    """The place and the encoder of each source of a `--dataset`. Raises UnusableText.
+    """The place and the encoder of each source of a `--dataset`, and behind them those of `evaluated`.
 
     Args:
         name: of the sources, with their shares.
         tokenizer: of all, as `open_tokenizer` takes it.
         field, bos: of those that are text.
         fields: `--chat-fields`: of those that are conversations, or of each source between semicolons.
+        evaluated: the `--eval-dataset`.
+
+    Raises UnusableText.
     """
-    names = [source for source, _ in sources(name)]
+    names = [source for one in (name, evaluated) if one for source, _ in sources(one)]
     by_source = zip(names, _by_source(names, fields), strict=True)
     found = [text.opened(source, tokenizer, field, bos, own) for source, own in by_source]
     if bos != "auto" and all(encoder.kind == "chat" for _, encoder in found):
@@ -121,15 +77,31 @@ def load(
 ) -> Dataset:
     """The data of a `--dataset` of one's own: one source as `text.load` gives it, or several as a mixture.
 
+    With an `--eval-dataset` all of it is for training, and the test split is all of that.
+
     Args:
-        reading: what `opened` takes beside the name.
+        reading: what `opened` takes beside the name, and `drop` as `text.load` does.
 
     The test split of a mixture has each sequence of each source's once. Raises UnusableText, and NotHere as that does.
     """
+    how = {name: value for name, value in reading.items() if name != "drop"}
+    settings: dict[str, Any] = {"apart": apart, "fetch": fetch, "say": say, "drop": reading.get("drop", False)}
+    evaluated = reading.get("evaluated")
     made = [
-        text.load(place, seq_len, vocab_size, encoder, apart=apart, fetch=fetch, say=say)
-        for place, encoder in opened(name, **reading)
+        text.load(place, seq_len, vocab_size, encoder, **settings, whole=evaluated is not None)
+        for place, encoder in opened(name, **how)
     ]
+    count = len(sources(name))
+    found = _mixed(name, made[:count])
+    left_out = {one.about["place"]: one.about["left_out"] for one in made if one.about["left_out"]}
+    facts = {"bad_samples": left_out} if left_out else {}
+    if evaluated is None:
+        return replace(found, facts=facts)
+    test = _mixed(evaluated, made[count:])
+    return replace(found, test=test.test, about={**found.about, "evaluated": (evaluated, test)}, facts=facts)
+
+
+def _mixed(name: str, made: Sequence[Dataset]) -> Dataset:
     if len(made) == 1:
         return made[0]
     names, shares = zip(*sources(name), strict=True)
@@ -138,9 +110,8 @@ def load(
     if (whole := sum(counts)) > MOST:
         few = names[min(range(len(made)), key=lambda i: len(trains[i]) / shares[i])]
         raise UnusableText(f"{few}: its share makes an epoch of {whole:,} sequences; give it a smaller one")
-    tests: list[Any] = [one.test for one in made]
-    about = {"mixed": [(source, one, count) for source, one, count in zip(names, made, counts, strict=True)]}
-    return Dataset(Mixture(trains, counts), Mixture(tests, [len(one) for one in tests]), made[0].classes, about)
+    about = {"mixed": list(zip(names, made, counts, strict=True)), "shares": shares}
+    return Dataset(Mixture(trains, counts), Mixture([one.test for one in made]), made[0].classes, about)
 
 
 def counts_of(lengths: Sequence[int], shares: Sequence[float]) -> list[int]:

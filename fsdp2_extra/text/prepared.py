@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 
@@ -25,14 +25,16 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 10
+FORMAT = 11
 META = "meta.json"
 SPLITS = ("train", "test")
+NAMED = 10  # conversations that a refusal names
 MOST = 4096  # characters of a text in meta.json; the longest is a field that the command line names
 MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token that ends a turn
 DTYPES = ("uint8", "uint16", "uint32")
 NAMES = {"format", "kind", "tokenizer", "begin", "field", "fields", "source", "content", "dtype"}
-NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files"}
+NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files", "longest", "unlearned"}
+TOO_LONG, UNLEARNED = "too_long", "no_answer"  # why a conversation can't be learned, as records say it
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -132,9 +134,13 @@ def _require_form(meta: dict[str, Any]) -> None:
     for keys, names in ((SPLITS, "documents"), (SPLITS, "tokens"), (files_of(meta["kind"]), "files")):
         if meta[names].keys() != set(keys):
             raise ValueError(f"it counts {names} of others than {', '.join(keys)}")
+    named = [where for _, where in meta["longest"]] + meta["unlearned"]
+    if len(named) > 2 * NAMED or not all(type(where) is str and len(where) <= 2 * MOST for where in named):
+        raise ValueError("it names conversations in another way than prepare does")
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
     by_name = [count for names in ("documents", "tokens", "files") for count in meta[names].values()]
-    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_name, *turns):
+    lengths = [length for length, _ in meta["longest"]]
+    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_name, *turns, *lengths):
         if type(count) is not int or not 0 <= count < 2**63:
             raise ValueError(f"it counts {str(count)[:40]}")
     if [*meta["turns"]] != [str(int(token)) for token in meta["turns"]] or meta["turns"].get("-1", [0])[0]:
@@ -159,16 +165,32 @@ def require_made_with(encoder: Encoder, folder: Path, meta: dict[str, Any]) -> N
         raise UnusableText(f"{folder}: --chat-fields {spelled(encoder.field) or 'off'}: was made {made}; {fix}")
 
 
-def open_splits(
-    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
-) -> list[Documents | Conversations]:
-    """Train and test split of a source, mapped. Raises UnusableText, and a split does where a token isn't below `size`.
+class Splits(NamedTuple):
+    """The parts of a prepared text that a run has.
 
-    Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
+    Attributes:
+        train, test: its parts for each; without a test all are for training.
+        left_out: of conversations, how many are left out, by why.
     """
 
+    train: list[Documents | Conversations]
+    test: list[Documents | Conversations]
+    left_out: dict[str, int]
+
+
+def open_splits(
+    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool, drop: bool, whole: bool
+) -> Splits:
+    """The parts of a source, mapped. Raises UnusableText, and a part does where a token isn't below `size`.
+
+    Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
+
+    Args:
+        drop: leave out conversations that can't be learned; else they are refused.
+        whole: nothing of it is for a test.
+    """
     try:
-        return _open_splits(folder, name, meta, seq_len, size, apart=apart)
+        return _open_splits(folder, name, meta, seq_len, size, apart=apart, drop=drop, whole=whole)
     except UnusableText:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -176,25 +198,25 @@ def open_splits(
 
 
 def _open_splits(
-    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool
-) -> list[Documents | Conversations]:
+    folder: Path, name: str, meta: dict[str, Any], seq_len: int, size: int, *, apart: bool, drop: bool, whole: bool
+) -> Splits:
     def column(split: str, name: str, dtype: str) -> numpy.ndarray:
         file = folder / f"{split}{name}.bin"  # an empty one can't be mapped
         return numpy.memmap(file, mode="r", dtype=dtype) if file.stat().st_size else EMPTY.astype(dtype)
 
-    def documents(split: str, low: int, high: int, ends: numpy.ndarray) -> Documents:
-        tokens = column(split, "", meta["dtype"])[low:high]
+    def documents(split: str, low: int, high: int) -> Documents:
+        tokens, all_ends = column(split, "", meta["dtype"])[low:high], ends[split]
         if high - low < meta["tokens"][split]:
-            ends = numpy.append(ends[(ends > low) & (ends < high)], high) - low
-        return Documents(tokens, ends, seq_len, apart=apart, content=meta["content"], size=size)
+            all_ends = numpy.append(all_ends[(all_ends > low) & (all_ends < high)], high) - low
+        return Documents(tokens, all_ends, seq_len, apart=apart, content=meta["content"], size=size)
 
-    def conversations(split: str, low: int, high: int, ends: numpy.ndarray) -> Conversations:
-        targets = column(split, "-targets", "int64")
-        begin, before = (int(one[low - 1]) if low else 0 for one in (ends, targets))
-        end = int(ends[high - 1]) if high else 0
-        tokens, learn = (column(split, *one)[begin:end] for one in (("", meta["dtype"]), ("-learn", "uint8")))
-        ends, targets = ends[low:high] - begin, targets[low:high] - before
-        return Conversations(tokens, learn, ends, targets, seq_len, apart=apart, content=meta["content"], size=size)
+    def conversations(split: str, low: int, high: int) -> Conversations:
+        tokens, learn = column(split, "", meta["dtype"]), column(split, "-learn", "uint8")
+        which, targets = usable[split][low:high], column(split, "-targets", "int64")
+        # Others at the same --seq-len are others' samples, also where as many are left out.
+        content = identity_of(f"{meta['content']} {left_out}".encode()) if left_out else meta["content"]
+        settings: dict[str, Any] = {"apart": apart, "content": content, "size": size}
+        return Conversations(tokens, learn, ends[split], targets, seq_len, which, **settings)
 
     ends = {split: numpy.asarray(column(split, "-ends", "int64")) for split in SPLITS}
     for split, found in ends.items():
@@ -210,18 +232,30 @@ def _open_splits(
         answers += _answers(split, found, column(split, "-learn", "uint8"), column(split, "-targets", "int64"))
     if answers != sum(map(sum, meta["turns"].values())):
         raise ValueError(f"it has {answers} answers, and not as many as it says")
+    part: Callable[[str, int, int], Documents | Conversations] = conversations if chat else documents
+    counts, left_out = meta["tokens"], dict[str, int]()
     if chat:
-        _require_short([numpy.diff(one, prepend=0) for one in ends.values()], seq_len, name)
-    part: Callable[[str, int, int, numpy.ndarray], Documents | Conversations] = conversations if chat else documents
-    counts = meta["documents" if chat else "tokens"]
-    if all(counts.values()):
-        return [part(split, 0, counts[split], ends[split]) for split in SPLITS]
-    (split,) = (split for split in SPLITS if counts[split])
-    count = counts[split]
+        usable, left_out = _usable(ends, {split: column(split, "-targets", "int64") for split in SPLITS}, seq_len)
+        if left_out and not drop:
+            raise UnusableText(_refusal(name, meta, seq_len, left_out))
+        counts = {split: len(found) for split, found in usable.items()}
+    there = [split for split in SPLITS if counts[split]]
+    if not there and not left_out:
+        raise ValueError("it holds nothing")
+    if not there:
+        raise UnusableText(
+            f"{name}: --bad-samples drop leaves none of its conversations; {why_left_out(left_out, seq_len)}"
+        )
+    if whole:
+        return Splits([part(split, 0, counts[split]) for split in there], [], left_out)
+    if len(there) == 2:
+        train, test = (part(split, 0, counts[split]) for split in SPLITS)
+        return Splits([train], [test], left_out)
+    count = counts[there[0]]
     if chat and count < 2:
         raise UnusableText(f"{name}: holds one conversation; give at least two, as one is for evaluation")
     cut = count - max(count // 10, int(chat))
-    return [part(split, 0, cut, ends[split]), part(split, cut, count, ends[split])]
+    return Splits([part(there[0], 0, cut)], [part(there[0], cut, count)], left_out)
 
 
 def _answers(split: str, ends: numpy.ndarray, learn: numpy.ndarray, targets: numpy.ndarray) -> int:
@@ -237,18 +271,47 @@ def _answers(split: str, ends: numpy.ndarray, learn: numpy.ndarray, targets: num
     learned = numpy.add.reduceat(learn, first, dtype=numpy.int64) - learn[first]
     if (numpy.cumsum(learned) != targets).any():
         raise ValueError(f"conversations of its {split} split have other targets than it says")
-    if not learned.all():
-        raise ValueError(f"a conversation of its {split} split has nothing to learn")
     # An answer is a run of learned tokens. One that begins a conversation may follow that which ends another.
     begun = numpy.count_nonzero(learn[1:] > learn[:-1]) + int(learn[0])
     return int(begun + numpy.count_nonzero(learn[first[1:]] & learn[first[1:] - 1]))
 
 
-def _require_short(lengths: Sequence[numpy.ndarray], seq_len: int, name: str) -> None:
-    """Raises UnusableText if there is a conversation that fits into no sequence."""
-    found = numpy.concatenate(lengths)
-    if long := int((found > seq_len).sum()):
-        raise UnusableText(
-            f"{name}: {long} of {len(found)} conversations are longer than --seq-len {seq_len}, and none is cut; raise "
-            f"it, to {found.max()} for the longest, or leave them out of the file"
+def _usable(
+    ends: Mapping[str, numpy.ndarray], targets: Mapping[str, numpy.ndarray], seq_len: int
+) -> tuple[dict[str, numpy.ndarray], dict[str, int]]:
+    """The numbers of conversations of each split that a run can learn, and how many it can't, by why."""
+    usable, counts = {}, dict.fromkeys((TOO_LONG, UNLEARNED), 0)
+    for split in SPLITS:
+        unlearned = numpy.diff(targets[split], prepend=0) == 0
+        long = ~unlearned & (numpy.diff(ends[split], prepend=0) > seq_len)
+        (usable[split],) = numpy.nonzero(~unlearned & ~long)
+        counts[TOO_LONG], counts[UNLEARNED] = (
+            counts[TOO_LONG] + int(long.sum()),
+            counts[UNLEARNED] + int(unlearned.sum()),
         )
+    return usable, {why: count for why, count in counts.items() if count}
+
+
+def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
+    """How many conversations can't be learned, and why, in words."""
+    words = {TOO_LONG: f"longer than --seq-len {seq_len}, and none is cut", UNLEARNED: "without an answer to learn"}
+    return " and ".join(f"{count:,} {words[why]}" for why, count in left_out.items())
+
+
+def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[str, int]) -> str:
+    """One line about conversations that can't be learned, with up to `NAMED` places."""
+    long = [place for length, place in meta["longest"] if length > seq_len] if TOO_LONG in left_out else []
+    where = [*meta["unlearned"], *(place for place in long if place not in meta["unlearned"])][:NAMED]
+    what = f"of {sum(meta['documents'].values()):,} conversations {why_left_out(left_out, seq_len)}"
+    fix = f"raise --seq-len, to {meta['longest'][0][0]:,} for the longest, " * (TOO_LONG in left_out)
+    fix += "mend them, or add --bad-samples drop, which leaves them out and counts them"
+    return f"{name}: {what} ({places(where)}); {fix}"
+
+
+def places(where: Sequence[str]) -> str:
+    """Lines of files in few words: each file once."""
+    by_file: dict[str, list[str]] = {}
+    for one in where:
+        file, _, number = one.rpartition(" ")
+        by_file.setdefault(file, []).append(number)
+    return "; ".join(f"{file}{'s' * (len(numbers) > 1)} {', '.join(numbers)}" for file, numbers in by_file.items())

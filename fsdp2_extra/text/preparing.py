@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import heapq
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ from fsdp2_extra.text.prepared import (
     FORMAT,
     META,
     MOST,
+    NAMED,
     SPLITS,
     Encoder,
     dtype_of,
@@ -156,6 +158,8 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "empty": output.empty,
         "beside": ", ".join(sorted(output.beside - read))[:MOST],
         "turns": output.turns,
+        "longest": sorted(output.longest, reverse=True),
+        "unlearned": output.unlearned,
         "unlike": encoder.tokenizer.unlike(),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
     }
@@ -178,6 +182,8 @@ class _Output:
         characters, empty: of documents of text, and how many documents hold none.
         beside: keys of conversations' lines.
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
+        longest: of conversations, the tokens of some and where each is.
+        unlearned: where some conversations are of which nothing is learned.
     """
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
@@ -189,6 +195,8 @@ class _Output:
         self.content, self.characters, self.empty = "", 0, 0
         self.tokens, self.documents, self.targets = (dict.fromkeys(SPLITS, 0) for _ in range(3))
         self.turns: dict[str, list[int]] = {}
+        self.longest: list[tuple[int, str]] = []
+        self.unlearned: list[str] = []
         self.beside: set[str] = set()
 
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
@@ -204,7 +212,9 @@ class _Output:
         self._files[f"{split}.bin"].write(tokens.tobytes())
         if learn is not None:
             self.beside |= row.content.keys()
-            self.targets[split] += int(learn[1:].sum())  # nothing comes before the first
+            self.targets[split] += (count := int(learn[1:].sum()))  # nothing comes before the first
+            self.unlearned += [row.where] * (not count and len(self.unlearned) < NAMED)
+            self.longest = heapq.nlargest(NAMED, [*self.longest, (len(tokens), row.where)])
             self._files[f"{split}-learn.bin"].write(learn.tobytes())
             for token, learned in self._turns(tokens, learn) if self._turns else ():
                 self.turns.setdefault(str(token), [0, 0])[not learned] += 1

@@ -24,16 +24,19 @@ def check_own_text(config: Config, *, read: bool) -> None:
     require_tokenizer(config)
     _, _, named = config.dataset.partition(":")
     try:
-        words = config.spec.vocab_size(config.model_size) or 0
-        for place, encoder in opened(config.dataset, **reading_of(config)):
+        words, how = config.spec.vocab_size(config.model_size) or 0, reading_of(config)
+        drop, whole = how.pop("drop"), config.eval_dataset is not None
+        for place, encoder in opened(config.dataset, **how):
             if encoder.kind == "chat" and config.spec.task != "causal":
                 raise UnusableText("holds conversations, which are learned token by token; use a causal model")
             require_mask(config, encoder)
             if config.tokenizer not in (None, "bytes"):
                 tokenizer_files(str(config.tokenizer))  # a run keeps them
-            check(place, config.seq_len, words, encoder, apart=config.documents == "apart", read=read)
+            apart = config.documents == "apart"
+            check(place, config.seq_len, words, encoder, apart=apart, read=read, drop=drop, whole=whole)
     except UnusableText as error:
-        raise ConfigError(f"--dataset {config.dataset}: {str(error).removeprefix(f'{named}: ')}") from None
+        also = f" with --eval-dataset {config.eval_dataset}" if config.eval_dataset else ""
+        raise ConfigError(f"--dataset {config.dataset}{also}: {str(error).removeprefix(f'{named}: ')}") from None
 
 
 def require_tokenizer(config: Config) -> None:

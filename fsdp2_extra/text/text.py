@@ -19,6 +19,7 @@ from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer, document
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
+from fsdp2_extra.text.windows import Mixture
 
 SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 
@@ -82,13 +83,24 @@ def found(place: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def load(
-    place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, fetch: bool = True, say: Say = silent
+    place: str,
+    seq_len: int,
+    vocab_size: int,
+    encoder: Encoder,
+    *,
+    apart: bool,
+    fetch: bool = True,
+    say: Say = silent,
+    drop: bool = False,
+    whole: bool = False,
 ) -> Dataset:
     """Documents of files, or of a folder that `prepare` has made.
 
     Args:
         place: a file, a folder or a pattern; several with commas between them; or `datasets:` and what that reads.
         say: is called from time to time while files are prepared, with how far that is.
+        drop: leave out conversations that can't be learned.
+        whole: train and test split are all of it.
 
     Raises UnusableText, in one line, and NotHere where `fetch` is false and files aren't prepared yet.
     """
@@ -96,23 +108,40 @@ def load(
     folder = Path(place) if is_prepared(place) else cached(place, encoder, say, fetch=fetch)
     meta = read_meta(folder)
     require_made_with(encoder, folder, meta)
-    train, test = open_splits(folder, place, meta, seq_len, encoder.size, apart=apart)
-    for name, split in zip(SPLITS, (train, test), strict=True):
-        if not len(split):
+    found = open_splits(folder, place, meta, seq_len, encoder.size, apart=apart, drop=drop, whole=whole)
+    joined = []
+    for name, parts in ((f"its {SPLITS[0]} split", found.train), (f"its {SPLITS[1]} split", found.test)):
+        if whole and not parts:
+            continue
+        name, filled = "it" if whole else name, [one for one in parts if len(one)]
+        if not filled:
+            tokens = sum(len(one.tokens) for one in parts)
             raise UnusableText(
-                f"{place}: its {name} split has {len(split.tokens)} tokens, which fill no sequence of {seq_len}; lower "
-                "--seq-len or give more text"
+                f"{place}: {name} has {tokens} tokens, which fill no sequence of {seq_len}; lower --seq-len or give "
+                "more text"
             )
-        if not split.target_count(range(len(split))):
+        joined.append(filled[0] if len(filled) == 1 else Mixture(filled))
+        if not joined[-1].target_count(range(len(joined[-1]))):
             raise UnusableText(
-                f"{place}: its {name} split has nothing to learn: each of its documents is one token, which is no "
-                "target; give longer ones"
+                f"{place}: {name} has nothing to learn: each of its documents is one token, which is no target; give "
+                "longer ones"
             )
-    return Dataset(train, test, classes=encoder.tokenizer.names, about={**meta, **encoder.about, "place": place})
+    about = {**meta, **encoder.about, **found._asdict(), "place": place}
+    return Dataset(joined[0], joined[-1], classes=encoder.tokenizer.names, about=about)
 
 
-def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart: bool, read: bool = True) -> None:
-    """Raises UnusableText for what can be told soon, and before any rank waits for another.
+def check(
+    place: str,
+    seq_len: int,
+    vocab_size: int,
+    encoder: Encoder,
+    *,
+    apart: bool,
+    read: bool = True,
+    drop: bool = False,
+    whole: bool = False,
+) -> None:
+    """Raises UnusableText for what can be told soon, and before any rank waits for another. For the others see `load`.
 
     Args:
         read: look at the text too: all of it if it is little, else at the first document of each file on this machine.
@@ -126,7 +155,7 @@ def check(place: str, seq_len: int, vocab_size: int, encoder: Encoder, *, apart:
     if not read:
         return
     if sum(file.size for file in files) <= SOON:
-        load(place, seq_len, vocab_size, encoder, apart=apart)  # the run maps what this leaves
+        load(place, seq_len, vocab_size, encoder, apart=apart, drop=drop, whole=whole)  # the run maps what this leaves
         return
     for file in files:
         list(encoder.encode(list(islice(rows_of(file, encoder.field), 1))))

@@ -1,8 +1,9 @@
-"""A row of tokens as samples: documents cut into windows, or whole conversations packed into them."""
+"""A row of tokens as samples: documents cut into windows, whole conversations packed into them, or several mixed."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.splits import IGNORED, Rows
+from fsdp2.data.splits import IGNORED, Rows, identity_of
 
 Item = tuple[Any, Tensor]
 
@@ -101,9 +102,10 @@ class Conversations(_Windows):
     Args:
         tokens: (T,), an integer dtype.
         learn: (T,), not 0 where a token is to be predicted.
-        ends: (conversations,) int64, where each ends. None is longer than `seq_len`.
+        ends: (conversations,) int64, where each ends.
         targets: (conversations,) int64, how many tokens up to there are to be predicted; the first of a conversation
             never is.
+        which: the numbers of those that count, in order; None = all. None of them is longer than `seq_len`.
         apart: whether conversations in a window see nothing of each other.
 
     A list of indices gives a batch as `Documents` does, with the targets `IGNORED` where `learn` is 0. The empty rest
@@ -117,12 +119,17 @@ class Conversations(_Windows):
         ends: numpy.ndarray,
         targets: numpy.ndarray,
         seq_len: int,
+        which: numpy.ndarray | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(tokens, seq_len, **settings)
         self.learn = learn
-        self.ends, self.targets = (numpy.concatenate([[0], one]) for one in (ends, targets))
-        first, count = [0], len(ends)
+        which = numpy.arange(len(ends)) if which is None else which
+        sizes = [numpy.diff(one, prepend=0)[which] for one in (ends, targets)]
+        # As if those that don't count weren't there, and how far behind that each conversation's tokens are.
+        self.ends, self.targets = (numpy.concatenate([[0], numpy.cumsum(one)]) for one in sizes)
+        self._behind = numpy.append(ends[which], 0) - numpy.append(self.ends[1:], 0)
+        first, count = [0], len(which)
         while first[-1] < count:
             after = int(self.ends.searchsorted(self.ends[first[-1]] + seq_len, side="right")) - 1
             assert after > first[-1], "a conversation is longer than the window"
@@ -131,6 +138,11 @@ class Conversations(_Windows):
 
     def __len__(self) -> int:
         return len(self.first) - 1
+
+    @property
+    def filled(self) -> float:
+        """The share of the windows that holds tokens."""
+        return float(self.ends[-1] / (len(self) * self.seq_len))
 
     def target_count(self, rows: Rows) -> int:
         """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
@@ -143,7 +155,7 @@ class Conversations(_Windows):
         places = self.ends[first][:, None] + numpy.arange(self.seq_len + 1)
         filled = places < self.ends[after][:, None]
         documents = numpy.where(filled, self.ends.searchsorted(places, side="right") - 1, after[:, None])
-        safe = numpy.where(filled, places, 0)
+        safe = numpy.where(filled, places + self._behind[documents], 0)
         tokens = torch.from_numpy(numpy.where(filled, _read(self.tokens, safe, self.size), 0))
         numbers = torch.from_numpy(documents - first[:, None])
         learned = torch.from_numpy(filled & (self.learn[safe] != 0))
@@ -153,3 +165,58 @@ class Conversations(_Windows):
             return inputs, targets
         positions = torch.from_numpy(places - self.ends[documents])[:, :-1]
         return {"input_ids": inputs, "position_ids": positions, "document_ids": numbers[:, :-1]}, targets
+
+
+class Mixture(TorchDataset[Item]):
+    """Sequences of several splits: `counts[i]` of the i-th, which begins again where it has fewer; unset = all, once.
+
+    A list of indices gives a batch as `Documents` does, (N, seq_len) each, in the order of the list.
+    """
+
+    def __init__(self, splits: Sequence[Any], counts: Sequence[int] | None = None) -> None:
+        counts = [len(one) for one in splits] if counts is None else counts
+        self.splits, self.begins = splits, numpy.cumsum([0, *counts])
+        self.seq_len = self.targets_per_sample = splits[0].seq_len
+        what = [(split.content, len(split), count) for split, count in zip(splits, counts, strict=True)]
+        self.content = identity_of(repr(what).encode())
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    def _by_split(self, indices: Rows) -> Iterator[tuple[Any, numpy.ndarray, numpy.ndarray]]:
+        """Each split that has some of the rows, where they stand in the list, and which of its own they are."""
+        rows = numpy.asarray(indices, dtype=numpy.int64)
+        number = self.begins.searchsorted(rows, side="right") - 1
+        for one in numpy.unique(number):
+            (places,) = numpy.nonzero(number == one)
+            split = self.splits[one]
+            yield split, places, (rows[places] - self.begins[one]) % len(split)
+
+    @property
+    def filled(self) -> float:
+        """The share of the sequences that holds tokens."""
+        shares = [getattr(one, "filled", 1.0) for one in self.splits]
+        return float(numpy.average(shares, weights=numpy.diff(self.begins)))
+
+    def target_count(self, rows: Rows) -> int:
+        """How many targets these sequences have that aren't `IGNORED`; no token is read for it."""
+        return sum(split.target_count(own) for split, _, own in self._by_split(rows))
+
+    def __getitem__(self, index: int) -> Item:
+        ((split, _, own),) = self._by_split([index])
+        return split[int(own[0])]
+
+    def __getitems__(self, indices: Rows) -> Item:
+        places, batches = [], []
+        for split, at, own in self._by_split(indices):
+            places.append(at)
+            batches.append(split.__getitems__(own))
+        order = torch.from_numpy(numpy.concatenate(places).argsort())
+
+        def joined(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat([*parts])[order]
+
+        inputs, targets = zip(*batches, strict=True)
+        if isinstance(inputs[0], dict):
+            return {name: joined([one[name] for one in inputs]) for name in inputs[0]}, joined(targets)
+        return joined(inputs), joined(targets)

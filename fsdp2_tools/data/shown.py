@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp2.data.splits import IGNORED, Dataset
 from fsdp2.units import printable
-from fsdp2_extra.text.windows import Conversations, Documents
+from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
 
@@ -26,8 +26,7 @@ def lengths(dataset: Dataset) -> Iterator[str]:
     A document that lies in both splits counts as two.
     """
     counts = numpy.zeros(64, dtype=numpy.int64)
-    for split in (dataset.train, dataset.test):
-        windows: Any = getattr(split, "windows", split)
+    for windows in (*dataset.about["train"], *dataset.about["test"]):
         tokens = numpy.diff(windows.ends, prepend=0)
         counts += numpy.bincount(numpy.frexp(tokens[tokens > 0])[1], minlength=64)
     yield "tokens in a document:"
@@ -40,6 +39,8 @@ def lengths(dataset: Dataset) -> Iterator[str]:
 def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
     """Lines with the first sequences for training, decoded; what is learned of them stands between ⟦ and ⟧."""
     split: Any = dataset.train
+    if isinstance(split, Mixture):  # of all of a source, the larger part
+        split = max(split.splits, key=len)
     for number in range(min(count, len(split))):
         inputs, targets = split[number]
         learned = targets != IGNORED

@@ -136,7 +136,7 @@ def _documents(folder: Path, change: int, split: str = "train") -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "part"),
     [
-        ("chat", _nothing_learned, "a conversation of its train split has nothing to learn"),
+        ("chat", _nothing_learned, "answers, and not as many as it says"),
         ("chat", lambda folder: _documents(folder, -1), "and not as many as it says"),
         ("text", lambda folder: _documents(folder, 1), "and not as many as it says"),
         ("chat", lambda folder: _one_more(folder, "learn", "uint8"), "columns of its train split have other lengths"),
@@ -154,6 +154,9 @@ def _documents(folder: Path, change: int, split: str = "train") -> None:
         ("text", lambda folder: _says(folder, template="x"), "it says more: template"),
         ("text", lambda folder: os.truncate(folder / "meta.json", 1 << 25), "is larger than any that prepare writes"),
         ("text", lambda folder: _says(folder, field="x" * 5000), "it says in other words than prepare writes"),
+        ("chat", lambda folder: _says(folder, longest=[[5, "x" * 9000]]), "it names conversations in another way"),
+        ("chat", lambda folder: _says(folder, unlearned=["x"] * 99), "it names conversations in another way"),
+        ("chat", lambda folder: _says(folder, longest=[["5", "x"]]), "it counts 5"),
         ("text", lambda folder: _says(folder, content=[1]), "it says in other words than prepare writes"),
     ],
 )

@@ -18,7 +18,7 @@ from fsdp2.config import parse
 from fsdp2.data import digits
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.options.errors import ConfigError
-from fsdp2.report.throughput import flops_per_sample
+from fsdp2.report.compute import flops_per_sample
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
