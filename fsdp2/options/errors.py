@@ -6,7 +6,8 @@ import difflib
 import importlib.util
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fsdp2.checkpoint.refusal import refusal
@@ -18,6 +19,15 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(refusal(message))
+
+
+@contextmanager
+def refused(where: str) -> Iterator[None]:
+    """Raise a ValueError of the body as a ConfigError that begins with `where`: a flag, or a flag and its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def flag_of(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp2 import data, models
 from fsdp2.models.names import on_hub
 from fsdp2.options import beginning
-from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.options.errors import ConfigError, refused, shown, unknown
 from fsdp2.options.values import LONGEST_PATH
 
 if TYPE_CHECKING:
@@ -120,10 +120,8 @@ def weights(config: Config) -> str | None:
 
 def complete(config: Config) -> None:
     """Set options whose defaults the model or its weights decide. Raises ConfigError for no such model or size."""
-    try:
+    with refused(f"--model {shown(config.model, LONGEST_PATH)}"):
         found = config.spec
-    except ValueError as error:
-        raise ConfigError(f"--model {shown(config.model, LONGEST_PATH)}: {error}") from None
     if config.model_size is None:
         object.__setattr__(config, "model_size", next(iter(found.sizes)))
     elif config.model_size not in found.sizes:

@@ -18,7 +18,7 @@ from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import Refused, empty_word, without_links
 from fsdp2.models.names import on_hub
-from fsdp2.options.errors import SHOWN, ConfigError, flag_of, shown
+from fsdp2.options.errors import SHOWN, ConfigError, flag_of, refused, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.values import LONGEST_PATH, checked, location, optional_switch, reshard_policy, switch
 
@@ -113,10 +113,8 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
     from fsdp2.options.settings_file import read_table
 
     where = f"{called} {shown(place, LONGEST_PATH)}".lstrip()
-    try:
+    with refused(where):
         values = read_table(place)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
     is_of_a_run = "flags" in values or place.rpartition("/")[2] == "config.json"
     if "flags" in values:
         beside = sorted(values.keys() - {"flags", "environment"})

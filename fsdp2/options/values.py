@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp2.checkpoint.refusal import is_name
-from fsdp2.options.errors import ConfigError, flag_of, shown, unknown
+from fsdp2.options.errors import flag_of, refused, shown, unknown
 
 Parse = Callable[[Any], Any]
 
@@ -288,10 +288,8 @@ def tags(value: Any) -> tuple[str, ...]:
 
 def checked(flag: str, value: Any, parse: Parse) -> Any:
     """The parsed value. Raises ConfigError that begins with the flag and the value."""
-    try:
+    with refused(f"{flag} {shown(value)}"):
         return parse(value)
-    except ValueError as error:
-        raise ConfigError(f"{flag} {shown(value)}: {error}") from None
 
 
 # --- from a dataclass of options to values ---------------------------------------------------------------

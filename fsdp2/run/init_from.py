@@ -40,13 +40,16 @@ def by_library(config: Config) -> Callable[..., Any] | None:
     return partial(spec.load, place, partial=config.init_partial)
 
 
+def _flag(config: Config) -> str:
+    return f"--init-from {config.weights}" if config.init_from else f"--model {config.model}"
+
+
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     """Check the weights to start from: a note on them, and whether rank 0 loads all by the model's library.
 
     Raises ConfigError if they are damaged or of another model.
     """
-    place, spec = str(config.weights), config.spec
-    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    place, spec, flag = str(config.weights), config.spec, _flag(config)
     fix = f"give weights of this model, or {SCRATCH}"
     load, other, packed = by_library(config), "", list[str]()
     try:
@@ -110,8 +113,7 @@ def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
 
     Returns, with `--init-partial`, how many tensors were loaded from where, and a line for each that was left out.
     """
-    place, spec = str(config.weights), config.spec
-    flag = f"--init-from {place}" if config.init_from else f"--model {config.model}"
+    place, spec, flag = str(config.weights), config.spec, _flag(config)
     targets = spec.base_weights(plain_names(model))
     tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
     load = by_library(config)

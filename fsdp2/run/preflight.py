@@ -17,7 +17,7 @@ from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options import strategies
 from fsdp2.options.checks import trackers_of
-from fsdp2.options.errors import ConfigError, require
+from fsdp2.options.errors import ConfigError, refused, require
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
@@ -145,31 +145,22 @@ def find_checkpoint(config: Config, store: Store) -> tuple[Origin, list[str]]:
 
 def check_model(config: Config) -> nn.Module:
     """The model on `meta`, with what is trained of it. Raises ConfigError for one that can't be built or sharded so."""
-    try:
+    flag = f"--model {config.model}"
+    with refused(flag):
         model = config.spec.on_meta(config.model_size)
-    except ValueError as error:
-        raise ConfigError(f"--model {config.model}: {error}") from None
-    try:
+    with refused("--shard-modules" if config.shard_modules else flag):
         blocks = blocks_of(config)(model)
-    except ValueError as error:
-        at = "--shard-modules" if config.shard_modules else f"--model {config.model}"
-        raise ConfigError(f"{at}: {error}") from None
     if config.spec.kind == "language":
         from fsdp2.models.positions import too_long
 
         if why := too_long(config.spec, model, blocks, config.seq_len):
-            raise ConfigError(
-                f"--seq-len {config.seq_len}: is more than --model {config.model} has positions for ({why}); lower it"
-            )
+            raise ConfigError(f"--seq-len {config.seq_len}: is more than {flag} has positions for ({why}); lower it")
     for name in config.spec.methods:
         if not callable(getattr(model, name, None)):
-            lacks = f"lists the method {name}, which {type(model).__name__} doesn't have"
-            raise ConfigError(f"--model {config.model}: its ModelSpec {lacks}")
+            raise ConfigError(f"{flag}: its ModelSpec has the method {name}, and {type(model).__name__} doesn't")
     if config.strategy == "fsdp2":
-        try:
+        with refused(f"{flag}: FSDP2 can't shard it"):
             check_parameters(model, shard_groups(model, blocks, config.shard_granularity))
-        except ValueError as error:
-            raise ConfigError(f"--model {config.model}: FSDP2 can't shard it: {error}") from None
     try:
         freeze(model, config.freeze)
     except ValueError as error:

@@ -226,6 +226,42 @@ def require_same_adapters(config: Config, checkpoint: Files) -> None:
             )
 
 
+def _newest(run: RunDir, config: Config) -> tuple[str, Load, bool]:
+    """The weights of a run's newest checkpoint: what vouches for them, what loads them, and that it is in shards.
+
+    Raises ConfigError.
+    """
+    if not rules_of(config.strategy).reads_as_fsdp2:
+        raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
+    checkpoint = open_files(checkpoint_at(run.place))
+    require_same_adapters(config, checkpoint)
+    require_same_files(config, checkpoint)
+    return f"{short(str(checkpoint))}, verified", from_checkpoint(config, checkpoint), True
+
+
+def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
+    """The full model of a run: what vouches for it, what loads it, and whether in shards. Raises ConfigError."""
+    if world.world_size > 1:
+        raise ConfigError(
+            "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
+        )
+    try:
+        run.fetch_full_model()
+    except (DamagedCheckpoint, OSError) as error:
+        raise ConfigError(f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it") from None
+    if run.full_weights is None:
+        raise ConfigError(
+            f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
+            "--no-save-model, its model is large, or --checkpoint-every never left nothing; use --sharded, or "
+            "finish it with --save-model"
+        )
+    weights = f"{short(run.full_weights)}, {vouched(config, run)}"
+    require_same_files(config, LocalFiles(run.full_model.parent))
+    # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
+    casts = config.mixed_precision is not None and not rules_of(config.strategy).autocasts
+    return weights, from_file(config, run.full_weights), casts
+
+
 @contextmanager
 def opened(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterator[Opened]:
     """A run with its model loaded, in a process group. `place` is its folder or URL, for `named` see `read_config`.
@@ -241,45 +277,14 @@ def opened(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterato
     config = dataclasses.replace(
         config, cpu_offload=False, replicas=1, tp=1, sp=1, reshard_after_forward=None, chunked_loss=None
     )
-    sharded = sharded or config.lora is not None  # adapters alone are in no full model
-    if not sharded and world.world_size > 1:
-        raise ConfigError(
-            "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
-        )
-    if sharded and not rules_of(config.strategy).reads_as_fsdp2:
-        raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
-    if sharded:
-        checkpoint = open_files(checkpoint_at(run.place))
-        require_same_adapters(config, checkpoint)
-        require_same_files(config, checkpoint)
-        weights = f"{short(str(checkpoint))}, verified"
+    if sharded or config.lora is not None:  # adapters alone are in no full model
+        weights, load, shards = _newest(run, config)
     else:
-        checkpoint = None
-        try:
-            run.fetch_full_model()
-        except (DamagedCheckpoint, OSError) as error:
-            raise ConfigError(
-                f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it"
-            ) from None
-        if run.full_weights is None:
-            raise ConfigError(
-                f"{short(run.path)}: has no {run.full_model.name}, because the run hasn't finished, had "
-                "--no-save-model, its model is large, or --checkpoint-every never left nothing; use --sharded, or "
-                "finish it with --save-model"
-            )
-        weights = f"{short(run.full_weights)}, {vouched(config, run)}"
-        require_same_files(config, LocalFiles(run.full_model.parent))
+        weights, load, shards = _whole(run, config, world)
     device = runtime.pick_device(config.device, world)
     with process_group(world, device):
         runtime.set_threads(config.threads, world)
-        if checkpoint is not None:
-            forward = load_sharded(config, from_checkpoint(config, checkpoint), world, device)
-        else:
-            assert run.full_weights is not None
-            load = from_file(config, run.full_weights)
-            # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
-            casts = config.mixed_precision is not None and not rules_of(config.strategy).autocasts
-            forward = load_sharded(config, load, world, device) if casts else load_plain(config, load, device)
+        forward = load_sharded(config, load, world, device) if shards else load_plain(config, load, device)
         if world.rank == 0:
             print(f"weights: {weights}")
         yield Opened(run, config, forward, world, device, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.errors import ConfigError, refused, shown
 from fsdp2.options.settings_file import parse_json, read_bytes
 
 MIB_OF_FP32 = 1024 * 1024 // 4
@@ -17,10 +17,8 @@ def settings(config: Any, device_type: str) -> dict[str, Any]:
     if config.deepspeed_config is None:
         return made
     flag = f"--deepspeed-config {shown(config.deepspeed_config)}"
-    try:
+    with refused(flag):
         given = parse_json(read_bytes(config.deepspeed_config))
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f'{flag}: must hold a table of settings, such as {{"zero_optimization": {{…}}}}')
     for key, value in given.items():

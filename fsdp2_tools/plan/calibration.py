@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp2.config import Config
-from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.errors import ConfigError, refused, shown
 from fsdp2.options.own_model import require_named
 from fsdp2.options.parser import flags_of_table, to_flags
 from fsdp2.options.settings_file import read_table
@@ -74,13 +74,11 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
     It is data, as a run's folder is: code or a URL that a trial names has to be in the configuration that is planned.
     """
     where = f"--calibration {shown(place, LONGEST_PATH)}"
-    try:
+    with refused(where):
         if PurePath(place).suffix != ".json":
             raise ValueError("is no .json file; give the trials.json that fsdp2.tune has written")
         values = read_table(place)
         measured = [*_measured(values)]
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
     if not LEAST <= len(measured) <= MOST:
         raise ConfigError(f"{where}: has {len(measured)} trials with a time; give {LEAST} to {MOST}, by tune --trials")
     device, wanted = values["facts"].get("device"), "cpu" if gpu.on_cpu else "cuda"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.config import Config
-from fsdp2.options.errors import ConfigError, shown, unknown
+from fsdp2.options.errors import ConfigError, refused, shown, unknown
 from fsdp2.options.settings_file import read_table
 from fsdp2.units import byte_count
 from fsdp2_tools.plan.memory import Memory
@@ -51,10 +51,8 @@ class Term:
 def gpu(place: str) -> Gpu:
     """A GPU of the table by its name, or of a file. Raises ConfigError, in one line, if there is no such."""
     is_file = place.endswith(".toml")
-    try:
+    with refused(f"--gpu {shown(place)}"):
         table = read_table(place if is_file else str(TABLE))
-    except ValueError as error:
-        raise ConfigError(f"--gpu {shown(place)}: {error}") from None
     if not is_file and place not in table:
         raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
     if not table:

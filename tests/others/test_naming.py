@@ -236,7 +236,7 @@ def test_a_model_of_fewer_classes_than_the_data_is_refused(tmp_path: Path) -> No
         ("tests.others.own:half_a_table", "has no entry in the model's table of initial values"),
         ("tests.others.own:blocks_of_another", "its blocks are not all modules of the model"),
         ("tests.others.own:blocks_twice", "its blocks hold a module twice"),
-        ("tests.others.own:without_method", "its ModelSpec lists the method generate, which Words doesn't have"),
+        ("tests.others.own:without_method", "its ModelSpec has the method generate, and Words doesn't"),
         ("tests.others.own:scalar", "FSDP2 can't shard it: scale has no dimension to split"),
         ("tests.others.own:mixed_in_one_module", "extra is one of its own; put those of each dtype into a module"),
         ("timm:no_such_model", "no_such_model: timm has no such model"),

@@ -88,8 +88,7 @@ def gather(value: T) -> list[T]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Run the body; if it fails on a rank, raise on every rank: its own error there, on the others a line that names
-    it.
+    """Run the body; if it fails on a rank, raise on every rank: its error there, on the others a line that names it.
 
     A ConfigError is one on all of them. A collective call, which is also a barrier. A rank that fails before a
     collective of the body leaves the others in that.
