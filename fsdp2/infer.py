@@ -173,9 +173,7 @@ def cli() -> None:
             try:
                 Path(arguments.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
             except OSError as error:
-                raise ConfigError(
-                    f"--json {arguments.json}: can't be written ({error.strerror}); give another"
-                ) from None
+                raise ConfigError(f"--json {arguments.json}: isn't writable ({error.strerror}); give another") from None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.directory.lock import new_folder
 
 
 def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Path:
@@ -19,17 +20,10 @@ def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Pat
 
     Raises ConfigError, before anything is measured, if nothing can be written there.
     """
-    named, number = Path(f"{below}/{time.strftime('%Y%m%d-%H%M%S')}" if out is None else out), 1
-    with _explained(place := named, flag):
-        named.parent.mkdir(parents=True, exist_ok=True)
-        while out is None:
-            try:
-                place.mkdir()
-                break
-            except FileExistsError:
-                number += 1
-                place = named.with_name(f"{named.name}-{number}")
-        place.mkdir(exist_ok=True)
+    place = Path(f"{below}/{time.strftime('%Y%m%d-%H%M%S')}" if out is None else out)
+    with _explained(place, flag):
+        place = new_folder(place.absolute()) if out is None else place
+        place.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
     return place
 

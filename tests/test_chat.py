@@ -17,7 +17,7 @@ from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import text
-from fsdp2_extra.text.chat import Chat, _by_template
+from fsdp2_extra.text.chat import Chat
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from fsdp2_extra.text.windows import Conversations
@@ -154,22 +154,14 @@ def test_a_mark_is_found_however_its_blanks_are_written(tmp_path: Path, tag: str
     assert learned(Chat(str(make_tokenizer(tmp_path / "marked", template))), TALKS[0]) == "hi"
 
 
-def test_transformers_still_gives_the_places_of_what_a_template_marks(tmp_path: Path) -> None:
-    """`_by_template` calls what isn't promised."""
-    pytest.importorskip("transformers")
-    tokenizer = Chat(str(make_tokenizer(tmp_path / "marked", GENERATION)))._tokenizer()
-    shown, spans = _by_template(tokenizer, GENERATION, talk("a", "b", "c", "d")["messages"], None)
-    assert shown == tokenizer.apply_chat_template(talk("a", "b", "c", "d")["messages"], tokenize=False)
-    assert [shown[begin:end] for begin, end in spans] == ["b<|end|>\n", "d<|end|>\n"]
-
-
 @pytest.mark.parametrize(
     ("form", "date"), [("%d %b %Y", "26 Jul 2024"), ("%B %-d, %Y", "July 26, 2024"), ("%e/%j%Z", "26/208")]
 )
 def test_a_template_that_names_the_date_gives_the_same_tokens_tomorrow(tmp_path: Path, form: str, date: str) -> None:
     pytest.importorskip("transformers")
-    dated = f"{{{{ strftime_now('{form}') }}}}\n{PLAIN}"
+    dated = f"  {{% if true %}}{{% endif %}}{{{{ strftime_now('{form}') }}}}\n{PLAIN}"
     chat = Chat(str(make_tokenizer(tmp_path / "dated", dated)))
+    assert chat.about["day"] == "26 Jul 2024"
     ((tokens, _),) = encoded(chat, TALKS[0])
     assert chat.tokenizer.decode(tokens) == f"{date}\n<s><|user|>\nhello<|end|>\n<|assistant|>\nhi<|end|>\n"
 
@@ -226,6 +218,13 @@ NO_BORDER = (
         ),
         ("{{ raise_exception('no such role') }}", talk("a", "b"), r"refuses it \(TemplateError: no such role"),
         ("{% for", talk("a", "b"), r"refuses it \(TemplateSyntaxError"),
+        ("{{ ['', 'a'] | random }}" + GENERATION, talk("a", "b"), "line 1: the chat template draws text at random"),
+        ("{{ lipsum(1) }}" + PLAIN, talk("a", "b"), "line 1: the chat template draws text at random"),
+        (
+            TEMPLATE.replace("ANSWER", "{% set a %}" + MARKED + "{% endset %}{{ a[:4] }}<|end|>"),
+            talk("a", "b"),
+            "line 1: the chat template changes what it has marked",
+        ),
     ],
 )
 def test_what_cannot_be_learned_soundly_is_refused(

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.chat import Chat
-from tests.test_chat import GENERATION, PLAIN, encoded, learned, make_tokenizer, talk
+from tests.test_chat import GENERATION, PLAIN, TEMPLATE, encoded, learned, make_tokenizer, talk
 
 TEXT = '{"city": "Zürich", "days": 2}'
 CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
@@ -189,3 +189,34 @@ def test_what_means_nothing_or_is_printed_is_taken(tmp_path: Path) -> None:
     assert learned(chat, line) == expected
     line["messages"][1] |= {"reasoning_content": "so "}
     assert learned(chat, {**line, "tools": TOOLS}) == "so an answer<|end|>\n"
+
+
+WITHIN = "{% generation %}{{ message.content }}<|end|>{% endgeneration %}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "around"),
+    [
+        ("{% macro turn(message) %}<|me|>AND{% endmacro %}", "{{ turn(message) }}"),
+        ("{% macro turn() %}<|me|>{{ caller() }}{% endmacro %}", "{% call turn() %}AND{% endcall %}"),
+        ("", "{% set turn %}<|me|>AND{% endset %}{{ turn }}"),
+        ("", "{% filter replace('me', 'you') %}<|me|>AND{% endfilter %}"),
+        ("", "<|me|>{% generation %}" + WITHIN + "{% endgeneration %}"),
+        ("{# {% generation %} #}", "<|me|>AND"),
+        ("{% raw %}{% generation %}{% endraw %}", "<|me|>AND"),
+        ("{{ '{% generation %}' }}", "<|me|>AND"),
+        ("    {% if true %}{% endif %}", "<|me|>AND"),
+    ],
+)
+def test_a_mark_counts_where_its_text_is_printed(tmp_path: Path, before: str, around: str) -> None:
+    """Transformers' own mask of these is at other places, but for the last ones."""
+    pytest.importorskip("transformers")
+    template = (before + TEMPLATE).replace("ANSWER", around).replace("AND", WITHIN)
+    chat = Chat(str(make_tokenizer(tmp_path / "marked", template)))
+    line = talk("a", " b c", "d", "e")
+    ((tokens, _),) = encoded(chat, line)
+    assert learned(chat, line).replace("\n", "") == " b c<|end|>e<|end|>"
+    assert chat._tokenizer().apply_chat_template(line["messages"], return_dict=False) == tokens
+    # A comment alone marks nothing, so answers are found without marks.
+    plain = f"{{# {{% generation %}} #}}{PLAIN}"
+    assert learned(Chat(str(make_tokenizer(tmp_path / "plain", plain))), talk("hello", "hi")) == "hi<|end|>\n"

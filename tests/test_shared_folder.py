@@ -15,6 +15,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory import hold
 from fsdp2.run.directory import lock as lock_module
 from fsdp2.run.directory.lock import WriterLock
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.train import main
 from tests.harness import Ranks, small
 
@@ -42,6 +43,19 @@ def test_a_folder_that_a_rank_does_not_see_is_refused_by_all(ranks: Ranks, tmp_p
     assert "give a folder that all nodes share, or a URL" in first
     assert "\n" not in first
     assert not (tmp_path / "run").exists(), "nothing was trained there"
+
+
+def test_runs_without_a_name_that_begin_at_once_have_a_folder_each(tmp_path: Path) -> None:
+    """All have chosen the same free name before the first makes it."""
+    (tmp_path / "runs").mkdir()
+    holds = [hold.Hold(RunDir(tmp_path / "runs" / "vit-20261124-020826")) for _ in range(3)]
+    for one in holds:
+        one.take(new=True)
+    names = ["vit-20261124-020826", "vit-20261124-020826-2", "vit-20261124-020826-3"]
+    assert [one.run.path.name for one in holds] == names
+    for one in holds:
+        one.release(refused=True)
+    assert not any((tmp_path / "runs").iterdir()), "nothing was trained there"
 
 
 def test_a_writer_is_seen_as_soon_as_a_slow_file_system_shows_it(tmp_path: Path) -> None:

@@ -104,9 +104,7 @@ def _write_rows(
                     continue
                 rows, *others = slices_of(tensor) or (slice(0, 1),)
                 if any(other != slice(0, size) for other, size in zip(others, tensor.shape[1:], strict=True)):
-                    raise ValueError(
-                        f"{name}: is split on another dimension than its first; export the checkpoint instead"
-                    )
+                    raise ValueError(f"{name}: is split on another dimension than its first; export the checkpoint")
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 content = raw_bytes(local.detach().cpu().contiguous())
                 offset = start + rows.start * tensor.shape[1:].numel() * tensor.itemsize

@@ -82,9 +82,7 @@ def _check_batches(config: Options) -> None:
 
 def _check_optimizer(config: Options) -> None:
     if config.betas is not None and config.optimizer not in ("adam", "adamw"):
-        raise ConfigError(
-            f"--betas with --optimizer {config.optimizer}: that optimizer has no betas; use adamw, or drop it"
-        )
+        raise ConfigError(f"--betas with --optimizer {config.optimizer}: it has no betas; use adamw, or drop it")
     if config.weight_decay is not None and config.optimizer != "adamw":
         raise ConfigError(
             f"--weight-decay with --optimizer {config.optimizer}: there it would be part of the gradients, which Adam "

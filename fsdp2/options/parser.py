@@ -119,9 +119,7 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
     if "flags" in values:
         beside = sorted(values.keys() - {"flags", "environment"})
         if beside:
-            raise ConfigError(
-                f"{where}: has {shown(beside[0])} beside flags, where nothing reads it; move it into flags"
-            )
+            raise ConfigError(f"{where}: has {shown(beside[0])} beside flags, where nothing reads it; move it there")
         if not isinstance(values["flags"], dict):
             raise ConfigError(f'{where}: flags must be a table, such as {{"batch-size": 64}}')
         values = {k: v for k, v in values["flags"].items() if k not in ("run-dir", "resume", "resume-partial")}

@@ -221,9 +221,7 @@ class Checkpoints:
     def stop_if_nonfinite(self, step: int, what: str) -> None:
         """Raise RunStopped if `--on-nonfinite` is stop."""
         if self.config.on_nonfinite == "stop":
-            advice = (
-                "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or use --on-nonfinite skip"
-            )
+            advice = "look at --lr, --clip-grad-norm, --mixed-precision and that step's data, or --on-nonfinite skip"
             self.stop(f"step {step}: {what}", "finite checkpoint", step, advice)
 
     def compare_replicas(self) -> None:

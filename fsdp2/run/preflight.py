@@ -75,7 +75,7 @@ def preflight(config: Config, world: World) -> Job:
 def _begin(config: Config, world: World, model: nn.Module, job: Job) -> None:
     """On rank 0, take the run directory, find what to go on from, and look whether there is room for all of it."""
     with _explained(config, job.run):
-        job.hold.take()
+        job.hold.take(new=config.run_dir is None)
         done = _choose_origin(config, world, model, job)
         stays = job.staying()
     origin = job.origin

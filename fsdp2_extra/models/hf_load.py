@@ -40,9 +40,7 @@ def folder_of(place: str) -> Path:
         files_to_keep(path, KEPT)
         return path.absolute()
     if not on_hub(place):
-        raise ValueError(
-            f"{place}: is no folder; give one with a config.json, or a name on the hub such as owner/model"
-        )
+        raise ValueError(f"{place}: is no folder; give one with a config.json, or a name on the hub, owner/model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 

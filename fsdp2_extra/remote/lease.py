@@ -78,9 +78,7 @@ class Lease:
             if now is None:
                 return None
             if now != first:
-                raise LeaseTaken(
-                    f"in use by a run that is still going ({_who(now)}); wait for it or choose another URL"
-                )
+                raise LeaseTaken(f"in use by a run that is still going ({_who(now)}); wait or choose another URL")
         return first
 
     def _take(self) -> None:
@@ -92,9 +90,7 @@ class Lease:
             time.sleep(self._pause + time.monotonic() - began)
             holder = _read(self._hasty)
         if not self._is_mine(holder):
-            raise LeaseTaken(
-                f"taken by another run at the same moment ({_who(holder)}); wait for it or choose another URL"
-            )
+            raise LeaseTaken(f"taken by another run at the same moment ({_who(holder)}); wait or choose another URL")
         self._renewed = began
 
     def _is_mine(self, holder: dict[str, Any] | None) -> bool:

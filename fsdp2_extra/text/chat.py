@@ -9,9 +9,11 @@ true would train the model on other prompts than it gets, and is refused.
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,11 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 # Those of them that hold a tokenizer's template in transformers. The folder has further ones, which have names.
 OWN_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
 TOKENS = re.compile(r"\b(?:bos|cls|eos|mask|pad|sep|unk)_token\b")
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates that name today's date would make other tokens tomorrow. It is that which Llama's template falls back to.
 TODAY = datetime(2024, 7, 26)
+# What stands around the text of `{% generation %}` while its place is looked for; no text has such characters.
+BEGIN, END = "\U0010f516\U0010fad1", "\U0010fad1\U0010f516"
+TAGS = {"generation": "call mark_of_an_answer()", "endgeneration": "endcall"}
 
 Span = tuple[int, int]
 
@@ -71,8 +75,10 @@ class Chat:
             if find_spec(module) is None:
                 raise UnusableText(f"{module} isn't installed; {install('hf')}")
         self.size, self.end = self.tokenizer.size, self.tokenizer.end
-        self.about = {**self.tokenizer.about, "template": str(_template_file(place))}
-        self.identity = identity_of(b"".join(file.name.encode() + file.read_bytes() for file in _files(place)))
+        read = b"".join(file.name.encode() + file.read_bytes() for file in _files(place))
+        day = TODAY.strftime("%d %b %Y") if b"strftime_now" in read else ""
+        self.about = {**self.tokenizer.about, "template": str(_template_file(place)), "day": day}
+        self.identity = identity_of(read)
         self._loaded: Any = None
         self._contents = Contents()
         self._form: str | None = None
@@ -149,45 +155,31 @@ class Chat:
 
     def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""
-        tokenizer = self._tokenizer()
-        try:
-            template = _with_one_date(tokenizer.get_chat_template(tools=tools))
-            if GENERATION.search(template):
-                messages = self._contents(
-                    messages, template, lambda some: _by_template(tokenizer, template, some, tools)[0]
+
+        def render(some: list[Any], template: str, *, prompt: bool = False) -> str:
+            settings = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
+            before = random.getstate()
+            text = str(self._tokenizer().apply_chat_template(some, tokenize=False, **settings))
+            if random.getstate() != before:
+                raise UnusableText(
+                    f"{where}: the chat template draws text at random, other text for each process; take `random` and "
+                    "`lipsum` out of it"
                 )
-                return _by_template(tokenizer, template, messages, tools)
-            return self._by_prefixes(template, messages, tools, where)
+            return text
+
+        try:
+            template = _with_one_date(self._tokenizer().get_chat_template(tools=tools))
+            marking = _marking(template)
+            messages = self._contents(messages, template, lambda some: render(some, template))
+            text = render(messages, template)
+            if marking is not None:
+                return text, _by_marks(text, render(messages, marking), where)
+            return text, _by_prefixes(text, messages, partial(render, template=template), where)
         except UnusableText:
             raise
         except Exception as error:  # of the template, which is a program of its own
             reason = " ".join(str(error).split())[:160]
             raise UnusableText(f"{where}: the chat template refuses it ({type(error).__name__}: {reason})") from None
-
-    def _by_prefixes(self, template: str, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
-        def render(some: list[Any], *, prompt: bool) -> str:
-            settings = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt}
-            return str(self._tokenizer().apply_chat_template(some, tokenize=False, **settings))
-
-        messages = self._contents(messages, template, lambda some: render(some, prompt=False))
-        text, spans = render(messages, prompt=False), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if number == 0:
-                raise UnusableText(
-                    f"{where}: begins with an answer; only a template with {{% generation %}} takes that"
-                )
-            before = render(messages[:number], prompt=True)
-            after = render(messages[: number + 1], prompt=False)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise UnusableText(
-                    f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
-                    "more follows, so an answer's prompt can't be found; mark answers in the template by "
-                    "{% generation %} … {% endgeneration %}"
-                )
-            spans.append((len(before), len(after)))
-        return text, spans
 
     def _tokenizer(self) -> Any:
         """Transformers' form of it, which has the template. It is loaded where it is first used: that takes seconds."""
@@ -230,23 +222,58 @@ def _files(place: Path) -> list[Path]:
     return sorted({file for pattern in FILES for file in place.glob(pattern) if not file.is_dir()})
 
 
-def _by_template(tokenizer: Any, template: str, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
-    """Learn the tokens that a template marks by `{% generation %}`.
+def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], where: str) -> list[Span]:
+    """Where the answers stand in the text of messages."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if number == 0:
+            raise UnusableText(f"{where}: begins with an answer; only a template with {{% generation %}} takes that")
+        before, after = render(messages[:number], prompt=True), render(messages[: number + 1])
+        if not (after.startswith(before) and text.startswith(after)):
+            raise UnusableText(
+                f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
+                "more follows, so an answer's prompt can't be found; mark answers in the template by "
+                "{% generation %} … {% endgeneration %}"
+            )
+        spans.append((len(before), len(after)))
+    return spans
 
-    `apply_chat_template` gives a mask of tokens, which is wrong where the tokenizer's offsets leave out a space, or a
-    character is of several tokens. This is the function by which it renders, and it gives the places in the text.
+
+def _by_marks(text: str, marked: str, where: str) -> list[Span]:
+    """Where in a text that stands which a template marks as an answer, by the same text with marks.
+
+    Transformers gives places, too, which are wrong for a mark in a macro, a filter or a block of `set`.
     """
-    from transformers.utils import chat_template_utils
+    if marked.replace(BEGIN, "").replace(END, "") != text or marked.count(BEGIN) != marked.count(END):
+        raise UnusableText(
+            f"{where}: the chat template changes what it has marked by {{% generation %}}, so an answer's place isn't "
+            "known; mark the answer where it is printed"
+        )
+    begins, spans, length = list[int](), list[Span](), 0
+    for part in re.split(f"({BEGIN}|{END})", marked):
+        if part == BEGIN:
+            begins.append(length)
+        elif part == END:
+            spans.append((begins.pop(), length))
+        else:
+            length += len(part)
+    return [(begin, end) for begin, end in spans if begin < end]
 
-    render: Any = chat_template_utils.render_jinja_template  # its annotation is that of one of its two results
-    (text,), (spans,) = render(
-        conversations=[messages],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return str(text), [(int(begin), int(end)) for begin, end in spans if end > begin]
+
+@cache
+def _marking(template: str) -> str | None:
+    """A template that prints a text with marks; None if it has no `{% generation %}`."""
+    from jinja2 import Environment
+
+    found, before = list[str](), ""
+    # Read as transformers does. In a comment, or in a text, that tag is none.
+    for _, kind, value in Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).lex(template):
+        found.append(TAGS.get(value, value) if (kind, before) == ("name", "block_begin") else value)
+        before = before if kind == "whitespace" else kind
+    macro = f"{{%- macro mark_of_an_answer() -%}}{BEGIN}{{{{ caller() }}}}{END}{{%- endmacro %}}\n"
+    return macro + "".join(found) if TAGS["generation"] in found else None
 
 
 def _with_one_date(template: str) -> str:
@@ -254,8 +281,8 @@ def _with_one_date(template: str) -> str:
         return template
     codes = [flag + code for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMprRSTuUVwWxXyYzZ"]
     shown = "".join(f' | replace("%{code}", "{TODAY.strftime(f"%{code}")}")' for code in codes)
-    # The + keeps a line end that follows.
-    return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro +%}}{template}"
+    # The template begins with a line of its own, as without the macro.
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{shown} }}}}{{%- endmacro %}}\n{template}"
 
 
 def _template_file(folder: Path) -> Path:

@@ -164,6 +164,8 @@ def _turn(dataset: Dataset) -> str:
 def _tokenizer(about: dict[str, Any]) -> str:
     """How documents begin and end, and which settings of a tokenizer.json aren't followed."""
     frame = ", ".join(f"{what} with {_name(about[what]) or 'no token of its own'}" for what in ("begins", "ends"))
-    text = "a conversation is as the chat template prints it" if about["kind"] == "chat" else f"a document {frame}"
+    day = f", of which the date is {about['day']}" if about.get("day") else ""
+    chat = about["kind"] == "chat"
+    text = f"a conversation is as the chat template prints it{day}" if chat else f"a document {frame}"
     off = f"; off: its {' and '.join(about['off'])}" if about["off"] else ""
     return f"tokenizer: {short(about['tokenizer'])}; {text}{off}"

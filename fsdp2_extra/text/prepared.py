@@ -25,7 +25,7 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 11
+FORMAT = 12
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names

@@ -136,9 +136,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
     fields = {} if isinstance(encoder.field, str) else encoder.field
     read = read_of(str(encoder.source()), fields) if output.beside else set()
     if output.beside and (none := sorted(read & {*of_line(fields).values()} - output.beside)):
-        raise UnusableText(
-            f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it there"
-        )
+        raise UnusableText(f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it")
     if not sum(output.tokens.values()):
         others = f", nor in {len(files) - 1} others" if len(files) > 1 else ""
         raise UnusableText(f"{files[0].name}: there is no text in it{others}; give files that have some")

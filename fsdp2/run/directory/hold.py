@@ -41,9 +41,10 @@ class Hold:
         """Keep something beside the run directory, such as the lock of another folder, until the end."""
         self._also.callback(release)
 
-    def take(self) -> None:
-        """Become the one writer of the run directory. Raises ConfigError if another run is, or it can't be used."""
-        run, self._lock = self.run, WriterLock(self.run.path)
+    def take(self, *, new: bool) -> None:
+        """Become the one writer of the run directory, or of a `new` one. Raises ConfigError if it can't be used."""
+        self._lock = WriterLock(self.run.path, new=new)
+        run = self.run = RunDir(str(self._lock.folder)) if new else self.run
         self._token = self._lock.token
         run.require_plain()
         if run.is_remote:

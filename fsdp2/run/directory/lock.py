@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from fsdp2.checkpoint.disk import explained, file_system
@@ -31,18 +32,31 @@ class LostRunDir(NotTheWriter):
     """The run directory was removed, moved or taken while a run was writing there."""
 
 
+def new_folder(path: Path) -> Path:
+    """Make a folder that nobody else has made, with a number behind its name where there is one. Raises OSError."""
+    LocalFiles(path.parent).mkdir("")
+    for number in count(1):
+        made = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
+            made.mkdir()
+            break
+    return made
+
+
 class WriterLock:
     """Holds a folder for one writer; the operating system frees it when the process dies.
 
-    `flag` is what the folder was given by, and `name` the file that is locked.
+    `flag` is what the folder was given by, `name` the file that is locked, and with `new` it is a `new_folder`.
     """
 
-    def __init__(self, folder: Path, *, flag: str = "--run-dir", name: str = ".lock") -> None:
+    def __init__(self, folder: Path, *, flag: str = "--run-dir", name: str = ".lock", new: bool = False) -> None:
         """Raises ConfigError if the folder can't be written or locked, or another run has it."""
-        self.folder, self._path, self._is_new = folder, folder / name, not folder.exists()
+        self._is_new = new or not folder.exists()
         self.token = uuid.uuid4().hex  # of this run, for who wants to know whether they see the same folder
         self._file = self._folder = -1
         try:
+            folder = new_folder(folder) if new else folder
+            self.folder, self._path = folder, folder / name
             LocalFiles(folder).mkdir("")
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW

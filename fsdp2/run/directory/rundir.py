@@ -63,9 +63,7 @@ class RunDir:
         files += [path for name in (full.name, "model", meaning.TOKENIZER) for path in _entries(self.path / name)]
         wrong += [(path, "plain file") for path in files if path.is_symlink() or not _is_plain(path)]
         for path, what in wrong:
-            raise ConfigError(
-                f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another run directory"
-            )
+            raise ConfigError(f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another folder")
         for path in folders:  # the last save and the full model would find it out
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise ConfigError(
@@ -150,13 +148,9 @@ def _local_folder(url: str) -> Path:
 
 
 def default_path(model: str) -> Path:
-    """`runs/<model>-<time>`, with a number where that exists."""
+    """`runs/<model>-<time>`."""
     name = re.split("[:/]", model.rstrip("/"))[-1][:100]  # of a folder or a function, its own
-    path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    while (candidate := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return candidate
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def write_config(run: RunDir, config: Config, world_size: int) -> None:
