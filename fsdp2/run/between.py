@@ -64,8 +64,7 @@ class Between:
 
         Raises RunStopped if the run is to stop then.
         """
-        jump = self._jumps.look(record)
-        if jump is None:
+        if (jump := self._jumps.look(record)) is None:
             return
         step, (name, what) = record["step"], jump
         self._emit("anomaly", {"step": step, "about": name, "what": what})
@@ -79,6 +78,5 @@ class Between:
 
         now = compiled()
         if self._compiled is None or now.left_out != self._compiled.left_out:
-            facts = {"graphs": now.graphs, "left_out": list(now.left_out), "what": str(now)}
-            self._emit("compiled", {"step": step, **facts})
+            self._emit("compiled", {"step": step, "graphs": now.graphs, "left_out": [*now.left_out], "what": str(now)})
             self._compiled = now
