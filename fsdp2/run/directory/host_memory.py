@@ -107,7 +107,7 @@ def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, lo
         return on_node(tensors, config, world, taken)
 
     offloads = config.cpu_offload and on_gpu
-    always, later, first = dict[str, int](), dict[str, int](), dict[str, int]()
+    always, saving, loading = dict[str, int](), dict[str, int](), dict[str, int]()
     if (not on_gpu or offloads) and config.nvme_offload is None:
         # FSDP2 pins parameters and gradients; the optimizer's own tensors aren't.
         taken = pinned if offloads and config.strategy == "fsdp2" else int
@@ -117,12 +117,12 @@ def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, lo
     if config.async_checkpoint is not None:
         pins = on_gpu and not offloads
         copies = here(sizes.saved, pinned if pins else int) * (1 if config.memory_checkpoint is None else 2)
-        later[f"copies for --async-checkpoint{' (pinned)' * pins}"] = copies
+        saving[f"copies for --async-checkpoint{' (pinned)' * pins}"] = copies
     if config.memory_checkpoint is not None:
-        later["two checkpoints of --memory-checkpoint"] = 2 * bytes_of(sizes.saved)
+        saving["two checkpoints of --memory-checkpoint"] = 2 * bytes_of(sizes.saved)
     if loads_whole:
-        first["the whole model, in rank 0,"] = bytes_of(sizes.weights)
-    return always | max(later, first, key=lambda parts: sum(parts.values()))
+        loading["the whole model, in rank 0,"] = bytes_of(sizes.weights)
+    return always | max(saving, loading, key=lambda parts: sum(parts.values()))
 
 
 def check_memory(config: Config, needs: Mapping[str, int], world: World) -> str | None:

@@ -51,16 +51,26 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
     Args:
         purpose: ranks that call with the same one, equally often at one port, get the same store.
     """
-    if dist.is_initialized():  # by a launcher, which has told rank 0's address, or in a test
-        address = os.environ.get("MASTER_ADDR", "localhost")
-        serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
-        at = [(serves.port, next(MEETINGS[address, 0, purpose])) if serves is not None else (0, 0)]
-        dist.broadcast_object_list(at, src=0)
-        port, number = at[0]
-        store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
-        return dist.PrefixStore(f"{purpose}/{number}", store)
+    if dist.is_initialized():
+        return _in_a_group(world, seconds, purpose)
     if "RANK" not in os.environ:
         return dist.HashStore()
+    return _by_variables(world, seconds, purpose)
+
+
+def _in_a_group(world: World, seconds: float, purpose: str) -> dist.Store:
+    """A new server of rank 0, on a port that the system chooses and the group hears of."""
+    address = os.environ.get("MASTER_ADDR", "localhost")  # of a launcher that has made the group, or in a test
+    serves = _tcp_store(address, 0, serve=True, seconds=seconds) if world.rank == 0 else None
+    at = [(serves.port, next(MEETINGS[address, 0, purpose])) if serves is not None else (0, 0)]
+    dist.broadcast_object_list(at, src=0)
+    port, number = at[0]
+    store = serves or _tcp_store(address, port, serve=False, seconds=seconds)
+    return dist.PrefixStore(f"{purpose}/{number}", store)
+
+
+def _by_variables(world: World, seconds: float, purpose: str) -> dist.Store:
+    """The server at MASTER_ADDR and MASTER_PORT: torchrun's, or rank 0's."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     require_address(address, say=world.local_rank == 0)
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
