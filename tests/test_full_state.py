@@ -32,6 +32,7 @@ from fsdp2.checkpoint.store import MARKER
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallelize import parallelize
+from fsdp2.run.directory import rundir
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, full_files, losses, main_in_ranks, make_engine, of_kind, same, small
 
@@ -301,7 +302,7 @@ def _full_disk(folder: Path) -> str:
     return "nothing"
 
 
-def _no_space(*arguments: Any) -> int:
+def _no_space(*arguments: Any, **settings: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -311,6 +312,21 @@ def test_a_full_model_that_one_rank_cannot_write_has_no_marker(ranks: Ranks, tmp
     assert "No space left" in first or "full" in first
     assert not (tmp_path / MARKER).exists()
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def _again(flags: list[str]) -> Events:
+    """A finished run once more, in which rank 1 can't look at the full model, as where a URL can't be reached."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(rundir, "verify", _no_space)
+        return main_in_ranks(flags)
+
+
+def test_rank_0_alone_looks_whether_the_full_model_is_there(ranks: Ranks, tmp_path: Path) -> None:
+    flags = small(tmp_path / "run", "--max-steps=1")
+    ranks.run(main_in_ranks, flags)
+    for events in ranks.run(_again, flags):
+        assert of_kind(events, "end")[0]["reason"] == "already finished"
 
 
 def _patient(seconds: float) -> tuple[str, str]:

@@ -177,7 +177,8 @@ class Checkpoints:
         if config.writes_full_model is False:
             return False
         self.hold.stop_if_lost()
-        if not broadcast(changed or not run.has_full_model(self.progress.step)):
+        lacks = runtime.world().rank == 0 and not changed and not run.has_full_model(self.progress.step)
+        if not (changed or broadcast(lacks)):
             return True
         said = {part: self._info[part] for part in (meaning.PART, meaning.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):
