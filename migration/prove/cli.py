@@ -178,6 +178,7 @@ def text(verdict: Verdict) -> str:
             lines.append(LINE.format(row["step"], *values))
     if first is not None:
         lines.append(f"first difference: {first.line()}")
+        lines += [f"beyond rounding: {one.line()}" for one in [verdict.beyond] if one and one != first]
         from_there = verdict.parameter and verdict.parameter.line()
         lines.append(f"parameters: {f'different since {from_there}' if from_there else 'bit-equal in every step'}")
         lines.append(f"cause: {verdict.cause or 'none that is known'}")

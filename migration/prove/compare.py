@@ -6,6 +6,7 @@ A pure function of the records, which knows nothing of how they were made.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +17,8 @@ from migration.prove.record import Event, Record
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
 FAULT = "different by this cause alone"  # shown by a run without it
-# How far apart the first difference may be, and losses at any later step, in units of the larger value.
+# How far apart the first difference may be, and losses, norms and gradients at any later step, in units of the larger
+# value. Losses alone say too little: few steps with gradients that add up leave them close.
 FIRST = {False: 1e-5, True: 3e-2}
 LATER = {False: 1e-3, True: 1e-1}
 LEFT = (
@@ -53,6 +55,7 @@ class Verdict:
     table: list[dict[str, Any]]
     first: Difference | None = None
     parameter: Difference | None = None  # the first that is one of a parameter
+    beyond: Difference | None = None  # the first that no rounding explains, if an earlier one may be rounding
     cause: str | None = None
     cure: str | None = None
     loss_apart: float = 0.0  # the most, in units of the larger, of all losses
@@ -63,15 +66,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """NaN and infinities, which JSON has not, are words."""
-        return dict(_worded({**asdict(self), "status": self.status}))
-
-
-def _worded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _worded(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_worded(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return dict(json.loads(json.dumps({**asdict(self), "status": self.status}), parse_constant=str))
 
 
 def apart(one: float | None, other: float | None) -> float:
@@ -99,7 +94,9 @@ def compare(before: Record, after: Record) -> Verdict:
     low = before.facts()["low"] or after.facts()["low"]
     exact = first.what == "norm" and not any(one["low"] for one in before.of(0, "clip", first.step))
     close = first.relative is not None and first.relative <= FIRST[low and not exact]
-    verdict.verdict = ROUNDING if close and verdict.loss_apart <= LATER[low] else DIFFERENT
+    later = (one for one in found if one.what in ("loss", "norm", "gradient of"))
+    verdict.beyond = next((one for one in later if one.relative is None or one.relative > LATER[low]), None)
+    verdict.verdict = ROUNDING if close and verdict.beyond is None else DIFFERENT
     for rule in CAUSES if verdict.verdict == ROUNDING else FAULTS:
         if named := rule(before, after, first):
             verdict.cause, verdict.cure = named

@@ -114,7 +114,7 @@ class Program:
                 ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines))
         _, rank, how, lines = min(ends)
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        if re.search("NVIDIA|CUDA|nccl|accelerator", last) and not self.stand_in:
+        if re.search("NVIDIA|CUDA|GPU|nccl|accelerator", last) and not self.stand_in:
             last += "; --stand-in runs it with the CPU in a GPU's place"
         return Failed(f"{self.script} on {self.ranks} ranks: rank {rank}: {how}: {last}", lines)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
+# Libraries ask for these while they are imported, to choose their kernels.
+PROPERTIES = SimpleNamespace(
+    name="the CPU in a GPU's place", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32
+)
+ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_usage device_memory_used
+    utilization temperature power_draw clock_rate initial_seed get_sync_debug_mode"""
+NOTHING = """set_device synchronize empty_cache ipc_collect init manual_seed manual_seed_all set_rng_state set_stream
+    reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
+    set_sync_debug_mode set_per_process_memory_fraction set_device_index set_device_idx"""
+EMPTY = "Stream Event current_stream default_stream stream device device_index"
 
 
 def _moved(value: Any) -> Any:
@@ -80,11 +92,6 @@ def _with(holder: Any, name: str, change: Callable[[dict[str, Any]], None]) -> A
     return mock.patch.object(holder, name, replacement)
 
 
-def _gloo(given: dict[str, Any]) -> None:
-    given.update(backend="gloo")
-    given.pop("device_id", None)
-
-
 def _set(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda given: given.update(values)
 
@@ -108,39 +115,34 @@ def stand_in(rank: int, ranks: int) -> ExitStack:
     """Until it is closed, this process seems to have a GPU."""
     stack = ExitStack()
     answers: dict[str, Any] = {
-        "is_available": True,
+        **dict.fromkeys(ZERO.split(), 0),
+        **dict.fromkeys(NOTHING.split()),
+        **dict.fromkeys(EMPTY.split(), _Nothing),
+        **dict.fromkeys(("is_available", "is_bf16_supported", "can_device_access_peer"), True),
         "device_count": ranks,
-        "current_device": rank,
-        "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "get_device_name": "the CPU in a GPU's place",
-        "get_device_capability": (9, 0),
-        **dict.fromkeys(
-            ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "manual_seed", "manual_seed_all")
-        ),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats")),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
-        "memory_stats": {},
-        "mem_get_info": (80 << 30, 80 << 30),
-    }
-    for name, answer in answers.items():
-        stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
-    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
-        stack.enter_context(mock.patch.object(torch.cuda, name, _Nothing))
-    stack.enter_context(mock.patch.object(torch.cuda, "device", _Nothing))
-    answers = {
-        "is_available": True,
-        "device_count": ranks,
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
         "current_accelerator": CPU,
-        "current_device_index": rank,
-        "current_stream": _Nothing(),
+        "is_current_stream_capturing": False,
+        "get_device_name": PROPERTIES.name,
+        "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_properties": PROPERTIES,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "get_per_process_memory_fraction": 1.0,
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), (PROPERTIES.total_memory,) * 2),
+        "memory_stats": {},
+        "memory_summary": "",
     }
-    for name, answer in (answers | dict.fromkeys(("set_device_index", "synchronize", "device_index"))).items():
-        stack.enter_context(mock.patch.object(torch.accelerator, name, lambda *_, answer=answer, **__: answer))
-    stack.enter_context(_with(dist, "init_process_group", _gloo))
-    stack.enter_context(_with(dist, "new_group", _gloo))
+    for holder, (name, answer) in itertools.product((torch.cuda, torch.accelerator), answers.items()):
+        if name in holder.__all__:
+            known = answer if answer is _Nothing else lambda *_, answer=answer, **__: answer
+            stack.enter_context(mock.patch.object(holder, name, known))
+    stack.enter_context(_with(dist, "init_process_group", _set(backend="gloo", device_id=None)))
+    stack.enter_context(_with(dist, "new_group", _set(backend="gloo", device_id=None)))
     stack.enter_context(_with(DeviceMesh, "__init__", _on_cpu("device_type")))
-    stack.enter_context(_with(FullyShardedDataParallel, "__init__", _set(device_id=CPU)))
+    # FSDP1's CPU offload would add up all steps' gradients here: by their device it tells whether it has moved them.
+    stack.enter_context(_with(FullyShardedDataParallel, "__init__", _set(device_id=CPU, cpu_offload=None)))
+    # FSDP1 refuses sync_module_states=True on a CPU, where gloo can broadcast as well. Its check has no public name.
+    stack.enter_context(mock.patch("torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"))
     stack.enter_context(_with(DistributedDataParallel, "__init__", _set(device_ids=None, output_device=None)))
     stack.enter_context(_with(DataLoader, "__init__", _set(pin_memory=False)))
     for holder in (torch.autocast, torch.amp.GradScaler):

@@ -18,6 +18,7 @@ KEPT = re.compile(r"SHARD_GRAD_OP|_HYBRID_SHARD_ZERO2")
 OWN_PARAMETERS = re.compile(r"use_orig_params[\"']?\s*[=:]\s*(?!False)")
 HYBRID = ("ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._HYBRID_SHARD_ZERO2")
 OF_OPTIMIZER = (f"{CLASS}.optim_state_dict", f"{CLASS}.full_optim_state_dict")
+SHARDED, FULL = re.compile(r"SHARDED_STATE_DICT"), re.compile(r"FULL_STATE_DICT|full_optim_state_dict")
 ON_CPU = re.compile(r"device\([\"']cpu|device_id=[\"']cpu|[\"']gloo[\"']")
 
 CLEARED = (
@@ -42,6 +43,7 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
     def said(words: re.Pattern[str]) -> bool:
         return any(words.search(module.text) for module in modules)
 
+    full = said(FULL) or not said(SHARDED)  # whose state is gathered, as it is unless the program says otherwise
     for module in modules:
         found: dict[str, cst.CSTNode] = {}
         for node in module.all(cst.Call) if said(KEPT) and said(OWN_PARAMETERS) else ():
@@ -54,7 +56,7 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
         for node, symbol in uses(module, scene.symbol):
             if symbol in HYBRID:
                 found.setdefault(REPLICAS, node)
-            elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU):
+            elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU) and full:
                 found.setdefault(MOMENTS, node)
         for changed in scene.rewriting.account:
             if changed.code == "FC27" and changed.module is module and said(ONLY_EVALUATED):

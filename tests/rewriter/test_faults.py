@@ -44,6 +44,21 @@ CLEAR, PASS = "model.zero_grad()", "pass"
 
 
 @pytest.mark.parametrize(
+    ("kinds", "named"), [((), True), (("SHARDED",), False), (("FULL",), True), (("FULL", "SHARDED"), True)]
+)
+def test_a_sharded_state_of_an_optimizer_has_both_moments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...], named: bool
+) -> None:
+    path = tmp_path / "train.py"
+    faulty = FAULTY.format(strategy="FULL_SHARD", own=True, before=PASS, between=PASS, saved="optim_state_dict")
+    path.write_text(
+        faulty + "".join(f"FSDP.set_state_dict_type(model, StateDictType.{one}_STATE_DICT)\n" for one in kinds)
+    )
+    run("check", path)
+    assert ("a fault of FSDP1" in capsys.readouterr().err) == named
+
+
+@pytest.mark.parametrize(
     ("strategy", "own", "before", "between", "saved", "named"),
     [
         (

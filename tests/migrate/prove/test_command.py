@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp2.options.errors import ConfigError
 from migration.__main__ import main
@@ -105,35 +104,3 @@ def test_a_program_that_starts_its_ranks_by_itself(tmp_path: Path, monkeypatch: 
     ended = prove(script, moved(script, tmp_path), "--steps", "3")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("verdict: bit-equal\n")
-
-
-NEEDS_A_GPU = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("nccl")
-torch.cuda.set_device(dist.get_rank())
-torch.manual_seed(0)
-model = nn.Linear(4, 2).cuda()
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(2):
-    batch = torch.randn(8, 4, device="cuda").chunk(dist.get_world_size())[dist.get_rank()].to(0)
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model(batch).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    torch.cuda.synchronize()
-"""
-
-
-def test_a_program_that_needs_a_gpu(ranks: Ranks, tmp_path: Path) -> None:
-    script = tmp_path / "gpu.py"
-    script.write_text(NEEDS_A_GPU)
-    record = InPool(script, [], 2, 60, stand_in=2, pool=ranks).record(tmp_path / "record", steps=2)
-    assert record.steps == 2
-    assert record.facts()["low"]
-    assert not torch.cuda.is_available()

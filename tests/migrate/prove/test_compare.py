@@ -58,6 +58,8 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
         (run([1.0], norms=[2.0]), run([1.0], norms=[2.0 + 1e-7]), ROUNDING, "step 1: norm", 0),
         (run([1.0], norms=[2.0]), run([1.0], norms=[1.0]), DIFFERENT, "step 1: norm", 1),
         (run([1.0], norms=[2.0]), run([1.0]), DIFFERENT, "step 1: norm", 1),
+        # Gradients that add up: the losses of few steps are as close as roundings, the norms aren't.
+        (run([1.0] * 2, norms=[2.0] * 2), run([1.0] * 2, norms=[2.0 + 1e-7, 3.8]), DIFFERENT, "step 1: norm", 1),
         (run([1.0]), run([1.0, 0.5]), DIFFERENT, "step 2: steps", 1),
         (run([1.0]), run([1.0], lr=0.2), DIFFERENT, "step 1: settings lr of group 0", 1),
         (run([1.0], fused=True), run([1.0], fused=None), EQUAL, None, 0),
