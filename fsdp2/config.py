@@ -363,10 +363,6 @@ class Config:
         """Samples in one optimizer step over all ranks."""
         return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp // self.sp)
 
-    def due(self, every: int | str | None, step: int) -> bool:
-        """Return whether something that comes every so many steps, if it does, is due after this one."""
-        return isinstance(every, int) and step % every == 0
-
     @property
     def saves(self) -> bool:
         """Return whether the run writes checkpoints."""
@@ -382,6 +378,11 @@ class Config:
         from fsdp2_extra.baselines import deepspeed_settings
 
         return deepspeed_settings.settings(self, device_type)
+
+
+def is_due(every: int | str | None, step: int) -> bool:
+    """Return whether what comes every so many steps, if it does, is due after this one."""
+    return isinstance(every, int) and step % every == 0
 
 
 def parser(prog: str = "fsdp2.train", *, description: str = TRAIN, add_help: bool = True) -> Any:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp2.config import Config, parse
+from fsdp2.config import Config, is_due, parse
 from fsdp2.run.process import early
 
 if __name__ == "__main__":
@@ -140,7 +140,7 @@ def main(
                     between.after_step(progress.step, log.failed)
                     if log.stop or finished():
                         break
-                    tests = config.due(config.eval_every, progress.step)
+                    tests = is_due(config.eval_every, progress.step)
                     if (tests or checkpoints.due(progress.step)) and not batches.at_end():
                         log.flush()
                         accuracy = test() if tests else accuracy

@@ -12,7 +12,7 @@ from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
-from fsdp2.config import Config
+from fsdp2.config import Config, is_due
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
@@ -128,9 +128,8 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
-        return self.config.due(self.config.checkpoint_every, step) or (
-            self._memory is not None and self._memory.due(step)
-        )
+        in_memory = self._memory is not None and self._memory.due(step)
+        return in_memory or is_due(self.config.checkpoint_every, step)
 
     def save_due(self, epoch: int, *, after_epoch: bool = False, last: bool = False) -> None:
         """Save the state on the disk, or else keep it in each node's memory, as is due: by steps, after an epoch, or at
@@ -139,7 +138,7 @@ class Checkpoints:
         Raises as `save` does; what has failed in memory, the next time.
         """
         step, every = self.progress.step, self.config.checkpoint_every
-        if last or self.config.due(every, step) or (after_epoch and every is None):
+        if last or is_due(every, step) or (after_epoch and every is None):
             self.save(epoch, last=last)
         elif self._memory is not None and self._memory.due(step):
             self._keep_in(self._memory)
