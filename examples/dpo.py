@@ -6,24 +6,30 @@ adapters. MODEL is a folder of Hugging Face's, PAIRS a file of pairs (docs/data.
 it goes on.
 """
 
+import math
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2 import models
 from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
-from fsdp2.data.loader import Batches
+from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.models import initial
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import chat_fields, checked, number, whole, word_of
+from fsdp2.options.values import chat_fields, checked, location, number, one_of, or_off, steps_or_share, whole, word_of
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
+from fsdp2.report.metrics import MetricsFile
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process.ending import exit_status
+from fsdp2.run.process.group import broadcast
+from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
 from fsdp2_extra.text import forms, pairs
 from fsdp2_tools.checkpoint.adapters import read_adapters
@@ -32,14 +38,24 @@ from fsdp2_tools.checkpoint.export import export
 FLAGS = {
     "beta": (0.1, number(0, 100, open_minimum=True), "how much a reward counts: what leaving the reference costs"),
     "lr": (None, number(0, 1, open_minimum=True), "learning rate of AdamW; unset = 1e-6, of adapters 1e-5"),
+    "schedule": ("cosine", one_of("cosine", "linear", "constant"), "how the learning rate falls"),
+    "warmup_steps": (0.03, steps_or_share, "optimizer steps in which it rises first; below 1 a share of all"),
+    "clip_grad_norm": (1.0, or_off(number(0, 1e30, open_minimum=True)), "clip the gradients to this norm, or off"),
     "epochs": (1, whole(1), "passes over the pairs"),
     "global_batch_size": (4, whole(1), "pairs in a step, over all ranks"),
     "seq_len": (1024, whole(2), "the most tokens of a question with an answer; none is cut"),
+    "bad_samples": ("refuse", one_of("refuse", "drop"), "pairs that are too long, or have no two answers"),
+    "pairs_as": (
+        *(None, one_of("chat", "text")),
+        "texts through the chat template, or raw; unset = chat, if there is a template and a prompt",
+    ),
+    "eval_pairs": (None, location, "pairs that are evaluated after each epoch, and not learned"),
     "checkpoint_every": (100, whole(1), "steps between checkpoints"),
     "chat_fields": (None, chat_fields, "how the file calls its fields, as prompt=question,chosen=good,rejected=bad"),
     "lora": (None, whole(1), "train adapters of this rank, and no weights"),
 }
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
+AS_IT_BEGAN = ("lora", "beta", "lr", "schedule", "warmup_steps", "clip_grad_norm", "global_batch_size")
 
 
 def parse(words=None):
@@ -50,6 +66,7 @@ def parse(words=None):
         said = "" if default is None else f" (default: {default})"
         parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=meaning + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
+    parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0)  # of a training's schedule, without a flag here
     flags = parser.parse_args(words)
     for name, (_, check, _) in FLAGS.items():
         if getattr(flags, name) is not None:
@@ -58,13 +75,18 @@ def parse(words=None):
     return flags
 
 
-class Began(dict):  # settings, as a part of a checkpoint: a run goes on with those that it began with
-    state_dict = dict.copy
-
-    def load_state_dict(self, state):
-        for name in [one for one in self if state[one] != self[one]]:
-            was = f"{flag_of(name)} {state[name]}"
-            raise ValueError(f"began with {was}, and not {self[name]}; give that, or another OUT")
+def require_same(flags, place: store.Store) -> None:
+    """Raise ConfigError on all ranks if a run would go on with other settings than it began with."""
+    began: dict[str, Any] = {}
+    if dist.get_rank() == 0 and (steps := place.committed()):
+        with suppress(store.DamagedCheckpoint):  # restoring it says that
+            began = store.read_marker(place.checkpoint(steps[-1])).get("began", {})
+    for name, was in broadcast(began).items():
+        if was != (now := getattr(flags, name)):
+            was, now = ("none" if one is None else one for one in (was, now))
+            raise ConfigError(
+                f"{flags.out}: began with {flag_of(name)} {was}, and not {now}; give that, or another OUT"
+            )
 
 
 @contextmanager
@@ -120,21 +142,68 @@ def figures_of(policy, reference, beta, tokens, targets):  # -> (5,): FIGURES, s
     return torch.stack([-F.logsigmoid(margins).sum(), *rewards.sum(0), margins.sum(), (margins > 0).sum()])
 
 
-def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
+def evaluated(policy, reference, flags, held_out: pairs.Pairs, device: torch.device) -> dict[str, float]:
+    """The means of FIGURES over pairs that aren't learned. A collective call."""
+    total, world = torch.zeros(len(FIGURES), dtype=torch.float64, device=device), dist.get_world_size()
+    at_a_time = -(-flags.global_batch_size // world)
+    with torch.no_grad():
+        for batch in evaluation_batches(held_out, at_a_time, dist.get_rank(), world, device):
+            total += figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # as a backward would
+    dist.all_reduce(total)
+    return dict(zip(FIGURES, (total / len(held_out)).tolist(), strict=True))
+
+
+def header(flags, data: pairs.Pairs, held_out: pairs.Pairs | None, policy, steps: int) -> list[str]:
+    sizes = [(one.numel(), one.requires_grad) for one in policy.parameters()]
+    trained, world = sum(size for size, learns in sizes if learns), dist.get_world_size()
+    warm = f"{flags.warmup_steps:.0%}" if flags.warmup_steps < 1 else flags.warmup_steps
+    clip = "not clipped" if flags.clip_grad_norm is None else f"clipped to norm {flags.clip_grad_norm:g}"
+    reference = "the policy without its adapters" if flags.lora else "a frozen copy"
+    batch = min(flags.global_batch_size, len(data))
+    return [
+        f"model: {flags.model}, {sum(size for size, _ in sizes):,} parameters, {trained:,} of them trained; reference: "
+        f"{reference}; {flags.mixed_precision or 'fp32'} on {world} rank{'s' * (world > 1)}",
+        f"pairs: {data.about}",
+        *([f"held out: {held_out.about}"] if held_out else []),
+        f"steps: {steps:,} in all; global batch {batch:,} pairs; beta {flags.beta:g}; AdamW, lr {flags.lr:g}, "
+        f"{flags.schedule} after {warm} of warm-up; gradients {clip}",
+    ]
+
+
+def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None):
+    place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
+    require_same(flags, place)
     policy = sharded(flags, device, trained=True)
     reference = None if flags.lora else sharded(flags, device, trained=False)
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
-    optimizer = torch.optim.AdamW((one for one in policy.parameters() if one.requires_grad), lr=flags.lr)
-    began = Began({name: getattr(flags, name) for name in ("beta", "lr", "global_batch_size")})
+    learned = [one for one in policy.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=flags.lr)
     ranks: dict[str, Any] = {"rank": rank, "world_size": world, "device": device}  # pairs have one order on all numbers
     batches = Batches(data, global_batch=flags.global_batch_size, accumulation=1, seed=1, **ranks)
-    place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
+    schedule, progress = Schedule(flags, optimizer, batches), state.Progress()
     frozen = [one for name, one in (reference or policy).state_dict().items() if not lora.is_adapter(name)]
     name, what = ("reference", "its reference is") if reference else ("base", "its adapters go beside")
-    parts: dict[str, state.Part] = {"batches": batches, "began": began, name: Base(flags.model, checksum(frozen), what)}
+    parts: dict[str, state.Part] = {"batches": batches, "schedule": state.SchedulerState(schedule.scheduler)}
+    parts |= {"progress": progress, name: Base(flags.model, checksum(frozen), what)}
     app = state.AppState(policy, optimizer, parts, elsewhere=lambda name: flags.lora and not lora.is_adapter(name))
     with in_a_line():
         done = restore.restore_newest(place, app)
+    schedule.go_on(done, None)
+    os.makedirs(flags.out, exist_ok=True)
+    metrics = MetricsFile(Path(flags.out) / "metrics.jsonl", rank)
+    metrics.cut(progress.metrics_position, done)
+
+    def say(*lines: str) -> None:
+        if rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    say(*(lines := header(flags, data, held_out, policy, steps)))
+    if done:
+        say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch}")
+    metrics("resume" if done else "start", {"header": lines, "step": done})
     for step in range(done + 1, steps + 1):
         if batches.at_end():
             batches.next_epoch()
@@ -142,17 +211,34 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int):
         # A rank that has no pair in this step has another's, which counts nothing.
         figures = figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid / batch.samples
         (figures[0] * world).backward()  # FSDP averages over ranks what is to be a sum
+        norm = fully_sharded.clip(learned, flags.clip_grad_norm or math.inf)
+        rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
+        schedule.after_step()
         dist.all_reduce(total := figures.detach())
         found.append(dict(zip(FIGURES, total.tolist(), strict=True)))
-        if rank == 0:  # ln 2 is the loss of a policy that is still the reference
-            said = "  ".join(f"{name} {value:.4f}" for name, value in found[-1].items())
-            print(f"step {step}/{steps}  {said}", flush=True)
+        # ln 2 is the loss of a policy that is still the reference
+        say(f"step {step}/{steps}  " + in_words(found[-1]))
+        facts = {"step": step, "epoch": batches.epoch, "lr": rate, "grad_norm": float(norm), "samples": batch.samples}
+        metrics("train", facts | found[-1])
+        if held_out and (batches.at_end() or step == steps):
+            result = evaluated(policy, reference, flags, held_out, device)
+            metrics("eval", {"step": step, "epoch": batches.epoch, "count": len(held_out), **result})
+            say(f"held out, after step {step}  " + in_words(result))
         if step % flags.checkpoint_every == 0 or step == steps:
-            saver.save_now(place, app, step, keep=2)
-    full_model.while_rank_0(lambda: os.path.exists(f"{flags.out}/model-{steps}") or leave(flags, steps))
+            progress.step, progress.metrics_position = step, broadcast(metrics.position())
+            saver.save_now(place, app, step, keep=2, info={"began": {one: getattr(flags, one) for one in AS_IT_BEGAN}})
+            say(f"wrote {place.checkpoint(step)}")
+    metrics.close()
+    exported = f"{flags.out}/model-{steps}"
+    full_model.while_rank_0(lambda: os.path.exists(exported) or leave(flags, steps))
+    say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
     return found
+
+
+def in_words(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
 def leave(flags, steps: int):
@@ -171,11 +257,13 @@ if __name__ == "__main__":
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
             most, fields = min(flags.seq_len, spec.positions or flags.seq_len), forms.fields_of(flags.chat_fields or "")
-            data = pairs.load(flags.pairs, flags.model, most, spec.vocab_size("own"), fields)
+            how: dict[str, Any] = {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop"}
+            vocabulary = spec.vocab_size("own")
+            data = pairs.load(flags.pairs, flags.model, most, vocabulary, fields, **how)
+            held_out = flags.eval_pairs and pairs.load(flags.eval_pairs, flags.model, most, vocabulary, fields, **how)
         dist.init_process_group()
         device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         steps = flags.epochs * -(-len(data) // flags.global_batch_size)
-        if not train(flags, data, device, steps) and dist.get_rank() == 0:
-            print(f"{flags.out} is finished")
+        train(flags, data, device, steps, held_out)
         dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
         dist.destroy_process_group()

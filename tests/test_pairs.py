@@ -16,6 +16,10 @@ from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import pairs
+from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.forms import fields_of
+from fsdp2_extra.text.places import find
+from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from tests.hostile.common import one_line
 from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
@@ -50,10 +54,48 @@ def test_texts_are_a_question_and_two_answers(tmp_path: Path, implicit: bool) ->
     row = {"prompt": "What is it?", "chosen": " a bird", "rejected": " cats"}
     if implicit:
         row = {answer: row["prompt"] + row[answer] for answer in pairs.ANSWERS}
-    assert said(tmp_path, load(tmp_path, row)) == [
+    split = load(tmp_path, row, as_="text")
+    assert split.about == "1 of 20 to 20 tokens, 1 as raw texts, without a chat template"
+    assert said(tmp_path, split) == [
         ("<s>What is it? a bird<|end|>", " a bird<|end|>"),
         ("<s>What is it? cats<|end|>", " cats<|end|>"),
     ]
+
+
+def test_texts_go_through_the_template_as_in_training(tmp_path: Path) -> None:
+    """A prompt and answers are what they are for `--dataset chat:`; two texts without a prompt are raw."""
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    row = {"prompt": "[a] b", "chosen": "[1]", "rejected": "cats", "system": "be"}
+    split = load(tmp_path, row, {"chosen": "ab", "rejected": "ac"})
+    asked = "<s><|system|>\nbe<|end|>\n<|user|>\n[a] b<|end|>\n<|assistant|>\n"
+    assert said(tmp_path, split) == [(f"{asked}{one}<|end|>\n", f"{one}<|end|>\n") for one in ("[1]", "cats")]
+    assert said(tmp_path, split, 1)[0] == ("ab<|end|>", "b<|end|>")
+    assert split.about.endswith("tokens, 1 through the chat template and 1 as raw texts, without a chat template")
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "[a] b", "completion": "[1]", "system": "be"}) + "\n")
+    chat = open_chat(str(tmp_path), fields_of(""))
+    ((tokens, learn),) = chat.encode(list(rows_of(find(str(tmp_path / "one.jsonl"))[0], {})))
+    ours, targets = split[0]
+    assert ours[0, : len(tokens)].tolist() == tokens.tolist()
+    assert (targets[0, : len(tokens)] != IGNORED).tolist() == (learn == 1).tolist()
+    make_tokenizer(tmp_path, None)
+    with pytest.raises(UnusableText, match="has no chat template"):
+        load(tmp_path, TEXTS, as_="chat")
+
+
+def test_pairs_that_cannot_be_learned_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{**TEXTS, "prompt": chr(97 + n) * (80 if n in (1, 5) else 3)} for n in range(8)]
+    rows[3]["rejected"] = rows[3]["chosen"]
+    with pytest.raises(UnusableText, match=r"of 8 pairs 2 with more than 64 .* 1 with one answer .*lines 2, 4, 6\)"):
+        load(tmp_path, *rows)
+    split = load(tmp_path, *rows, drop=True)
+    assert split.content == load(tmp_path, *(rows[n] for n in (0, 2, 4, 6, 7))).content
+    few = load(tmp_path, *rows, drop=True).about
+    assert few.startswith("5 of ")
+    why = "2 with more than 64 tokens, and none is cut and 1 with one answer as chosen and rejected"
+    assert few.endswith(f"left out by --bad-samples drop: {why}")
+    with pytest.raises(UnusableText, match="drop leaves none of its pairs"):
+        load(tmp_path, rows[1], drop=True)
 
 
 def test_bytes_are_tokens_where_a_model_has_none(tmp_path: Path) -> None:
@@ -153,9 +195,9 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
         ([{"chosen": "a", "rejected": "b"}], "line 1: has no question, in prompt or as what both answers begin with"),
         ([{**TEXTS, "system": "be"}], "line 1: has system or tools, which texts don't show"),
         ([{**TEXTS, "chosen": talk("a", "b")["messages"]}], "line 1: is not of texts, and for messages the "),
-        ([TEXTS, SAME, SAME], "line 2: has one answer as chosen and rejected, as 2 of 3 pairs have; leave them out"),
-        ([TEXTS, {**TEXTS, "chosen": ""}], "line 2: has an answer without a token, as 1 of 2"),
-        ([{**TEXTS, "chosen": "a" * 64}], "line 1: has more than 64 tokens, and none is cut, as 1 of 1"),
+        ([TEXTS, SAME, SAME], r"of 3 pairs 2 with one answer as chosen and rejected .*lines 2, 3.; leave them .*drop"),
+        ([TEXTS, {**TEXTS, "chosen": ""}], r"of 2 pairs 1 with an answer without a token .*line 2."),
+        ([{**TEXTS, "chosen": "a" * 64}], r"of 1 pairs 1 with more than 64 tokens, and none is cut .*line 1."),
         ([], "holds no pairs; give lines with prompt"),
     ],
 )  # fmt: skip

@@ -66,7 +66,7 @@ class Chat:
         if not (place / "tokenizer.json").is_file():
             raise UnusableText(f"{folder}: has no tokenizer.json and chat template; give a folder with --tokenizer")
         self._folder, self.tokenizer = place, FromFile(place / "tokenizer.json")
-        if not _has_template(place):
+        if not has_template(folder):
             raise UnusableText(
                 f"{place}: its tokenizer has no chat template; put one beside it as chat_template.jinja, or give the "
                 "folder of a chat model with --tokenizer"
@@ -294,10 +294,12 @@ def _template_file(folder: Path) -> Path:
     return next(found, folder / "tokenizer_config.json")
 
 
-def _has_template(folder: Path) -> bool:
-    if any((folder / name).exists() for name in OWN_TEMPLATES):
+def has_template(folder: str) -> bool:
+    """Return whether a tokenizer's folder has a chat template."""
+    place = _place(folder)
+    if any((place / name).exists() for name in OWN_TEMPLATES):
         return True
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+        return bool(json.loads((place / "tokenizer_config.json").read_bytes()).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False

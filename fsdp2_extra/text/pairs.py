@@ -7,7 +7,7 @@ texts, or messages for the chat template, with the question as `prompt` or as wh
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, Rows, identity_of
-from fsdp2_extra.text.chat import open_chat
+from fsdp2_extra.text.chat import has_template, open_chat
 from fsdp2_extra.text.forms import Fields, messages_of, one_form, renamed
 from fsdp2_extra.text.places import PUBLISHED, published
-from fsdp2_extra.text.prepared import Encoder
+from fsdp2_extra.text.prepared import NAMED, Encoder, places
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.text import found, require_fit
@@ -43,7 +43,9 @@ class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
 
     targets_per_sample = 1
 
-    def __init__(self, pairs: Sequence[Sequence[Encoded]]) -> None:
+    def __init__(self, pairs: Sequence[Sequence[Encoded]], about: str = "") -> None:
+        """`about`: a line about them."""
+        self.about = about
         self._pairs, self._longest = pairs, max(len(tokens) for pair in pairs for tokens, _ in pair)
         self.content = identity_of(b"".join(part.tobytes() for pair in pairs for one in pair for part in one))
 
@@ -64,7 +66,16 @@ class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def load(place: str, folder: str, length: int, vocab_size: int, fields: Fields | None = None) -> Pairs:
+def load(
+    place: str,
+    folder: str,
+    length: int,
+    vocab_size: int,
+    fields: Fields | None = None,
+    *,
+    as_: str | None = None,
+    drop: bool = False,
+) -> Pairs:
     """The pairs of a place, all of them, in its order.
 
     Args:
@@ -73,47 +84,67 @@ def load(place: str, folder: str, length: int, vocab_size: int, fields: Fields |
         length: the most tokens that a question with an answer may have; none is cut.
         vocab_size: the model's.
         fields: how the file calls its fields, as `--chat-fields` has them; `chosen` and `rejected` too.
+        as_: `chat`, texts go through the chat template; `text`, they don't; None, where there is one, and a prompt.
+        drop: leave out pairs that can't be learned.
 
     Raises UnusableText, in one line that names the row.
     """
-    encode = _Encode(folder, {**dict(zip(ANSWERS, ANSWERS, strict=True)), **(fields or {})})
+    encode = _Encode(folder, {**dict(zip(ANSWERS, ANSWERS, strict=True)), **(fields or {})}, as_)
     require_fit(encode.texts, vocab_size)
     if place.startswith(PUBLISHED):
         place = PUBLISHED + published(place.removeprefix(PUBLISHED))
     files = found(place, (".jsonl", ".parquet"))
     rows = [(row.where, encode(row)) for file in files for row in rows_of(file, encode.fields)]
-    for wrong, what in (
-        (lambda pair: max(len(tokens) for tokens, _ in pair) > length, f"more than {length} tokens, and none is cut"),
-        (lambda pair: not all(learn[1:].any() for _, learn in pair), "an answer without a token"),
-        (lambda pair: numpy.array_equal(pair[0][0], pair[1][0]), "one answer as chosen and rejected"),
-    ):
-        if places := [where for where, pair in rows if wrong(pair)]:
-            raise UnusableText(f"{places[0]}: has {what}, as {len(places)} of {len(rows)} pairs have; leave them out")
     if not rows:
         raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
-    return Pairs([pair for _, pair in rows])
+    reasons: dict[str, Callable[[list[Encoded]], bool]] = {
+        f"more than {length} tokens, and none is cut": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
+        "an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
+        "one answer as chosen and rejected": lambda pair: numpy.array_equal(pair[0][0], pair[1][0]),
+    }
+    judged = [next((why for why, wrong in reasons.items() if wrong(pair)), "") for _, pair in rows]
+    bad = " and ".join(f"{count:,} with {why}" for why in reasons if (count := judged.count(why)))
+    if bad and not drop:
+        some = places([where for (where, _), why in zip(rows, judged, strict=True) if why][:NAMED])
+        fix = "leave them out of the file, or add --bad-samples drop, which counts them"
+        raise UnusableText(f"{place}: of {len(rows):,} pairs {bad} ({some}); {fix}")
+    kept = [pair for (_, pair), why in zip(rows, judged, strict=True) if not why]
+    if not kept:
+        raise UnusableText(f"{place}: --bad-samples drop leaves none of its pairs; {bad}")
+    sizes = [max(len(tokens) for tokens, _ in pair) for pair in kept]
+    about = f"{len(kept):,} of {min(sizes):,} to {max(sizes):,} tokens, {encode.how(len(rows))}"
+    return Pairs(kept, about + (f"; left out by --bad-samples drop: {bad}" if bad else ""))
 
 
 class _Encode:
-    """Makes tokens of pairs, whose fields have these names."""
+    """Makes tokens of pairs, whose fields have these names; for `as_` see `load`."""
 
-    def __init__(self, folder: str, fields: Fields) -> None:
-        self._folder, self.fields = folder, fields
+    def __init__(self, folder: str, fields: Fields, as_: str | None) -> None:
+        self._folder, self.fields, self._raw, self._as = folder, fields, 0, as_
         self.has_own = os.path.isfile(os.path.join(folder, "tokenizer.json"))
+        self._by_template = as_ == "chat" or (as_ is None and self.has_own and has_template(folder))
         self.texts = open_tokenizer(folder if self.has_own else "bytes")
         self._chat: Encoder | None = None
+
+    def how(self, count: int) -> str:
+        """In words, which of so many pairs went through the chat template."""
+        raw = f"{self._raw:,} as raw texts, without a chat template"
+        through = f"{count - self._raw:,} through the chat template"
+        return " and ".join([through] * (count > self._raw) + [raw] * (self._raw > 0))
 
     def __call__(self, row: Row) -> list[Encoded]:
         """The rows of both answers. Raises UnusableText."""
         one_form(row.content, None, self.fields, row.where)
         line = {name: value for name, value in renamed(row.content, self.fields).items() if value is not None}
-        if all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS)):
+        texts = all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS))
+        if texts and not (self._by_template and (self._as or line.get("prompt"))):
+            self._raw += 1
             return self._of_texts(line, row.where)
         if not self.has_own:
             fix = f"put its tokenizer.json and a chat template into {self._folder}, or give texts"
             raise UnusableText(f"{row.where}: is not of texts, and for messages the model has no chat template; {fix}")
         self._chat = self._chat or open_chat(self._folder)
-        talks = [{"messages": one, "tools": line.get("tools")} for one in self._messages(line, row.where)]
+        talks = [{"messages": one, "tools": line.get("tools")} for one in self._messages(line, row.where, texts=texts)]
         where = [f"{row.where}, {answer}" for answer in ANSWERS]
         encoded = self._chat.encode([Row(talk, at, row.size) for talk, at in zip(talks, where, strict=True)])
         return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
@@ -134,11 +165,11 @@ class _Encode:
         rows = [numpy.concatenate([asked, document(answer, (), self.texts.end)]) for answer in answers]
         return [(tokens, numpy.arange(len(tokens)) >= len(asked)) for tokens in rows]
 
-    def _messages(self, line: dict[str, Any], where: str) -> list[list[Any]]:
+    def _messages(self, line: dict[str, Any], where: str, *, texts: bool) -> list[list[Any]]:
         """The whole conversation with either answer. Raises UnusableText."""
 
         def read(name: str, role: str) -> list[Any]:
-            if isinstance(line[name], str) and "".join(line[name].split())[:2] not in ("[{", '["', "[]"):
+            if texts or (isinstance(line[name], str) and "".join(line[name].split())[:2] not in ("[{", '["', "[]")):
                 return [{"role": role, "content": line[name]}]
             names = {**self.fields, "messages": self.fields.get(name, name)}
             return messages_of({"messages": line[name]}, "messages", names, where)

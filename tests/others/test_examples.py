@@ -75,11 +75,12 @@ def test_own_loop(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _pairs(folder: str) -> pairs.Pairs:
-    return pairs.load(str(PAIRS), folder, 64, 256)
+    return pairs.load(str(PAIRS), folder, 64, 256, as_="text")
 
 
 def _flags(folder: str, out: Path, *more: str) -> Any:
-    return dpo.parse([folder, str(PAIRS), str(out), "--lr=1e-3", *more])
+    plain = ["--lr=1e-3", "--schedule=constant", "--warmup-steps=0", "--clip-grad-norm=off", "--pairs-as=text"]
+    return dpo.parse([folder, str(PAIRS), str(out), *plain, *more])
 
 
 def _dpo_on_ranks(folder: str, out: Path, steps: int, *more: str) -> list[dict[str, float]]:

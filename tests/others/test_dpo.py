@@ -1,0 +1,134 @@
+"""`examples/dpo.py` beside plain torch: rates, clipping, held-out pairs, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import dpo
+from fsdp2.options.errors import ConfigError
+from fsdp2_extra.text import pairs
+from tests.harness import Ranks
+from tests.others.common import plain, save
+from tests.others.test_examples import CPU, PAIRS, _batches, _norm_on_two_ranks
+from tests.programs import on_ranks_of_its_own
+from tests.test_chat import PLAIN, make_tokenizer
+
+STEPS = 6
+
+
+def _pairs(folder: str) -> pairs.Pairs:
+    return pairs.load(str(PAIRS), folder, 64, 256, as_="text")
+
+
+def _on_ranks(folder: str, out: Path, steps: int, *more: str) -> list[dict[str, float]]:
+    flags = dpo.parse([folder, str(PAIRS), str(out), "--pairs-as=text", "--lr=1e-3", "--epochs=3", *more])
+    return dpo.train(flags, _pairs(folder), CPU, steps, _pairs(folder))
+
+
+def _records(out: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [one for one in records if one["kind"] == kind]
+
+
+def _alone(folder: str) -> tuple[list[float], list[float], list[float], dict[str, float]]:
+    """Losses, norms, rates and the last evaluation of a plain loop: two steps of warm-up, a cosine, norm 1."""
+    policy, reference = plain(folder), plain(folder)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    both = [_batches(folder, rank) for rank in (0, 1)]
+    losses, norms, rates = [], [], []
+    for step in range(STEPS):
+        rate = 1e-3 * ((step + 1) / 3 if step < 2 else (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))) / 2)
+        optimizer.param_groups[0]["lr"] = rate
+        parts = []
+        for batches in both:
+            if batches.at_end():
+                batches.next_epoch()
+            (batch,) = next(iter(batches))
+            parts.append(dpo.figures_of(policy, reference, 0.1, batch.inputs, batch.targets)[0] / batch.samples)
+            parts[-1].backward()
+        losses.append((parts[0] + parts[1]).item())
+        norms.append(float(_norm_on_two_ranks([one.grad for one in policy.parameters() if one.grad is not None])))
+        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), 1.0, torch.tensor(norms[-1]), foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.append(rate)
+    with torch.no_grad():
+        inputs, targets = _pairs(folder).__getitems__(range(6))
+        held_out = dpo.figures_of(policy, reference, 0.1, inputs, targets) / 6
+    return losses, norms, rates, dict(zip(dpo.FIGURES, held_out.tolist(), strict=True))
+
+
+def test_a_run_is_the_plain_loop_and_is_written_down(ranks: Ranks, tmp_path: Path) -> None:
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    losses, norms, rates, held_out = _alone(folder)
+    assert max(norms) > 1.0 > min(norms) or min(norms) > 1.0, "nothing is clipped: the test shows less than it says"
+    for steps in (3, STEPS):  # the second goes on
+        found = ranks.run(_on_ranks, folder, out, steps, "--warmup-steps=2")[0]
+    assert len(found) == 3
+    records = _records(out, "train")
+    assert [one["step"] for one in records] == [1, 2, 3, 4, 5, 6]
+    assert [one["loss"] for one in records] == losses
+    assert [one["lr"] for one in records] == rates
+    assert [one["grad_norm"] for one in records] == norms
+    assert len(_records(out, "start")) == len(_records(out, "resume")) == 1
+    evaluations = _records(out, "eval")
+    assert [one["step"] for one in evaluations] == [2, 3, 4, 6]  # each epoch's end, and that of a run
+    for name in dpo.FIGURES:  # sums of other batches
+        assert evaluations[-1][name] == pytest.approx(held_out[name], rel=1e-5, abs=1e-6)
+
+
+def test_steps_that_are_done_again_stand_once(ranks: Ranks, tmp_path: Path) -> None:
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    ranks.run(_on_ranks, folder, out, 3, "--checkpoint-every=2")
+    shutil.rmtree(out / "checkpoints" / "step-00000003")  # as a kill after step 3 leaves it
+    ranks.run(_on_ranks, folder, out, 4)
+    assert [one["step"] for one in _records(out, "train")] == [1, 2, 3, 4]
+
+
+def _refused(folder: str, out: Path, *more: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        _on_ranks(folder, out, 4, *more)
+    return str(refusal.value)
+
+
+def test_without_its_adapters_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    make_tokenizer(Path(folder), PLAIN)
+    ranks.run(_on_ranks, folder, out, 1, "--lora=4")
+    for said in ranks.run(_refused, folder, out):
+        assert said == f"{out}: began with --lora 4, and not none; give that, or another OUT"
+    for said in ranks.run(_refused, folder, out, "--lora=4", "--schedule=linear"):
+        assert "began with --schedule cosine, and not linear" in said
+
+
+def test_what_a_program_says(tmp_path: Path) -> None:
+    folder, file = save("llama", tmp_path / "model", vocab_size=300).removeprefix("hf:"), tmp_path / "pairs.jsonl"
+    make_tokenizer(Path(folder), PLAIN)
+    rows = [{"prompt": f"q{n}", "chosen": "yes", "rejected": "no"} for n in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + json.dumps({**rows[0], "rejected": "yes"}) + "\n")
+    words, out = [folder, str(file)], tmp_path / "out"
+    status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, str(out)], tmp_path, {})
+    assert status == 2
+    assert "of 7 pairs 1 with one answer as chosen and rejected (" in printed
+    words += [str(out), "--bad-samples=drop", f"--eval-pairs={file}"]
+    for epochs, line in (("1", ""), ("2", f"resumed from {out}/checkpoints/step-00000002 at step 2, epoch 0")):
+        status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, f"--epochs={epochs}"], tmp_path, {})
+        assert status == 0, printed
+        said = printed.splitlines()
+        (about,) = (one for one in said if one.startswith("pairs: "))
+        assert about.startswith("pairs: 6 of ")
+        assert "7 through the chat template; left out by --bad-samples drop: 1 with one answer" in about
+        (steps,) = (one for one in said if one.startswith("steps: "))
+        assert "global batch 4 pairs; beta 0.1; AdamW, lr 1e-06, cosine after 3% of warm-up; gradients clipped" in steps
+        assert sum(one.startswith("model: ") and "on 2 ranks" in one for one in said) == 1
+        assert line in said or not line
+        assert any(one.startswith("held out, after step ") for one in said)
+        assert f"wrote {out}/model-{2 * int(epochs)}" in said
