@@ -46,6 +46,16 @@ def masked(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\d[\d,.:]*(?:e[+-]?\d+)?", "#", text)).strip()
 
 
+def left_out(expected: str, printed: str) -> list[str]:
+    """What begins the lines of a run's header that a page lacks, though it shows the header from end to end."""
+    header = re.compile(r"^model: .*?^steps: ", re.MULTILINE | re.DOTALL)
+    shown, whole = header.search(expected), header.search(printed)
+    if shown is None or whole is None or "\n…" in shown[0]:
+        return []
+    labels = [set(re.findall(r"^[a-z ]+: ", found[0], re.MULTILINE)) for found in (whole, shown)]
+    return sorted(labels[0] - labels[1])
+
+
 def missing(expected: str, printed: str) -> str | None:
     """The first of the lines that a page shows that isn't in what was printed, in this order.
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2.checkpoint import full_dtensor
 from fsdp2.config import Config
 from fsdp2_tools.plan.__main__ import parser as plan_parser
-from tests.docs.running import ROOT, Shell, commands, missing
+from tests.docs.running import ROOT, Shell, commands, left_out, missing
 from tests.harness import Ranks, small
 from tests.others.common import save
 from tests.remote import s3
@@ -127,6 +127,7 @@ def _run(example: Example) -> None:
         assert (status != 0) == fails, f"{command}\nended with {status}:\n{printed}"
         part = missing(shown, printed)
         assert part is None, f"{command}\ndidn't print\n{part}\nbut\n{printed}"
+        assert left_out(shown, printed) == [], f"{command}\nprints more than\n{shown}"
 
 
 def _python(ranks: Ranks, shell: Shell, source: str) -> None:
