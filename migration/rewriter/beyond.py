@@ -121,7 +121,9 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
 
     names = [name for name, _ in module.qualified(node.func)]
     if scene.shards and any(name.endswith(".load_sharded_optimizer_state_dict") for name in names):
-        return [] if scene.edits(module).covers(node) else left("FC29")
+        if scene.interface:  # which reads them
+            scene.take("FC29", node, module, KEPT)
+        return [] if scene.interface or scene.edits(module).covers(node) else left("FC29")
     if by_library(module, node):
         return left("FC21")
     first = node.args[0].value if node.args and not node.args[0].star else None

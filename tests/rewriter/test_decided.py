@@ -49,6 +49,12 @@ def test_it_is_found_and_asked_and_gone_when_it_is_decided(pair: Path) -> None:
     assert rewrite(after).files == []
 
 
+def test_nothing_is_asked_where_the_interface_goes_on() -> None:
+    """FC29 keeps it; tests/migrate/test_shim_programs.py trains on from ShardedTensors with it."""
+    (pair,) = (one for one in DECIDED if one.name.startswith("FC29"))
+    assert rewrite(load([str(pair / "in.py")])[0]).undecided == []
+
+
 def test_what_is_decided_trains_as_before(ranks: Ranks, tmp_path: Path) -> None:
     for results in ranks.run(both, DECIDED, tmp_path, ranks=2, timeout=200):
         for name, (before, *rest) in results.items():
