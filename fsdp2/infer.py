@@ -50,6 +50,7 @@ FLAGS: dict[str, tuple[str, str | None, Parse, str]] = {
         *("chat|text", None, one_of("chat", "text")),
         "chat = the prompt is a user's message, by the chat template; unset = of a run on chat:, else text",
     ),
+    "system": ("TEXT", None, text, "with --prompt as chat, the system message before it"),
     "new_tokens": ("N", "200", whole(1, 10**6), "with --prompt, how many tokens to add (default: 200)"),
     "temperature": ("T", "0.8", number(0, 100), "with --prompt, of sampling; 0 = the likeliest token (default: 0.8)"),
     "seed": ("N", "1", whole(0, 2**63 - 1), "with --prompt, of sampling (default: 1)"),
@@ -109,12 +110,13 @@ def go_on(
     temperature: float,
     seed: int,
     prompt_as: str | None = None,
+    system: str | None = None,
     sharded: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
     """Let a language model go on with a text, or answer a message, and print what it writes while it does.
 
-    For `named` see `main`, and for `prompt_as` the flag.
+    For `named` see `main`, and for `prompt_as` and `system` the flags.
 
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.
@@ -125,7 +127,7 @@ def go_on(
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")
         from fsdp2_extra.text.prompts import asked_of
 
-        asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as)
+        asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as, system)
         begin = torch.tensor(asked.tokens.astype("int64"), device=run.device)
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
         found = generate(run.forward, spec, begin, window=config.seq_len, ends=asked.ends, **settings)
@@ -165,8 +167,10 @@ def cli() -> None:
     with ending.exit_status():
         arguments = parse()
         names = ["model", "trust_remote_code", "dataset", "eval_dataset", "data_root", "init_from", "sharded"]
+        if arguments.system is not None and arguments.prompt is None:
+            raise ConfigError("--system without --prompt: nothing is asked; add --prompt, or drop it")
         if arguments.prompt is not None:
-            names += ["prompt", "prompt_as", "new_tokens", "temperature", "seed"]
+            names += ["prompt", "prompt_as", "system", "new_tokens", "temperature", "seed"]
         given = {name: getattr(arguments, name) for name in names}
         result = (main if arguments.prompt is None else go_on)(arguments.run, **given)
         if arguments.json is not None and runtime.world().rank == 0:

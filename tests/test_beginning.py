@@ -150,3 +150,11 @@ def test_the_console_of_a_language_model_counts_tokens(capsys: pytest.CaptureFix
     assert "trained 2 steps in 1.0 s, on 1,024 tokens\n" in said
     assert "\nperplexity: 2.72, tokens right: 25.00%\n" in said
     assert "test accuracy" not in said
+
+
+def test_a_header_says_which_positions_bound_the_length() -> None:
+    config = parse([*LLAMA, "--init-from=a", "--seq-len=512"])
+    known = SimpleNamespace(**vars(config), spec=dataclasses.replace(config.spec, positions=514))
+    assert "sequences of 512 tokens a rank and microbatch (it has 514 positions); --epochs" in from_weights.line(known)
+    known.spec = dataclasses.replace(config.spec, positions=4096)
+    assert "positions" not in from_weights.line(known)

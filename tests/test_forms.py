@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from fsdp2.config import parse
+from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import mixture, text
 from fsdp2_extra.text.chat import Chat
+from fsdp2_extra.text.forms import fields_of
 from fsdp2_extra.text.reading import rows_of
+from fsdp2_extra.text.rows import Row
 from fsdp2_tools.data import __main__ as command
 from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 from tests.hostile.common import one_line
@@ -336,3 +339,13 @@ def test_a_conversation_of_no_form_is_one_line(tmp_path: Path, rows: list[Any], 
     with pytest.raises(ConfigError, match=part) as caught:
         check_data(parse(["--model=llama", f"--dataset=chat:{file}", f"--tokenizer={tokenizer}"]))
     one_line(caught.value, str(file))
+
+
+def test_the_fields_of_turns_are_named_in_a_refusal(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path / "tokenizer", PLAIN)), fields_of("messages=dialog"))
+    turns = [{"who": "user", "said": "what is it"}, {"who": "assistant", "said": "a b"}]
+    with pytest.raises(UnusableText, match=r"no role; it has who, said; add --chat-fields role=who,content=said$"):
+        list(chat.encode([Row({"dialog": turns}, "a, line 1", 0)]))
+    with pytest.raises(UnusableText, match="it has who, said, at; name them --chat-fields role="):
+        list(chat.encode([Row({"dialog": [{**turns[0], "at": "x"}]}, "a, line 1", 0)]))

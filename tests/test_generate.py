@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from fsdp2 import infer
 from fsdp2.options.errors import ConfigError
+from fsdp2_extra.text.prompts import Asked, asked_of
+from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, main_in_ranks, of_kind, small
 from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
@@ -96,6 +99,29 @@ def test_a_model_of_conversations_gets_a_message_and_ends_its_answer(
     assert capsys.readouterr().out.endswith(said)
     assert _answers(run, "text", False) != "yes"
     assert "by the chat template" not in capsys.readouterr().out
+
+
+class _Letters:
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_the_token_that_ends_an_answer_is_not_shown() -> None:
+    """Also where the tokenizer's decoder wouldn't leave it out."""
+    said: list[str] = []
+    asked = Asked("a", numpy.array([97]), frozenset({33}), _Letters())  # type: ignore[arg-type]
+    assert asked.answer([98, 99, 33], said.append) == "bc"
+    assert "".join(said) == "abc\n"
+
+
+def test_a_system_message_stands_before_the_question(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = str(make_tokenizer(tmp_path / "tokenizer", PLAIN))
+    ours = asked_of("hi", "chat:a", folder, "auto", None, "be short")
+    text = open_tokenizer(folder).encode(["<s><|system|>\nbe short<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\n"])
+    assert ours.tokens.tolist() == list(next(iter(text)))
+    with pytest.raises(ConfigError, match="--system: only a chat template has a place for it; add --prompt-as chat"):
+        asked_of("hi", "text:a", folder, "auto", None, "be short")
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fsdp2 import infer
 from fsdp2.config import Config, parse
 from fsdp2.infer import parse as parse_infer
 from fsdp2.options.errors import ConfigError, flag_of
@@ -29,6 +30,8 @@ TWO = "--bf16: no such flag; here it is --mixed-precision bf16; --num-train-epoc
         (parse, "--logging-steps 9", "--logging-steps: no such flag; each step is in the run's metrics.jsonl; drop it"),
         (parse_data, "show --learning-rate 2e-5", LR),
         (parse_data, "prepare a --tokenizer b --out c --boss d", "--boss: no such flag; did you mean --bos?"),
+        (parse_infer, "RUN --max-new-tokens 9", "--max-new-tokens: no such flag; here it is --new-tokens"),
+        (parse, "--eval-steps 9", "--eval-steps: no such flag; here it is --eval-every"),
         (parse_infer, "RUN --report-to wandb", "--report-to: no such flag; see --help"),
     ],
 )
@@ -45,7 +48,7 @@ def test_a_file_of_settings_is_told_the_same(tmp_path: Path) -> None:
 
 
 def test_each_name_leads_to_a_flag_that_there_is() -> None:
-    ours = {flag_of(field.name) for field in dataclasses.fields(Config)}
+    ours = {flag_of(name) for name in ({field.name for field in dataclasses.fields(Config)} | infer.FLAGS.keys())}
     for name, meant in tomllib.loads(OTHERS.read_text()).items():
         assert f"--{name}" not in ours
         if meant.startswith("--"):

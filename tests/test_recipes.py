@@ -38,3 +38,12 @@ def test_each_recipe_is_on_the_page_with_its_memory() -> None:
     for name in RECIPES:
         (row,) = re.findall(rf"^\| `configs/{name}\.toml` \|.*$", table, re.MULTILINE)
         assert len(re.findall(r" [\d.]+ GB ", row)) == len(RANKS)
+
+
+@pytest.mark.parametrize("name", ["finetune-full", "finetune-lora"])
+def test_a_fine_tuning_has_sequences_of_as_many_tokens_as_positions(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    transformers.LlamaConfig(vocab_size=300, max_position_embeddings=64, **sizes).save_pretrained(tmp_path)
+    recipe = [f"--config={ROOT / 'configs' / f'{name}.toml'}", f"--model=hf:{tmp_path}", "--init-from=a"]
+    assert parse([*recipe, "--dataset=source-text"]).seq_len == 64

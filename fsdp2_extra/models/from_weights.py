@@ -19,5 +19,7 @@ def line(config: Any) -> str:
         words.append(f"{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
         if (known := config.spec.positions) and config.seq_len > known:
             words[-1] += f" (warning: its weights were trained for {known:,} positions)"
+        elif known and config.seq_len < FROM_WEIGHTS["seq_len"] and 2 * config.seq_len > known:
+            words[-1] += f" (it has {known:,} positions)"
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in FROM_WEIGHTS)
     return f"from weights: {', '.join(words)}; {flags} change them"

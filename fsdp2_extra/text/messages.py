@@ -39,7 +39,7 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
     for number, message in enumerate(messages_of(line, form, fields, row.where), 1):
         where = f"{row.where}: its message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UnusableText(f"{where} has no role")
+            raise UnusableText(f"{where} has no role{_named(message)}")
         role = message["role"]
         if role != "assistant" and role.strip().lower() in ANSWERS:
             raise UnusableText(
@@ -59,6 +59,16 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
             message = {key: value for key, value in message.items() if key != "tool_calls" or value}
         found.append(message)
     return found, _objects(line.get("tools"), f"{row.where}: has tools") or None
+
+
+def _named(message: Any) -> str:
+    """The fields of a message without a role, and which of them may be what is looked for: the shorter text a role."""
+    if not isinstance(message, dict) or not message:
+        return ""
+    texts = sorted((name for name in message if isinstance(message[name], str)), key=lambda name: len(message[name]))
+    role, content = (texts + ["NAME"] * 2)[:2]
+    fix = "name them" if len(texts) != 2 else "add"
+    return f"; it has {', '.join(list(map(str, message))[:8])}; {fix} --chat-fields role={role},content={content}"
 
 
 def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:

@@ -40,6 +40,8 @@ class Asked(NamedTuple):
         before = self.tokenizer.decode(known)  # decoded alone, what follows may lose the space before it
         say(self.shown)
         for token in tokens:
+            if token in self.ends:  # a mark of the template's, and no text
+                break
             known.append(token)
             text = self.tokenizer.decode(known)[len(before) :]
             # What a token ends may be the rest of a character.
@@ -50,12 +52,13 @@ class Asked(NamedTuple):
         return text
 
 
-def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None) -> Asked:
+def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None, system: str | None = None) -> Asked:
     """A text that is to go on; or, of conversations, what stood before an answer to these words in training.
 
     Args:
         dataset: the run's, which decides where `as_`, `chat` or `text`, is None.
         tokenizer, bos: as `open_tokenizer` takes them; of `chat` a folder with a chat template.
+        system: of `chat`, the message before.
 
     Raises ConfigError.
     """
@@ -64,6 +67,7 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
         if as_ == "chat" or (as_ is None and own):
             chat = open_chat(tokenizer)
             messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
+            messages[:0] = [{"role": "system", "content": system}] if system else []
             ((tokens, learn),) = chat.encode([Row({"messages": messages}, "the prompt", 0)])
             if not learn[1:].any():
                 raise UnusableText(
@@ -72,6 +76,8 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
             turns = Turns(chat.tokenizer.names, chat.about["added"], chat.end)(tokens, learn)
             ends = frozenset({chat.end, *(end for end, _ in turns)})
             return Asked(f"{BY_TEMPLATE}\n{words}\n", tokens[: learn.argmax()], ends, chat.tokenizer)
+        if system:
+            raise ConfigError("--system: only a chat template has a place for it; add --prompt-as chat, or drop it")
         plain = open_tokenizer(tokenizer, bos)
         (tokens,) = plain.encode([words])
     except UnusableText as error:

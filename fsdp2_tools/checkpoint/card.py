@@ -91,7 +91,7 @@ def _results(metrics: Path, step: int | None) -> dict[str, Any]:
         record = last.get(kind, {})
         if record.get("step") == found["step"]:
             known = (name for name in names if type(record.get(name)) in (int, float))
-            found |= {f"{kind} {name}": record[name] for name in known}
+            found |= {f"{kind} {name}": float(f"{record[name]:.4g}") for name in known}
     return found
 
 
