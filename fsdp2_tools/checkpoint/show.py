@@ -184,7 +184,8 @@ def _marker_line(source: Source) -> str:
     marker = read_marker(source.folder)
     origin = f", imported from {marker.get('source')}" if marker.get("imported") else ""
     when = _when(marker.get("time"))
-    return f": step {marker['step']}, by {marker.get('world_size')} ranks, {when}{origin}; {answer}"
+    ranks = marker.get("world_size")
+    return f": step {marker['step']}, by {ranks} rank{'s' * (ranks != 1)}, {when}{origin}; {answer}"
 
 
 def _parts(source: Source) -> dict[str, tuple[int, int]]:
