@@ -122,3 +122,22 @@ def test_a_line_that_is_nested_too_deeply(tmp_path: Path, deep: int) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "[" * deep + "]" * deep + "}\n")
     with pytest.raises(UnusableText, match=r"a\.jsonl, line 1: its lists are more than 100 deep"):
         list(rows_of(find(str(tmp_path / "a.jsonl"))[0], {}))
+
+
+def test_groups_of_a_table_that_hold_no_row_are_passed_over(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    with parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema([("text", "string")])) as writer:
+        for texts in ([], ["a", "b"], [], ["c"], []):
+            writer.write_table(pyarrow.table({"text": pyarrow.array(texts, "string")}))
+    assert read(tmp_path, "text") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_another_encoding_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text\né\n" if name == "a.csv" else '{"text": "é"}\n', "utf-16")
+    with pytest.raises(
+        UnusableText, match=rf"{name}: can't be read as text \('utf-8' codec.*\); write it again as UTF-8$"
+    ):
+        read(tmp_path, "text")

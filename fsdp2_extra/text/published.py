@@ -25,13 +25,14 @@ from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_extra.text.forms import NAME_THEM, OTHERS, Fields, form_of, formless, of_line
 from fsdp2_extra.text.places import HUB, PUBLISHED, File, below, suffix_of, with_split
 from fsdp2_extra.text.rows import Row, row_of, rows_in
-from fsdp2_extra.text.written import objects, records
+from fsdp2_extra.text.written import NOT_UTF_8, objects, records
 
 WRITTEN = {"json": objects, "csv": records}
 READERS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 BESIDE = re.compile(r"(state|dataset_infos?|dataset_dict)\.json|cache-.*\.arrow")  # what `save_to_disk` and `map` add
 HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 UNKNOWN = 1 << 62  # bytes
+AT_ONCE = 256  # rows of a table
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def _opened(source: Published) -> _Split:
     what: dict[str, Any] = {"path": source.reader, "data_files": files} if source.reader else {"path": source.files[0]}
     builder = datasets.load_dataset_builder(**what)
     found = builder.config.data_files or {}
+    if getattr(builder.config, "batch_size", 0) is None:  # else as many rows as the first group has, perhaps none
+        builder.config.batch_size = AT_ONCE
     versions = [files.origin_metadata for files in found.values()]
     version = identity_of(repr(versions).encode()) if versions and all(all(one) for one in versions) else ""
     # The class is one of its own for each name, derived from the reader's.
@@ -203,7 +206,7 @@ def _opened(source: Published) -> _Split:
         raise UnusableText(f"{source.name}: has no split {source.split}; it has {has}; name one")
     if reader:
         return _Split(version, (reader, tuple(map(str, found[source.split]))), None)
-    return _Split(version, ("", ()), splits[source.split].with_format("arrow").iter(batch_size=256))
+    return _Split(version, ("", ()), splits[source.split].with_format("arrow").iter(batch_size=AT_ONCE))
 
 
 def _told(config: Any, any_config: Any) -> str:
@@ -229,7 +232,10 @@ def _written(found: _Split) -> Iterator[tuple[Any, str, int]]:
     for file in files:
         end = "" if reader == "csv" else "\n"  # as their readers want the ends of lines
         with opened(file, "rb") as stream, io.TextIOWrapper(stream, "utf-8", newline=end) as text:
-            yield from WRITTEN[reader](text, file)
+            try:
+                yield from WRITTEN[reader](text, file)
+            except UnicodeDecodeError as error:
+                raise UnusableText(f"{file}: {NOT_UTF_8.format(error)}") from None
 
 
 def _reader(names: Any, place: str) -> str:

@@ -12,7 +12,7 @@ from fsdp2.units import install
 from fsdp2_extra.text.forms import Fields
 from fsdp2_extra.text.places import PUBLISHED, File
 from fsdp2_extra.text.rows import Row, bounded, columns_of, row_of, rows_in
-from fsdp2_extra.text.written import MARK, require_whole, value_of
+from fsdp2_extra.text.written import MARK, NOT_UTF_8, require_whole, value_of
 
 LONGEST_LINE = 64 << 20  # as JSON it may take thirty times as many bytes of memory
 PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
@@ -32,7 +32,7 @@ def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
     except UnusableText:
         raise
     except ValueError as error:  # of UTF-8
-        raise UnusableText(f"{file.name}: can't be read as text ({' '.join(str(error).split())[:120]})") from None
+        raise UnusableText(f"{file.name}: {NOT_UTF_8.format(' '.join(str(error).split())[:120])}") from None
     except OSError as error:
         raise UnusableText(f"{file.name}: can't be read ({' '.join(str(error).split())[:120]})") from None
 

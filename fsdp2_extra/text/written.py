@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from fsdp2.data.errors import UnusableText
 
 DEEPEST = 100  # of lists and objects in each other; what sends a row to another process counts them, too
+NOT_UTF_8 = "can't be read as text ({}); write it again as UTF-8"
 MARK = "\ufeff"  # which editors of some systems write at the beginning of a file in UTF-8; it is none of its text
 
 
