@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ from typing import Any
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import new_folder
+from fsdp2.units import tell
 
 
 def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Path:
@@ -26,6 +30,24 @@ def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Pat
         place.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
     return place
+
+
+@contextmanager
+def temporary(below: Path | None = None) -> Iterator[Path]:
+    """A folder for the time of the body, which SIGTERM ends as Ctrl-C does: the folder goes then, too."""
+
+    def end(number: int, frame: object) -> None:
+        tell("stopped by SIGTERM")
+        sys.exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other has handlers
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
+    try:
+        with tempfile.TemporaryDirectory(dir=below) as folder:
+            yield Path(folder)
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def write(path: Path, content: str | bytes, flag: str = "--out") -> None:

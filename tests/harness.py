@@ -165,7 +165,7 @@ class Ranks:
 
 
 class Launches:
-    """In place of `subprocess` in a module that starts torchrun: the first launch is one, and the others are calls of
+    """In place of `run` in a module that starts torchrun: the first launch is one, and the others are calls of
     a function with their arguments on the pool's ranks, which have torch imported. `commands` is what was asked for."""
 
     def __init__(self, ranks: Ranks, function: Callable[[list[str]], Any]) -> None:
@@ -175,7 +175,7 @@ class Launches:
     def run(self, command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
         if len(self.commands) == 1:
-            return subprocess.run(command, **settings)
+            return subprocess.run(command, capture_output=True, text=True, **settings)
         (count,) = [word.partition("=")[2] for word in command if word.startswith("--nproc_per_node=")]
         arguments = command[
             command.index("-m", command.index(f"--nproc_per_node={count}")) + 2 :

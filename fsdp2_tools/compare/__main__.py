@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
 
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(table, Path(folder), steps=steps, warm_up=warm_up, repeats=repeats, say=say)
+    with results.temporary() as folder:
+        found = measure(table, folder, steps=steps, warm_up=warm_up, repeats=repeats, say=say)
     facts = {
         "command": "python -m fsdp2.compare " + shlex.join(arguments if arguments is not None else sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),

@@ -134,7 +134,20 @@ def torchrun(ranks: int, module: str, *arguments: str) -> subprocess.CompletedPr
     command = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", module, *arguments]
     # torchrun would set one thread for each of several ranks, and say so at length; a training sets its own.
     environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return run(command, env=environment)
+
+
+def run(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end. At a signal `subprocess.run` would kill torchrun, and so leave its ranks."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **settings) as process:
+        try:
+            out, errors = process.communicate()
+        except BaseException:
+            process.terminate()
+            process.communicate()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def reason(output: str) -> str:

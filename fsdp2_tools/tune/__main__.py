@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp2.run.process import early
@@ -93,11 +91,11 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     # Settings of later rounds may be as large as the largest that is planned.
     together = _fit_together(planner.largest(count), ranks, budget, device)
     say(f"up to {count} settings on {ranks} ranks, {'in turn' if together else 'one after the other'}")
-    with tempfile.TemporaryDirectory(dir=out) as folder:  # there, since all ranks have to see it
+    with results.temporary(out) as folder:  # there, since all ranks have to see it
         best = halve(
             tried[0],
             tried[1:],
-            on_ranks(launch, Path(folder), together=together, say=say),
+            on_ranks(launch, folder, together=together, say=say),
             steps=options["steps"],
             together=together,
             budget=budget,

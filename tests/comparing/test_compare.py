@@ -185,7 +185,7 @@ def test_a_comparison_on_two_ranks(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(ranks, main_in_ranks)
-    monkeypatch.setattr(measure, "subprocess", launches)
+    monkeypatch.setattr(measure, "run", launches.run)
     own = ["--strategies=ddp,fsdp2", "--variants=default,offload", "--steps=4", "--repeats=1", f"--out={tmp_path}"]
     ddp, refused, fsdp2, offload = compare.main([*SMALL, *own, "--memory-limit=1GB"])
     assert len(launches.commands) == 6  # three rows are timed, and recorded

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -113,7 +115,7 @@ def test_torchrun_says_why_a_launch_has_failed(
         assert command[-2:] == ["fsdp2_tools.tune.trial", "job.json"]
         return subprocess.CompletedProcess(command, status, "", printed)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(measure, "run", run)
     assert launch.by_torchrun(2)(Path("job.json")) == why
 
 
@@ -135,6 +137,28 @@ def test_ranks_end_with_a_tool_that_is_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{told.read_text()}").exists():
         assert time.monotonic() < until, "the rank outlives the tool"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_tool_that_is_stopped_leaves_no_folder_and_no_rank(tmp_path: Path, number: signal.Signals) -> None:
+    (below := tmp_path / "below").mkdir()
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import os, sys, time\nfrom fsdp2_tools import results\nfrom fsdp2_tools.compare.measure import torchrun\n"
+        "if 'RANK' in os.environ:\n    open(sys.argv[1], 'x').write(str(os.getpid()))\n    time.sleep(300)\n"
+        f"elif __name__ == '__main__':\n    from pathlib import Path\n"
+        f"    with results.temporary(Path({str(below)!r})) as folder:\n        torchrun(1, 'tool', f'{{folder}}/pid')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    stopped = subprocess.Popen([sys.executable, str(tool)], env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 100
+    while not (told := [one.read_text() for one in below.glob("*/pid")]) or not told[0]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    stopped.send_signal(number)
+    assert stopped.wait(until - time.monotonic()) == (143 if number == signal.SIGTERM else -signal.SIGINT)
+    assert not any(below.iterdir())
+    assert not Path(f"/proc/{told[0]}").exists(), "the rank outlives the tool"
 
 
 def _leave(*records: dict[str, Any], why: str | None = None) -> Callable[[Path], str | None]:
@@ -189,7 +213,7 @@ def test_bad_input_is_refused_before_anything_is_started(
     def never(*arguments: Any, **settings: Any) -> None:
         raise AssertionError("a trial was started")
 
-    monkeypatch.setattr(subprocess, "run", never)
+    monkeypatch.setattr(measure, "run", never)
     with pytest.raises(ConfigError) as caught:
         tune.main([*SMALL, "--plans=2", f"--out={tmp_path / 'out'}", *flags.split()])
     assert part in str(caught.value)
@@ -216,7 +240,7 @@ def test_a_search_in_which_nothing_ran_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ValueError: no\n")
+        measure, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ValueError: no\n")
     )
     with pytest.raises(RunStopped, match=r"no setting ran, as .*tuned\.md says of each"):
         tune.main([*SMALL, "--plans=2", "--trials=2", f"--out={tmp_path}"])
@@ -229,7 +253,7 @@ def test_a_search_on_two_ranks(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(ranks, trial.cli)
-    monkeypatch.setattr(measure, "subprocess", launches)
+    monkeypatch.setattr(measure, "run", launches.run)
     flags = [*SMALL, "--trials=3", "--plans=4", "--steps=2", "--test-batch-size=32", f"--out={tmp_path / 'out'}"]
     tried = tune.main(flags)
     printed = capfd.readouterr().out
