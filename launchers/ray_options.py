@@ -52,12 +52,8 @@ class RayOptions:
     resize_every: float = option(
         60, "with MIN:MAX workers, seconds between looks for new nodes", number(0, 10**7, open_minimum=True)
     )
-    storage_path: str | None = option(
-        None, "where run directories are made: a folder that all nodes see, or a URL", location
-    )
-    name: str | None = option(
-        None, "name of the run directory; the same name and storage path resumes its run", location
-    )
+    storage_path: str | None = option(None, "where runs are: a folder that all nodes see, or a URL", location)
+    name: str | None = option(None, "the run directory's name; the same name and storage path resume its run", location)
     address: str | None = option(None, "a running cluster, such as 10.0.0.1:6379; unset = one on this machine", text)
 
     def __post_init__(self) -> None:

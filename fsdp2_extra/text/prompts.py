@@ -70,9 +70,7 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
             messages[:0] = [{"role": "system", "content": system}] if system else []
             ((tokens, learn),) = chat.encode([Row({"messages": messages}, "the prompt", 0)])
             if not learn[1:].any():
-                raise UnusableText(
-                    f"{tokenizer}: its chat template marks no answer to this; --prompt-as text needs none"
-                )
+                raise UnusableText(f"{tokenizer}: its chat template marks no answer; --prompt-as text needs none")
             turns = Turns(chat.tokenizer.names, chat.about["added"], chat.end)(tokens, learn)
             ends = frozenset({chat.end, *(end for end, _ in turns)})
             return Asked(f"{BY_TEMPLATE}\n{words}\n", tokens[: learn.argmax()], ends, chat.tokenizer)

@@ -41,9 +41,7 @@ def import_(place: str, out: str, kind: str = "auto", *, model: Container[str] |
         checked = require_undamaged(source)
         names = weights(source)
         if any(map(is_adapter, names)):
-            raise Refused(
-                f"{source.place}: holds adapters, and a run takes them from its own alone; merge them with peft"
-            )
+            raise Refused(f"{source.place}: holds adapters, which a run takes from its own alone; merge them with peft")
         if model is not None and (other := next((name for name in names if name not in model), None)):
             raise Refused(
                 f"{source.place}: transformers makes other tensors of {other}, so no run resumes from these; begin one "

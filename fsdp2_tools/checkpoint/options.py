@@ -70,9 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--dtype", choices=DTYPES, help="cast floating-point tensors; unset = hf: as the model's config.json says"
     )
     exporting.add_argument("--base", metavar="PATH", help="the weights that adapters go beside; unset = the run's")
-    exporting.add_argument(
-        "--max-shard-size", type=byte_size, metavar="SIZE", help="largest safetensors file (default: 4GB)"
-    )
+    exporting.add_argument("--max-shard-size", type=byte_size, metavar="SIZE", help="largest file (default: 4GB)")
     exporting.add_argument(
         "--push",
         metavar="OWNER/NAME",
@@ -101,8 +99,6 @@ def _check_push(arguments: argparse.Namespace) -> None:
     if not REPOSITORY.fullmatch(arguments.push):
         raise Refused(f"--push {arguments.push}: is no OWNER/NAME of the hub; give one such as ada/tuned-llama")
     if arguments.format not in FOLDERS:
-        raise Refused(
-            f"--push with --format {arguments.format}: nothing on the hub loads that; use --format hf, or peft"
-        )
+        raise Refused(f"--push with --format {arguments.format}: nothing there loads that; use --format hf, or peft")
     if not arguments.yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise Refused("--push: nobody can be asked without a terminal; add --yes to upload without a question")

@@ -31,9 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[dict[str, Any], dict[
     own.add_argument("--nproc", metavar="N", help="ranks on this machine (default: 2)")
     own.add_argument("--steps", metavar="N", help="optimizer steps of a run (default: 20)")
     own.add_argument("--repeats", metavar="N", help="runs of each row (default: 3)")
-    own.add_argument(
-        "--budget", metavar="BYTES", help="memory that a rank may use (default: its share of the device's)"
-    )
+    own.add_argument("--budget", metavar="BYTES", help="memory that a rank may use (default: its share of the device)")
     own.add_argument("--out", metavar="DIR", help="where the results go (default: comparisons/<time>)")
     given = vars(parser.parse_args(arguments))
     for name in OURS:

@@ -27,9 +27,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     preparing.add_argument(
         "places", nargs="+", metavar="PATH", help="a file, a folder or a pattern; or datasets:PATH[:SPLIT] alone"
     )
-    preparing.add_argument(
-        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or the word bytes"
-    )
+    preparing.add_argument("--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.json, or bytes")
     preparing.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the tokens")
     preparing.add_argument(
         "--text-field", default="text", metavar="NAME", help="field or column that holds the text (default: text)"

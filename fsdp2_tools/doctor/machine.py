@@ -217,9 +217,7 @@ def gpus(found: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
     if clocks:
         slow = far_above({rank: 1 / max(1.0, clock) for rank, clock in clocks.items()}, CLOCK_LOWER)
         row = beside_median("GPU clock", clocks.values(), min, "{:.0f} MHz".format, "GPU")
-        result.append(
-            row.judged(slow, hosts, WORSE, "look at its clocks and power limit: nvidia-smi -q -d CLOCK,POWER")
-        )
+        result.append(row.judged(slow, hosts, WORSE, "see its clocks and power limit: nvidia-smi -q -d CLOCK,POWER"))
     return result
 
 

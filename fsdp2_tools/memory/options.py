@@ -11,9 +11,7 @@ from fsdp2.options.values import checked, location
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line. Raises ConfigError."""
-    parser = Parser(
-        prog="python -m fsdp2.memory", description="Show where the memory of a run went.", allow_abbrev=False
-    )
+    parser = Parser(prog="python -m fsdp2.memory", description="Show where a run's memory went.", allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="folder or URL of a run that had --memory-snapshot")
     parser.add_argument(
         "--out", metavar="DIR", help="where the pages go (default: the run directory; for a URL, this folder)"

@@ -214,9 +214,7 @@ def _leave(config: Config, plans: str) -> None:
         files.mkdir("")
         publish(files, PLAN, json.dumps({"flags": to_flags(config), **json.loads(plans)}, indent=1).encode())
     except (OSError, ImportError, ValueError) as error:
-        raise ConfigError(
-            f"--run-dir {config.run_dir}: can't be written ({error}); choose another, or drop it"
-        ) from None
+        raise ConfigError(f"--run-dir {config.run_dir}: can't be written ({error}); give another, or drop it") from None
 
 
 def token_count(value: object) -> float:

@@ -86,9 +86,7 @@ def read_speed(where: str, values: Mapping[str, Any], *, on_cpu: bool = False) -
     efficiency = _table(where, "efficiency", values["efficiency"], EFFICIENCIES)
     for name, value in efficiency.items():
         if value > 1:
-            raise ConfigError(
-                f"{where}: efficiency {name} {value:g}: must be at most 1, the part of a rate that is reached"
-            )
+            raise ConfigError(f"{where}: efficiency {name} {value:g}: must be at most 1: the part that is reached")
     if number["gpus_per_node"] != int(number["gpus_per_node"]):
         raise ConfigError(f"{where}: gpus_per_node {number['gpus_per_node']:g}: must be a whole number")
     return Speed(

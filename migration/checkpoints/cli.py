@@ -91,9 +91,7 @@ def _code(given: argparse.Namespace) -> Code | None:
     if given.model is None:
         for flag in OF_THE_CODE[1:]:
             if getattr(given, flag):
-                raise ConfigError(
-                    f"--{flag.replace('_', '-')} without --model: is about the model's code; give --model"
-                )
+                raise ConfigError(f"--{flag.replace('_', '-')} without --model: is about the model's code; give it")
         return None
     wrap = tuple(given.wrap.split(",")) if given.wrap else ()
     code = Code(given.model, given.model_size, wrap, given.loss)

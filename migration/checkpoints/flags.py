@@ -26,9 +26,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--optimizer", metavar="FILE", help="where the optimizer is, if it isn't beside the model")
     parser.add_argument("--no-optimizer", action="store_true", help="convert only the weights")
-    parser.add_argument(
-        "--model-key", metavar="KEY", help="which model to take if SRC has several: a key, or a file's name"
-    )
+    parser.add_argument("--model-key", metavar="KEY", help="which model to take of several: a key, or a file's name")
     parser.add_argument(
         "--optimizer-names",
         metavar="JSON",
@@ -42,17 +40,13 @@ def add_command(commands: Any) -> None:
         help="train N steps (bare: 5) with FSDP1 from the source and with FSDP2 from the result, on 2 ranks, and "
         "compare the losses; needs --model",
     )
-    parser.add_argument(
-        "--model", help=f"{', '.join(models.NAMES)}, or module:factory, a function that returns the module"
-    )
+    parser.add_argument("--model", help=f"{', '.join(models.NAMES)}, or module:factory, a function that returns it")
     parser.add_argument("--model-size", metavar="NAME", help="size of a model of fsdp2.train")
     parser.add_argument("--wrap", metavar="CLASS,…", help="classes of the modules that FSDP1 wrapped, beside the root")
     parser.add_argument(
         "--loss", metavar="MODULE:FUNCTION", help="function of (model, step, rank) that returns the loss, for --prove"
     )
-    parser.add_argument(
-        "--optimizer-class", metavar="NAME", help="class in torch.optim, where --prove can't find it out"
-    )
+    parser.add_argument("--optimizer-class", metavar="NAME", help="class of torch.optim, where --prove can't find it")
     parser.set_defaults(run=_run)
 
 

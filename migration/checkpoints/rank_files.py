@@ -79,9 +79,7 @@ def _whole(path: TreePath, trees: Sequence[Tree]) -> Entry:
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise Refused(f"{where}: its shards are not as torch saves them ({type(error).__name__}: {error})") from None
     if problem or len(dtypes) != 1:
-        raise Refused(
-            f"{where}: {problem or 'its shards have several dtypes'}; the file of a rank is missing or foreign"
-        )
+        raise Refused(f"{where}: {problem or 'its shards have several dtypes'}; a rank's file is missing or foreign")
     meta = torch.empty(size, dtype=dtypes.pop(), device="meta")
     return Entry(meta, partial(_assemble, where, meta, shards), f"{dotted(path)} of all ranks")
 

@@ -21,9 +21,7 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="BEFORE and AFTER, or one with --against-one")
-    parser.add_argument(
-        "--against-one", action="store_true", help="compare a run on --nproc ranks with one on a single rank"
-    )
+    parser.add_argument("--against-one", action="store_true", help="compare a run on --nproc ranks with one rank's")
     parser.add_argument(
         "--parameters",
         action="store_true",
