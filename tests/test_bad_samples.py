@@ -130,6 +130,16 @@ def test_show_counts_them(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "left out by --bad-samples drop: 3 longer" in capsys.readouterr().out
 
 
+def test_a_preparation_keeps_them_and_names_those_without_an_answer(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["prepare", str(file), "--chat", f"--tokenizer={file.parent}/tokenizer", f"--out={file.parent}/out"]
+    assert command.cli(line) == 0
+    assert f"warning: no answer to learn ({file}, lines 1, 17, …)" in capsys.readouterr().out
+    made = text.load(f"{file.parent}/out", 64, 256, Chat(str(file.parent / "tokenizer")), apart=True, drop=True)
+    assert made.train.content == load(file, drop=True).train.content
+
+
 @pytest.mark.parametrize("name", ["text:{file}", "source-text"])
 def test_only_conversations_are_left_out(file: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"--bad-samples drop with --dataset .*: only conversations are too long"):

@@ -21,6 +21,7 @@ from fsdp2_extra.text.forms import fields_of
 from fsdp2_extra.text.places import find
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
+from fsdp2_tools.data import __main__ as command
 from tests.hostile.common import one_line
 from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
 
@@ -224,3 +225,21 @@ def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:
     line = ["--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}"]
     with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):
         check_data(parse(line))
+
+
+def test_show_prints_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    rows = [*({**TEXTS, "prompt": chr(97 + n)} for n in range(3)), {**TEXTS, "rejected": TEXTS["chosen"]}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["show", "--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}", "--samples=2"]
+    assert command.cli(line) == 2
+    assert "of 4 pairs 1 with one answer as chosen and rejected" in capsys.readouterr().err
+    assert command.cli([*line, "--bad-samples=drop"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("pairs: 3 of ")
+    assert "4 through the chat template; left out by --bad-samples drop: 1 with one answer" in printed[0]
+    assert printed[1] == "pair 1 of 3"
+    assert "  chosen: " in printed[2]
+    assert printed[2].endswith("a⟦ a bird⟧") or "⟦ a bird" in printed[2]
+    assert "⟦ a b" in printed[3]

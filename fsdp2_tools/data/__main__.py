@@ -30,8 +30,10 @@ from fsdp2.run.dataset import open_data, reading_of
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import header_lines
 from fsdp2_extra.text.mixture import opened
+from fsdp2_extra.text.prepared import places
 from fsdp2_extra.text.preparing import prepare
 from fsdp2_extra.text.text import found
+from fsdp2_tools.data.pairs import shown_pairs
 from fsdp2_tools.data.shown import lengths, samples
 
 
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     except UnusableText as error:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
+    if unlearned := meta["unlearned"]:
+        print(f"warning: no answer to learn ({places(unlearned)}, …); a run needs --bad-samples drop to leave them out")
     for line in warnings:
         print(line)
     print(f"prepared {documents:,} {what}, {tokens:,} tokens: {out}")
@@ -64,9 +68,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def show(config: Config, count: int) -> dict[str, Any]:
-    """Print a run's lines about its data, and its first sequences; the counts. Raises ConfigError."""
+    """Print a run's lines about its data, and its first sequences; the counts. Of pairs, what examples/dpo.py learns.
+
+    Raises ConfigError.
+    """
     if not config.dataset.startswith(OWN):
         raise ConfigError(f"--dataset {config.dataset}: only {', '.join(OWN)} are shown; give one of them")
+    try:
+        if (found := shown_pairs(config, count)) is not None:
+            print(*found, sep="\n")
+            return {}
+    except UnusableText as error:
+        raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     check_data(config)
     dataset = open_data(config, config.spec)
     try:

@@ -50,7 +50,7 @@ def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
             # A target is the next token, and the last one is of no input.
             tokens = torch.cat([tokens, targets[-1:][learned[-1:]]])
             learned = torch.cat([torch.tensor([False]), learned])[: len(tokens)]
-            yield from (f"  {one}" for one in _documents(tokens, learned, _ends(split, number), decode))
+            yield from (f"  {one}" for one in marked(tokens, learned, _ends(split, number), decode))
             continue
         for name, one in (inputs if isinstance(inputs, dict) else {"input_ids": inputs}).items():
             yield f"  {name}: {_text(one, decode)}"
@@ -67,7 +67,7 @@ def _ends(split: Documents | Conversations, number: int) -> list[int]:
     return [int(end) - begin for end in (*split.ends[low:high], begin + split.seq_len + 1)]
 
 
-def _documents(tokens: Tensor, learned: Tensor, ends: list[int], decode: Decode) -> Iterator[str]:
+def marked(tokens: Tensor, learned: Tensor, ends: list[int], decode: Decode) -> Iterator[str]:
     """The text of each document of a sequence, with marks around each run of learned tokens."""
     ends = sorted({min(end, len(tokens)) for end in ends})
     for begin, end in list(zip([0, *ends], ends, strict=False))[:MOST_DOCUMENTS]:
