@@ -68,7 +68,7 @@ def _ends(split: Documents | Conversations, number: int) -> list[int]:
 
 
 def marked(tokens: Tensor, learned: Tensor, ends: list[int], decode: Decode) -> Iterator[str]:
-    """The text of each document of a sequence, with marks around each run of learned tokens."""
+    """The text of each document of a sequence, (n,), with marks around each run of `learned` tokens, (n,) bool."""
     ends = sorted({min(end, len(tokens)) for end in ends})
     for begin, end in list(zip([0, *ends], ends, strict=False))[:MOST_DOCUMENTS]:
         runs = torch.unique_consecutive(learned[begin:end], return_counts=True)[1].tolist()
