@@ -125,7 +125,7 @@ def recoverable(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("too little wrapped", ["--model", f"{HERE}:Tied", "--wrap", "Block"], "blocks.0.inner. is one side's alone"),
         ("another model", ["--model", f"{HERE}:without_inner", *WRAP], "give all classes that were wrapped"),
-        ("a rank is missing", CODE, "its chunks have 12 of 24 elements; the file of a rank is missing"),
+        ("a rank is missing", CODE, "its chunks have 12 of 24 elements; a rank's file is missing"),
         ("no model", [], "_flat_param is flat, and its parameters have no names"),
     ],
 )
