@@ -228,6 +228,15 @@ def _places(page: Path, folder: Path) -> dict[str, str]:
         lines = ({"question": one, "answer": one[::-1]} for one in documents(300))
         (folder / "reader" / "qa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         places["/data/qa.jsonl"] = str(folder / "reader" / "qa.jsonl")
+        roles = ("user", "assistant")
+        for name, count in (("train", 300), ("dev", 40)):
+            talks = ([one, one[::-1]] for one in documents(count))
+            rows = (
+                {"messages": [{"role": role, "content": one} for role, one in zip(roles, talk, strict=True)]}
+                for talk in talks
+            )
+            (folder / "reader" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            places[f"/data/{name}.jsonl"] = str(folder / "reader" / f"{name}.jsonl")
     for place, words in (("notes", "To be, or not to be: that is the question. "), ("books", "Call me Ishmael. ")):
         if f"/data/{place}" in text:
             there = folder / "reader" / place
