@@ -29,7 +29,10 @@ def test_the_first_cases_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(KEPT, "a.py::many", 2)
     monkeypatch.setitem(KEPT, "a.py::none", 0)
-    mark(
-        [item(f"a.py::{name}") for name in ("many[1]", "other[1]", "many[2]", "none", "many[3]", "other[2]", "many[4]")]
+    monkeypatch.setitem(KEPT, "a.py::later", (1, 2))
+    names = ["many[1]", "other[1]", "many[2]", "none", "many[3]", "other[2]", "many[4]"]
+    mark([item(f"a.py::{name}") for name in (*names, "later[1]", "later[2]", "later[3]")])
+    thorough, nightly = ("none", "many[3]", "many[4]", "later[2]", "later[3]"), ("many[3]", "many[4]", "later[3]")
+    assert marked == dict.fromkeys(
+        [*(f"thorough a.py::{name}" for name in thorough), *(f"nightly a.py::{name}" for name in nightly)], 1
     )
-    assert marked == {f"thorough a.py::{name}": 1 for name in ("none", "many[3]", "many[4]")}

@@ -147,7 +147,7 @@ def test_a_result_that_cannot_be_written_is_one_line(
         with pytest.raises(SystemExit, match="2"):
             infer.cli()
         line = capsys.readouterr().err
-        assert line.startswith(f"fsdp2: error: --json {place}: can't be written (")
+        assert line.startswith(f"fsdp2: error: --json {place}: isn't writable (")
         assert line.count("\n") == 1
 
 
@@ -184,7 +184,11 @@ def test_commands_that_are_advised_name_the_code(theirs: Path, capsys: pytest.Ca
 
 def test_who_reads_a_runs_copy_of_a_folder_names_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole: Any = SimpleNamespace(
-        model=HUB, lora=None, trust_remote_code=False, dataset="source-text", init_from=None, data_root=None
+        model=HUB,
+        lora=None,
+        trust_remote_code=False,
+        dataset="source-text",
+        **dict.fromkeys(("eval_dataset", "init_from", "data_root")),
     )
     assert code_flags(whole) == ["--model", HUB]
     assert code_flags(whole, reads_copy=True) == []

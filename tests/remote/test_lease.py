@@ -43,7 +43,7 @@ def wait_until(condition: Any) -> None:
 @pytest.mark.alone
 def test_who_is_alive_keeps_it(files: RemoteFiles, capsys: pytest.CaptureFixture[str]) -> None:
     lease = Lease(files, seconds=1)
-    with pytest.raises(LeaseTaken, match=r"in use by a run that is still going \(process \d+ on .*\); wait for it or"):
+    with pytest.raises(LeaseTaken, match=r"in use by a run that is still going \(process \d+ on .*\); wait or"):
         Lease(RemoteFiles(files.url), seconds=1)
     assert "or that run was killed; waiting up to" in capsys.readouterr().err
     lease.check()
