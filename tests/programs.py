@@ -68,13 +68,13 @@ def _stop_after_a_step(folder: Path) -> None:
 
 
 def on_a_rank(*what: Any) -> tuple[int, str]:
-    """`program` on a rank of the pool. A refusal waits for nobody: torchrun would end it once rank 0 has spoken."""
+    """`program` as one rank. A refusal waits for nobody: torchrun would end it once rank 0 has spoken."""
     with mock.patch.object(ending, "_ended_by_launcher", return_value=True):
         return program(*what)
 
 
 def _alone(pipe: Any, *what: Any) -> None:
-    pipe.send(program(*what))
+    pipe.send(on_a_rank(*what))
     pipe.close()
 
 
