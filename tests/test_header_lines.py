@@ -325,3 +325,10 @@ def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_run_without_text_says_nothing_of_it() -> None:
     made = data.load("random-tokens", root=None, seq_len=8, vocab_size=16)
     assert header_lines.lines(made) == []
+
+
+def test_of_each_source_a_masked_model_learns_what_it_learns_of_one(words: Path) -> None:
+    how: dict[str, Any] = {"root": None, "seq_len": 8, "vocab_size": 300, "task": "masked", "special_token": 1}
+    alone = [line for line in header_lines.lines(data.load(f"text:{words}", **how)) if "learned:" in line]
+    mixed = header_lines.lines(data.load(f"text:{words}@1,text:{words}@2", **how))
+    assert [line.strip() for line in mixed if "learned:" in line] == alone * 2

@@ -25,14 +25,18 @@ MOST_CHARACTERS = 40  # of the text of a token
 def lines(dataset: Dataset) -> list[str]:
     """Lines about the data at a run's start; none for a dataset that isn't text or conversations."""
     about = dataset.about
-    found = _training(dataset) if about else []
+    # What a model learns in another way than token by token, it learns of each source.
+    each = None if isinstance(dataset.train, Conversations | Documents | Mixture) else dataset.train.targets_per_sample
+    found = _training(dataset, each) if about else []
     if "evaluated" in about:
         source, test = about["evaluated"]
-        found += [f"evaluation: {len(dataset.test):,} sequences of {source}", *(f"  {one}" for one in _training(test))]
+        found.append(f"evaluation: {len(dataset.test):,} sequences of {source}")
+        found += [f"  {one}" for one in _training(test, each)]
     return found
 
 
-def _training(dataset: Dataset) -> list[str]:
+def _training(dataset: Dataset, each: int | None) -> list[str]:
+    """`each`: the targets of a sequence; None where their number differs."""
     about = dataset.about
     if mixed := about.get("mixed"):
         whole = sum(count for _, _, count in mixed)
@@ -41,10 +45,10 @@ def _training(dataset: Dataset) -> list[str]:
             got, wanted = f"{count / whole:.1%}", f"{asked / sum(about['shares']):.1%}"
             other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
             found.append(f"  {got} of {source}, each {count / len(one.train):.3g} times{other}")
-            found += [f"    {line}" for line in _training(one)]
+            found += [f"    {line}" for line in _training(one, each)]
         return found
     parts = [*about["train"], *about["test"]]
-    learned, of = _learned(dataset)
+    learned, of = _learned(dataset, each)
     share = f"learned: {learned / of:.1%} of {of:,} tokens in {len(dataset.train):,} sequences"
     share += f" for training, {len(dataset.test):,} for evaluation" if about["test"] else ""
     shortest, longest, cut = _sizes(*parts)
@@ -135,14 +139,14 @@ def _windows(split: Any) -> Any:
     return getattr(split, "windows", split)
 
 
-def _learned(dataset: Dataset) -> tuple[int, int]:
-    """How many targets the sequences for training have, and how many tokens."""
+def _learned(dataset: Dataset, each: int | None) -> tuple[int, int]:
+    """How many targets the sequences for training have, and how many tokens. For `each` see `_training`."""
     split: Any = dataset.train
-    if isinstance(split, Conversations | Documents | Mixture):
-        chat, parts = dataset.about["kind"] == "chat", dataset.about["train"]
-        tokens = sum(int(one.ends[-1]) if chat else len(one) * one.seq_len for one in parts)
-        return split.target_count(range(len(split))), tokens
-    return len(split) * split.targets_per_sample, len(split) * _windows(split).seq_len
+    if each is not None:
+        return len(split) * each, len(split) * _windows(split).seq_len
+    chat, parts = dataset.about["kind"] == "chat", dataset.about["train"]
+    tokens = sum(int(one.ends[-1]) if chat else len(one) * one.seq_len for one in parts)
+    return split.target_count(range(len(split))), tokens
 
 
 def _answers(about: dict[str, Any]) -> int:
