@@ -40,7 +40,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     about = dataset.about
     if mixed := about.get("mixed"):
         whole = sum(count for _, _, count in mixed)
-        found = [f"mixture: {len(_windows(dataset.train)):,} sequences in an epoch"]
+        found = [f"mixture: {len(dataset.train):,} sequences in an epoch"]
         for (source, one, count), asked in zip(mixed, about["shares"], strict=True):
             got, wanted = f"{count / whole:.1%}", f"{asked / sum(about['shares']):.1%}"
             other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
@@ -134,16 +134,11 @@ def _name(token: str) -> str:
     return printable(token[:MOST_CHARACTERS])
 
 
-def _windows(split: Any) -> Any:
-    """Of what a model learns in another way than token by token, the windows that it is made of."""
-    return getattr(split, "windows", split)
-
-
 def _learned(dataset: Dataset, each: int | None) -> tuple[int, int]:
     """How many targets the sequences for training have, and how many tokens. For `each` see `_training`."""
     split: Any = dataset.train
     if each is not None:
-        return len(split) * each, len(split) * _windows(split).seq_len
+        return len(split) * each, len(split) * getattr(split, "windows", split).seq_len
     chat, parts = dataset.about["kind"] == "chat", dataset.about["train"]
     tokens = sum(int(one.ends[-1]) if chat else len(one) * one.seq_len for one in parts)
     return split.target_count(range(len(split))), tokens
