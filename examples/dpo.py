@@ -261,8 +261,9 @@ if __name__ == "__main__":
             vocabulary = spec.vocab_size("own")
             data = pairs.load(flags.pairs, flags.model, most, vocabulary, fields, **how)
             held_out = flags.eval_pairs and pairs.load(flags.eval_pairs, flags.model, most, vocabulary, fields, **how)
-        dist.init_process_group()
-        device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
+        dist.init_process_group(**({} if "RANK" in os.environ else alone))
+        device = torch.device("cuda", dist.get_node_local_rank(0)) if torch.cuda.is_available() else torch.device("cpu")
         steps = flags.epochs * -(-len(data) // flags.global_batch_size)
         train(flags, data, device, steps, held_out)
         dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)

@@ -57,7 +57,7 @@ def load(file: Path, **settings: bool) -> Dataset:
 def test_all_of_them_are_refused_in_one_line(file: Path) -> None:
     with pytest.raises(UnusableText) as caught:
         load(file)
-    why = "of 40 conversations 3 longer than --seq-len 64, and none is cut and 2 without an answer to learn"
+    why = "of 40 conversations 3 longer than --seq-len 64 (none is cut) and 2 without an answer to learn"
     one_line(
         caught.value, f"{file}: {why} ({file}, lines 1, 17, 30, 9, 4)", "raise --seq-len, to ", "--bad-samples drop"
     )
@@ -85,7 +85,7 @@ def test_what_is_left_is_as_if_they_were_not_there(file: Path) -> None:
         assert ours.content != theirs.content
     counts, *_ = header_lines.lines(found)
     assert counts.startswith("conversations: 35 of ")
-    assert "left out by --bad-samples drop: 3 longer than --seq-len 64, and none is cut and 2 without an" in counts
+    assert "left out by --bad-samples drop: 3 longer than --seq-len 64 (none is cut) and 2 without an" in counts
 
 
 def test_none_is_left_out_where_all_can_be_learned(file: Path) -> None:

@@ -240,6 +240,25 @@ def test_a_tokenizer_that_transformers_reads_differently_is_named(
         assert [str(part) in line for line in warned] == [True] * (part is not None)
 
 
+def test_a_difference_that_only_the_data_shows_is_named(tmp_path: Path) -> None:
+    """Qwen2's class has digits apart from the space before them, which no probe has."""
+    pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "tokenizer", PLAIN)
+    made = json.loads((folder / "tokenizer.json").read_bytes())
+    made["model"]["vocab"]["Ġ1"] = 300
+    made["model"]["merges"].append(["Ġ", "1"])
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Qwen2Tokenizer"}))
+    for name, content, told in (("a", "no number", 0), ("b", "number 1 and 12", 1)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(talk(f"{content} {'b' * at}", "yes")) + "\n" for at in range(40)))
+        lines = header_lines.lines(text.load(str(file), 128, 400, Chat(str(folder)), apart=True))
+        warned = [line for line in lines if "Qwen2Tokenizer makes" in line]
+        assert len(warned) == told
+        assert told == sum("in the data, and tokenizer.json [300, " in line for line in warned)
+
+
 def test_a_class_that_begins_a_text_differently_is_named(tmp_path: Path) -> None:
     """GPT-NeoX' takes the place of the post-processor of tokenizer.json, which the run follows."""
     pytest.importorskip("transformers")

@@ -134,7 +134,7 @@ def test_what_is_shown_is_each_source(
     line = ["show", "--model=llama", f"--dataset={name}", "--tokenizer=bytes", "--seq-len=8", "--samples=1"]
     assert command.cli(line) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert f"  50.0% of text:{files[0]}, each 1 times" in printed
+    assert f"  50.0% of text:{files[0]}, each once" in printed
     assert [line for line in printed if line.startswith("sequence 1 of ")] != []
     assert any("BCDEFGHI" in line for line in printed)
 

@@ -93,7 +93,7 @@ def test_pairs_that_cannot_be_learned_are_left_out_and_counted(tmp_path: Path) -
     assert split.content == load(tmp_path, *(rows[n] for n in (0, 2, 4, 6, 7))).content
     few = load(tmp_path, *rows, drop=True).about
     assert few.startswith("5 of ")
-    why = "2 with more than 64 tokens, and none is cut and 1 with one answer as chosen and rejected"
+    why = "2 with more than 64 tokens (none is cut) and 1 with one answer as chosen and rejected"
     assert few.endswith(f"left out by --bad-samples drop: {why}")
     with pytest.raises(UnusableText, match="drop leaves none of its pairs"):
         load(tmp_path, rows[1], drop=True)
@@ -190,15 +190,15 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
 @pytest.mark.parametrize(
     ("rows", "part"),
     [
-        ([TEXTS, {"q": "a", "chosen": "b"}], "line 2: has no field rejected; name it, as rejected=NAME; it has q, ch"),
+        ([TEXTS, {"q": "a", "chosen": "b"}], "line 2: has no field rejected; add --chat-fields rejected=NAME; it has "),
         ([{**TEXTS, "rejected": None}], "line 1: has no field rejected"),
-        ([[1]], "line 1: has no field chosen; name it, as chosen=NAME; it has none"),
+        ([[1]], "line 1: has no field chosen; add --chat-fields chosen=NAME; it has none"),
         ([{"chosen": "a", "rejected": "b"}], "line 1: has no question, in prompt or as what both answers begin with"),
         ([{**TEXTS, "system": "be"}], "line 1: has system or tools, which texts don't show"),
         ([{**TEXTS, "chosen": talk("a", "b")["messages"]}], "line 1: is not of texts, and for messages the "),
         ([TEXTS, SAME, SAME], r"of 3 pairs 2 with one answer as chosen and rejected .*lines 2, 3.; leave them .*drop"),
         ([TEXTS, {**TEXTS, "chosen": ""}], r"of 2 pairs 1 with an answer without a token .*line 2."),
-        ([{**TEXTS, "chosen": "a" * 64}], r"of 1 pairs 1 with more than 64 tokens, and none is cut .*line 1."),
+        ([{**TEXTS, "chosen": "a" * 64}], r"of 1 pairs 1 with more than 64 tokens \(none is cut\) .*line 1."),
         ([], "holds no pairs; give lines with prompt"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ def test_a_recipe_trains_from_weights(train: Train, tmp_path: Path, name: str) -
     events = train(recipe, *SMALL_LLAMA, text, weights, "--grad-accumulation=2", run="tuned", steps=4)
     (start,) = of_kind(events, "start")
     config = parse([recipe, *SMALL_LLAMA, text, weights])
-    passes = f"{config.epochs} epochs (4 steps at most)"
+    passes = f"{config.epochs} epoch{'s' * (config.epochs > 1)} (4 steps at most)"
     assert f"from weights: {passes}, adamw, lr {config.lr:g}, cosine" in "\n".join(start["header"])
     assert len(of_kind(events, "train")) == 4
     assert of_kind(events, "end")[0]["reason"] == "finished"

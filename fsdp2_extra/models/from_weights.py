@@ -10,7 +10,10 @@ from fsdp2.options.beginning import FROM_WEIGHTS
 def line(config: Any) -> str:
     """A line for the header of a run that begins with trained weights."""
     warm, decay = config.warmup_steps, config.weight_decay
-    words = [f"{config.epochs} epochs" + f" ({config.max_steps} steps at most)" * bool(config.max_steps)]
+    words = [
+        f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
+        + f" ({config.max_steps} steps at most)" * bool(config.max_steps)
+    ]
     words += [f"{config.optimizer}, lr {config.lr:g}", config.schedule]
     words += [f"warm-up of {f'{warm:.0%} of the steps' if warm < 1 else f'{warm} steps'}"] * bool(warm)
     words += [f"weight decay {0.01 if decay is None else decay:g}"] * (config.optimizer == "adamw")

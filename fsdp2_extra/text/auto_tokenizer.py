@@ -28,8 +28,8 @@ def opened(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def unlike(folder: Path, tokenizer: Any, special: str, declared: Sequence[str] = ()) -> str:
-    """Tell in a clause how AutoTokenizer reads a probe text differently; "" where it doesn't, or can't be asked.
+def unlike(folder: Path, tokenizer: Any, special: str, declared: Sequence[str] = (), texts: Sequence[str] = ()) -> str:
+    """Tell in a clause how AutoTokenizer reads a text differently; "" where it doesn't, or can't be asked.
 
     It can't where transformers isn't installed, or doesn't open the folder without code that isn't.
 
@@ -37,6 +37,7 @@ def unlike(folder: Path, tokenizer: Any, special: str, declared: Sequence[str] =
         tokenizer: a `tokenizers.Tokenizer` of the folder's tokenizer.json.
         special: the text of a token that ends a document, or "".
         declared: ordinary tokens of tokenizer.json that the files beside it declare: transformers cuts words at them.
+        texts: some that are trained on, tried after the probes.
     """
     if find_spec("transformers") is None:
         return ""
@@ -50,13 +51,18 @@ def unlike(folder: Path, tokenizer: Any, special: str, declared: Sequence[str] =
                     (word for word in words if one in word and one != word), key=lambda word: (len(word), word)
                 )
                 cut += [tokenizer.decode([words[word]], skip_special_tokens=False) for word in longer[:4]]
-            probes = [(text, False) for text in (*PROBES, *[f"Hello{special}"] * bool(special), *cut)]
+            probes = [(text, False) for text in (*PROBES, *[f"Hello{special}"] * bool(special), *cut, *texts)]
             for text, whole in (*probes, (PROBES[0], True)):
                 ours = tokenizer.encode(text, add_special_tokens=whole).ids
                 theirs = auto(text, add_special_tokens=whole)["input_ids"]
                 if ours != theirs:
-                    what = f"{text!r}" + " with what begins and ends a text" * whole
-                    return f"{type(auto).__name__} makes {theirs[:8]} of {what}, and tokenizer.json {ours[:8]}"
+                    same = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len({*pair}) > 1), 0)
+                    at = same if text in texts else 0
+                    near = tokenizer.decode(ours[max(0, at - 4) : at + 4], skip_special_tokens=False)
+                    what = f"{near!r} in the data" if at else repr(text[:80])
+                    what += " with what begins and ends a text" * whole
+                    theirs, ours = theirs[at : at + 8], ours[at : at + 8]
+                    return f"{type(auto).__name__} makes {theirs} of {what}, and tokenizer.json {ours}"
     except Exception:  # its errors are of no class of their own, and tokenizer.json can be read without it
         return ""
     return ""

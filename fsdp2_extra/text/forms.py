@@ -39,7 +39,9 @@ OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool", "system
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
 OTHERS = "conversations, instruction and output, or prompt and completion"
-NAME_THEM = "name them, as --chat-fields messages=dialog, or prompt=question,completion=answer"
+NAME_THEM = (
+    "name them, as --chat-fields messages=dialog, prompt=question,completion=answer, or chosen=good,rejected=bad"
+)
 
 Fields = Mapping[str, str]
 """Our name of a field or role -> theirs, as `--chat-fields` has them; {} where the names are ours."""
@@ -109,7 +111,7 @@ def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {})
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:
-            why = f"; name it, as {ours}=NAME" if ours == theirs else ", which --chat-fields names"
+            why = f"; add --chat-fields {ours}=NAME" if ours == theirs else ", which --chat-fields names"
             return f"has no field {theirs}{why}; {has}"
     lists = (name for name in there if isinstance(line.get(name), list) and line[name])
     talk = next((name for name in lists if all(isinstance(one, dict) for one in line[name])), None)

@@ -44,7 +44,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
         for (source, one, count), asked in zip(mixed, about["shares"], strict=True):
             got, wanted = f"{count / whole:.1%}", f"{asked / sum(about['shares']):.1%}"
             other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
-            found.append(f"  {got} of {source}, each {count / len(one.train):.3g} times{other}")
+            found.append(f"  {got} of {source}, each {_times(count / len(one.train))}{other}")
             found += [f"    {line}" for line in _training(one, each)]
         return found
     parts = [*about["train"], *about["test"]]
@@ -83,10 +83,15 @@ def _read(about: dict[str, Any]) -> list[str]:
 
 def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Warn of tokens that another reader wouldn't make, and of a model that would never stop."""
-    return [*_other_reader(about), *_endless(about, names)]
+    return [*other_reader(about), *_endless(about, names)]
 
 
-def _other_reader(about: dict[str, Any]) -> list[str]:
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:.3g} times"
+
+
+def other_reader(about: dict[str, Any]) -> list[str]:
+    """One line about text that transformers reads differently, or none."""
     if not about["unlike"]:
         return []
     return [

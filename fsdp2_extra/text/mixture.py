@@ -60,7 +60,7 @@ def _by_source(names: Sequence[str], fields: str | None) -> list[dict[str, str]]
     if len(parts) != len(names) or any(part and text for part, text in zip(parts, of_text, strict=True)):
         raise UnusableText(
             f"--chat-fields {fields}: is for {len(parts)} sources, of which {len(names)} are given; between semicolons "
-            "name those of each, and none for text:"
+            "name those of each, --eval-dataset's last, and none for text:"
         )
     return [fields_of(part) for part in parts]
 

@@ -20,12 +20,13 @@ from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, Rows, identity_of
 from fsdp2_extra.text.chat import has_template, open_chat
 from fsdp2_extra.text.forms import Fields, messages_of, one_form, renamed
+from fsdp2_extra.text.header_lines import other_reader
 from fsdp2_extra.text.places import PUBLISHED, published
 from fsdp2_extra.text.prepared import NAMED, Encoder, places
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.text import found, require_fit
-from fsdp2_extra.text.tokenizer import document
+from fsdp2_extra.text.tokenizer import LOOKED_AT, document
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 
 ANSWERS = ("chosen", "rejected")
@@ -98,7 +99,7 @@ def load(
     if not rows:
         raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
     reasons: dict[str, Callable[[list[Encoded]], bool]] = {
-        f"more than {length} tokens, and none is cut": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
+        f"more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
         "an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
         "one answer as chosen and rejected": lambda pair: numpy.array_equal(pair[0][0], pair[1][0]),
     }
@@ -113,7 +114,9 @@ def load(
         raise UnusableText(f"{place}: --bad-samples drop leaves none of its pairs; {bad}")
     sizes = [max(len(tokens) for tokens, _ in pair) for pair in kept]
     about = f"{len(kept):,} of {min(sizes):,} to {max(sizes):,} tokens, {encode.how(len(rows))}"
-    return Pairs(kept, about + (f"; left out by --bad-samples drop: {bad}" if bad else ""))
+    about += f"; left out by --bad-samples drop: {bad}" if bad else ""
+    other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
+    return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
 
 
 class _Encode:

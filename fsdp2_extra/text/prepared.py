@@ -294,7 +294,7 @@ def _usable(
 
 def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
     """How many conversations can't be learned, and why, in words."""
-    words = {TOO_LONG: f"longer than --seq-len {seq_len}, and none is cut", UNLEARNED: "without an answer to learn"}
+    words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}
     return " and ".join(f"{count:,} {words[why]}" for why, count in left_out.items())
 
 

@@ -42,6 +42,7 @@ from fsdp2_extra.text.prepared import (
 )
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row, blocks
+from fsdp2_extra.text.tokenizer import LOOKED_AT
 
 SAY_SECONDS = 10.0
 
@@ -123,11 +124,12 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
     said = time.monotonic()
     with ExitStack() as stack:
         columns = {name: stack.enter_context(open(work / name, "wb")) for name in files_of(encoder.kind)}
-        output = _Output(encoder, columns)
+        output, first = _Output(encoder, columns), list[numpy.ndarray]()
         for number, file in enumerate(files, 1):
             for rows in blocks(rows_of(file, encoder.field)):
                 for row, (tokens, learn) in zip(rows, encoder.encode(rows), strict=True):
                     output.add(row, tokens, learn)
+                    first += [tokens[:LOOKED_AT]] * (len(first) < LOOKED_AT)
                 if time.monotonic() - said >= SAY_SECONDS:
                     said = time.monotonic()
                     say(f"file {number:,} of {len(files):,}, {sum(output.tokens.values()):,} tokens")
@@ -158,7 +160,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "turns": output.turns,
         "longest": sorted(output.longest, reverse=True),
         "unlearned": output.unlearned,
-        "unlike": encoder.tokenizer.unlike(),
+        "unlike": encoder.tokenizer.unlike(first),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
     }
     with open(work / META, "wb") as last:

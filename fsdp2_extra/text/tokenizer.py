@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fsdp2_extra.foreign.bounds import Foreign
 
 
+LOOKED_AT = 256  # documents, and tokens of each, that are compared with what transformers makes of them
+
+
 class Tokenizer(Protocol):
     """Turns text into tokens.
 
@@ -42,8 +45,12 @@ class Tokenizer(Protocol):
         """Text of tokens; U+FFFD for what is no whole character."""
         ...
 
-    def unlike(self) -> str:
-        """How transformers reads text differently with the files beside it, in a clause; "" where it doesn't."""
+    def unlike(self, first: Sequence[numpy.ndarray] = ()) -> str:
+        """How transformers reads text differently with the files beside it, in a clause; "" where it doesn't.
+
+        Args:
+            first: tokens of some documents, (n,) each, whose texts are tried too.
+        """
         ...
 
     @property
@@ -70,7 +77,7 @@ class Bytes:
         """The text of some bytes, with U+FFFD for what is no UTF-8."""
         return bytes(tokens).decode(errors="replace")
 
-    def unlike(self) -> str:
+    def unlike(self, first: Sequence[numpy.ndarray] = ()) -> str:
         """Nothing: transformers has no part in it."""
         return ""
 

@@ -136,13 +136,12 @@ class FromFile:
         """The text of some tokens, special ones included."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def unlike(self) -> str:
-        """How AutoTokenizer reads text differently, in a clause; "" where it doesn't."""
+    def unlike(self, first: Sequence[numpy.ndarray] = ()) -> str:
+        """How AutoTokenizer reads text differently, that of the `first` tokens too; "" where it doesn't."""
         from fsdp2_extra.text.auto_tokenizer import unlike
 
-        return unlike(
-            self._folder, self._tokenizer, "" if self.end is None else self.decode([self.end]), self._ordinary
-        )
+        end, texts = "" if self.end is None else self.decode([self.end]), [self.decode(one.tolist()) for one in first]
+        return unlike(self._folder, self._tokenizer, end, self._ordinary, texts)
 
     @property
     def names(self) -> Sequence[str]:

@@ -17,7 +17,7 @@ from fsdp2_extra.text import pairs
 from tests.harness import Ranks
 from tests.others.common import plain, save
 from tests.others.test_examples import CPU, PAIRS, _batches, _norm_on_two_ranks
-from tests.programs import on_ranks_of_its_own
+from tests.programs import in_a_process, on_ranks_of_its_own
 from tests.test_chat import PLAIN, make_tokenizer
 
 STEPS = 6
@@ -132,3 +132,7 @@ def test_what_a_program_says(tmp_path: Path) -> None:
         assert line in said or not line
         assert any(one.startswith("held out, after step ") for one in said)
         assert f"wrote {out}/model-{2 * int(epochs)}" in said
+    status, printed = in_a_process(dpo.__file__, [*words, "--epochs=3"], tmp_path)  # without torchrun
+    assert status == 0, printed
+    assert " on 1 rank\n" in printed
+    assert f"wrote {out}/model-6" in printed.splitlines()

@@ -275,7 +275,7 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
     for words, part in (
         ([folder, str(tmp_path / "others.jsonl"), out], "--dataset: the checkpoint's data differs from this run's"),
         ([folder, str(tmp_path / "none.jsonl"), out], "none.jsonl: there is no file of text"),
-        ([short, str(file), out], "more than 4 tokens, and none is cut"),
+        ([short, str(file), out], "more than 4 tokens (none is cut)"),
         ([masked, str(file), out], "masked: doesn't learn the next token, as answers need; give a causal model"),
         ([folder, str(file), out, "--chat-fields=chosen=good"], "line 1: has no field good, which --chat-fields names"),
         ([folder, str(file), out, "--learning-rate=1e-6"], "--learning-rate=1e-6: no such flag; here it is --lr"),
