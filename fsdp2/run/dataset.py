@@ -46,7 +46,7 @@ def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset
             vocab_size=spec.vocab_size(config.model_size),
             task=spec.task,
             special_token=spec.special_token,
-            reading=reading_of(config),
+            reading={**reading_of(config), "drop": config.bad_samples == "drop"},
             apart=config.documents == "apart",
             fetch=fetch,
             say=_say,
@@ -64,7 +64,7 @@ def _say(text: str) -> None:
 def reading_of(config: Config) -> dict[str, Any]:
     """The flags that say how data of one's own is read."""
     names = {"tokenizer": tokenizer_of(config), "bos": config.bos, "evaluated": config.eval_dataset}
-    return {**names, "field": config.text_field, "fields": config.chat_fields, "drop": config.bad_samples == "drop"}
+    return {**names, "field": config.text_field, "fields": config.chat_fields}
 
 
 def tokenizer_of(config: Config) -> str:

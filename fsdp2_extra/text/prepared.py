@@ -285,10 +285,8 @@ def _usable(
         unlearned = numpy.diff(targets[split], prepend=0) == 0
         long = ~unlearned & (numpy.diff(ends[split], prepend=0) > seq_len)
         (usable[split],) = numpy.nonzero(~unlearned & ~long)
-        counts[TOO_LONG], counts[UNLEARNED] = (
-            counts[TOO_LONG] + int(long.sum()),
-            counts[UNLEARNED] + int(unlearned.sum()),
-        )
+        counts[TOO_LONG] += int(long.sum())
+        counts[UNLEARNED] += int(unlearned.sum())
     return usable, {why: count for why, count in counts.items() if count}
 
 

@@ -24,9 +24,9 @@ def check_own_text(config: Config, *, read: bool) -> None:
     require_tokenizer(config)
     _, _, named = config.dataset.partition(":")
     try:
-        words, how = config.spec.vocab_size(config.model_size) or 0, reading_of(config)
-        drop, whole = how.pop("drop"), config.eval_dataset is not None
-        for place, encoder in opened(config.dataset, **how):
+        words = config.spec.vocab_size(config.model_size) or 0
+        drop, whole = config.bad_samples == "drop", config.eval_dataset is not None
+        for place, encoder in opened(config.dataset, **reading_of(config)):
             if encoder.kind == "chat" and config.spec.task != "causal":
                 raise UnusableText("holds conversations, which are learned token by token; use a causal model")
             require_mask(config, encoder)

@@ -83,12 +83,11 @@ def show(config: Config, count: int) -> dict[str, Any]:
     check_data(config)
     dataset = open_data(config, config.spec)
     try:
-        how = {name: value for name, value in reading_of(config).items() if name != "drop"}
-        encoders = [one for _, one in opened(config.dataset, **how)]
+        encoders = [one for _, one in opened(config.dataset, **reading_of(config))]
         for line in header_lines.lines(dataset):
             print(line)
         parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]
-        for part, encoder in zip(parts, encoders, strict=False):
+        for part, encoder in zip(parts, encoders[: len(parts)], strict=True):
             for line in (*samples(part, encoder.tokenizer.decode, count), *lengths(part)):
                 print(line)
     except UnusableText as error:
