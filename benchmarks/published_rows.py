@@ -134,7 +134,7 @@ def planned(point: Mapping[str, Any], config: Config, runs: Runs, gpu: Gpu) -> P
     assert gpu.speed is not None, f"{gpu.name} has no rates"
     memory = memory_of(config, 0, runs, offload_apart=True)
     time = step_time(config, point["ranks"], runs, gpu.speed)
-    beside = sum(term.bytes for term in terms(config, point["ranks"], memory) if term.name != "allocator")
+    beside = sum(term.bytes for term in terms(runs, memory) if term.name != "allocator")
     assert time.tokens_per_second is not None
     tokens, peak = time.tokens_per_second / point["ranks"], memory.peak
     of_time = tokens, time.milliseconds, time.low, time.high, time.exposed_ms, time.idle_ms

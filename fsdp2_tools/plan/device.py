@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, refused, shown, unknown
 from fsdp2.options.settings_file import read_table
 from fsdp2.units import byte_count
+from fsdp2_tools.plan.execute import Runs
 from fsdp2_tools.plan.memory import Memory
 from fsdp2_tools.plan.speed import KEYS as SPEED_KEYS
 from fsdp2_tools.plan.speed import Speed, read_speed
@@ -79,10 +79,10 @@ def gpu_of(name: str, values: Any, place: str) -> Gpu:
     return Gpu(name, memory, str(values.get("source", place)), read_speed(where, values, on_cpu=on_cpu), on_cpu)
 
 
-def terms(config: Config, ranks: int, memory: Memory) -> list[Term]:
+def terms(runs: Runs, memory: Memory) -> list[Term]:
     """List a device's memory beside the tensors of the peak."""
-    # The default group, and one for each dimension of the mesh.
-    communicators = 0 if ranks == 1 else 1 + (config.replicas > 1) + (config.strategy == "fsdp2")
+    # NCCL opens a communicator at a group's first collective, none for one rank alone.
+    communicators = len({one.ranks for one in runs.longer.work if one.ranks[0] > 1})
     return [
         Term(
             "allocator",
@@ -93,7 +93,7 @@ def terms(config: Config, ranks: int, memory: Memory) -> list[Term]:
         Term(
             "nccl's buffers",
             communicators * NCCL_COMMUNICATOR,
-            f"{communicators} groups of 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
+            f"{communicators} groups that exchange, each 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
         ),
     ]
 

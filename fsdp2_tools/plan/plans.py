@@ -74,7 +74,7 @@ def plan(
     there = {rank: run(config, ranks, rank, gloo=not on_gpu) for rank in ordered}
     first, *others = (memory_of(config, rank, runs, offload_apart=on_gpu) for rank, runs in there.items())
     fullest = max((first, *others), key=lambda memory: memory.peak.bytes)
-    extra = terms(config, ranks, fullest) if on_gpu else [beside_on_cpu(fullest)]
+    extra = terms(there[0], fullest) if on_gpu else [beside_on_cpu(fullest)]
     time = None if gpu is None or gpu.speed is None else step_time(config, ranks, there[0], gpu.speed)
     runs = there[0] if keep else None
     return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, time, runs)

@@ -12,8 +12,9 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.plan import execute
 from fsdp2_tools.plan.__main__ import main
-from fsdp2_tools.plan.device import Gpu, gpu
+from fsdp2_tools.plan.device import NCCL_COMMUNICATOR, Gpu, gpu, terms
 from fsdp2_tools.plan.execute import Runs, run
+from fsdp2_tools.plan.memory import memory_of
 from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.report_time import lines
 from fsdp2_tools.plan.schedule import Group
@@ -241,3 +242,21 @@ def test_a_plan_has_its_time_with_a_gpu_alone() -> None:
     config = parse(LLAMA.split())
     assert plan(config, 8, None, None).time is None
     assert plan(config, 8, gpu("h100"), None).time is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "groups"),
+    [
+        ("", 1, 0),
+        ("", 8, 1),  # shards are of all ranks, whose group is there anyway
+        ("--replicas=2", 8, 3),  # all, shards, replicas
+        ("--tp=2", 8, 3),  # all, shards, parts of a layer
+        ("--tp=2 --replicas=2", 8, 4),
+        ("--sp=2", 8, 2),  # shards are of all ranks
+    ],
+)
+def test_nccl_has_a_communicator_for_each_group_that_exchanges(flags: str, world: int, groups: int) -> None:
+    runs = _runs(flags, world)
+    config = parse(f"{LLAMA} {flags}".split())
+    found = {one.name: one.bytes for one in terms(runs, memory_of(config, 0, runs, offload_apart=True))}
+    assert found["nccl's buffers"] == groups * NCCL_COMMUNICATOR
