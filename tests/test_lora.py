@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp2 import infer, models
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
-from fsdp2.checkpoint.sources.source import Source
+from fsdp2.checkpoint.sources.source import Source, weights
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.parts import checksum
@@ -164,12 +165,32 @@ def test_peft_and_transformers_get_the_same_model(base: Path, adapters: Path, tm
     # Ours, of the same tensors: the same layers, and another order of multiplying in rotary embeddings alone.
     config = Config(model="llama", model_size="debug", init_from=str(base), lora=4)
     ours = config.spec.build("debug")
-    with opened(str(base)) as weights, opened(str(adapters)) as trained:
+    with opened(str(base)) as under, opened(str(adapters)) as trained:
         for name, tensor in ours.state_dict().items():
-            source, plain_name = (trained, name) if is_adapter(name) else (weights, name.replace(".base_layer.", "."))
+            source, plain_name = (trained, name) if is_adapter(name) else (under, name.replace(".base_layer.", "."))
             tensor.copy_(source.read(f"app.model.{plain_name}"))
     with torch.no_grad():
         assert torch.allclose(ours(tokens), beside, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_with_a_base_in_bf16_is_rounded_once(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    def export(place: Path, name: str, *flags: str) -> dict[str, Tensor]:
+        assert checkpoint_command(["export", str(place), str(tmp_path / name), "--format", "safetensors", *flags]) == 0
+        return load_file(tmp_path / name / "model.safetensors")
+
+    narrow = export(base, "base", "--dtype=bf16")
+    line = [*LLAMA, f"--init-from={tmp_path / 'base'}", "--lora=4", f"--run-dir={tmp_path / 'run'}", "--lr=0.01"]
+    ranks.run(main_in_ranks, [*line, "--max-steps=2"])
+    kept, wide = export(tmp_path / "run", "kept"), export(tmp_path / "run", "wide", "--dtype=fp32")
+    with opened(str(tmp_path / "run")) as trained:
+        adapters = weights(trained)
+        layers = [name.removesuffix(".lora_A.default.weight") for name in adapters if ".lora_A." in name]
+        assert layers
+        for layer in layers:
+            a, b = (trained.read(adapters[f"{layer}.lora_{half}.default.weight"]).double() for half in "AB")
+            total = narrow[f"{layer}.weight"].double() + 2.0 * b @ a  # --lora-alpha is twice the rank
+            assert torch.equal(wide[f"{layer}.weight"], total.float())
+            assert torch.equal(kept[f"{layer}.weight"], total.bfloat16())
 
 
 def test_inference_puts_both_together(adapters: Path, trained: Events) -> None:

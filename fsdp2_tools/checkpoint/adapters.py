@@ -153,10 +153,13 @@ def write_peft(
         folder.fsync(name)
 
 
-def merged(source: Source, base: Source, adapters: Adapters) -> Source:
-    """All weights of the base, and in each that has adapters (out, in) + scale x B A, in its own dtype.
+def merged(source: Source, base: Source, adapters: Adapters, *, rounded: bool = True) -> Source:
+    """All weights of the base, and in each that has adapters (out, in) + scale x B A.
 
     A is (rank, in) and B (out, rank). Source: https://arxiv.org/abs/2106.09685
+
+    Args:
+        rounded: to the base's dtype; else the sums are in fp64, for a caller that rounds them once, to its own dtype.
 
     Raises Refused if the adapters aren't of these weights.
     """
@@ -179,7 +182,8 @@ def merged(source: Source, base: Source, adapters: Adapters) -> Source:
                 f"{source.place}: the adapters of {name} are for {tuple(change.shape)}, and {base.place} has "
                 f"{tuple(weight.shape)}"
             )
-        return (weight.double() + adapters.scale * change).to(weight.dtype)
+        total = weight.double() + adapters.scale * change
+        return total.to(weight.dtype) if rounded else total
 
     tensors = {name: base.tensors[original] for name, original in theirs.items()}
     return Source(source.place, tensors, [], {name: (name,) for name in tensors}, read)

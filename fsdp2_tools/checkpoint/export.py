@@ -100,7 +100,7 @@ def export(
                 raise Refused(f"{place}: its adapters go beside weights at a URL; if you trust that, add --base {url}")
             under = stack.enter_context(opened(base or adapters.base))
             checked += same_base(source, under, tied(like[0]) if like is not None else [])
-            source = trained = merged(source, under, adapters)
+            source = trained = merged(source, under, adapters, rounded=dtype is None)
         names = weights(source)
         if like is not None:
             names = without_copies(trained, names, like[0])
