@@ -309,8 +309,10 @@ ray-fastest: $(VENV)/.installed  ## the search of make tune on Ray's workers (10
 dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m pytest tests/test_data.py
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
-# What reads runs or starts them, and is itself read by no training; and bad files in their hundreds.
-APART = $(MIGRATION) tests/comparing tests/doctor tests/fuzz tests/memory tests/tune
+# What reads runs or starts them, and is itself read by no training; and bad files in their hundreds. Of the planner, which
+# executes the training, its memory, saves and schedule stay.
+PLANNER = $(patsubst %,tests/plan/test_%.py,calibration command page published search second_opinion)
+APART = $(MIGRATION) $(PLANNER) tests/commands tests/comparing tests/doctor tests/fuzz tests/memory tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
 test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (18 min)
