@@ -184,7 +184,7 @@ def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, loc
 def _before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole tensors to the shards of this rank, from its own copy: FSDP1 sends nothing either."""
     reshard_all(module)
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):  # tied weights stand there by each name
         key = prefix + plain(name)
         value = state.get(key)
         if isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.harness import Ranks, same
 from tests.migrate.fsdp1_models import (
     Net,
+    TiedNet,
     adam,
     build,
     needs_fsdp1_to_gather,
@@ -114,11 +115,11 @@ def test_full_state_dicts_with_other_options(ranks: Ranks, arguments: dict[str, 
     assert ranks.run(difference, "full on rank 0", arguments) == ["", ""]
 
 
-def crossed(kind: str, source: str) -> tuple[list[float], list[float]]:
+def crossed(kind: str, source: str, make: type[nn.Module] = Net) -> tuple[list[float], list[float]]:
     """Losses after going on: in the same library, and in the other one."""
     source, _, flat = source.partition(", ")
     sides = {"FSDP1": real(), "shim": shim()}
-    model, optimizer = trained(sides[source], use_orig_params=not flat)
+    model, optimizer = trained(sides[source], model=make, use_orig_params=not flat)
     cls = sides[source].FullyShardedDataParallel
     with cls.state_dict_type(model, *KINDS[kind]):
         state = copy.deepcopy(dict(model.state_dict()))
@@ -130,7 +131,7 @@ def crossed(kind: str, source: str) -> tuple[list[float], list[float]]:
     torch.manual_seed(5)
     model = build(
         other,
-        lambda: different(),
+        lambda: different(make),
         auto_wrap_policy=policy("transformer"),
         use_orig_params=True,
         device_mesh=init_device_mesh("cpu", (2,)),
@@ -144,8 +145,8 @@ def crossed(kind: str, source: str) -> tuple[list[float], list[float]]:
     return expected, train(model, optimizer, 5, skip=3)
 
 
-def different() -> nn.Module:
-    model = Net()
+def different(make: type[nn.Module]) -> nn.Module:
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -158,6 +159,18 @@ def test_each_goes_on_from_the_others_state_dicts(ranks: Ranks, source: str, kin
     """In a full state of flat parameters `step` is one tensor for all of a unit: each must count alone."""
     for expected, got in ranks.run(crossed, kind, source):
         assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("source", ["FSDP1", "shim"])
+def test_tied_weights_go_on_from_the_others_state_dicts(ranks: Ranks, source: str, kind: str) -> None:
+    for expected, got in ranks.run(crossed, kind, source, TiedNet):
+        assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_state_dicts_of_tied_weights_are_equal_to_those_of_fsdp1(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(difference, kind, {"model": TiedNet}) == ["", ""]
 
 
 def old_methods() -> list[bool]:
