@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fsdp2_extra.allocations import cuda_history
 from fsdp2_extra.allocations.ledger import Allocation, Collective, Phase
 from fsdp2_extra.allocations.profile import without_kernels
 from fsdp2_extra.allocations.timeline import Timeline, dump, load
+from fsdp2_tools.memory.__main__ import main as memory
 from fsdp2_tools.memory.series import series
 
 LINE = Timeline(
@@ -120,3 +122,10 @@ def test_the_allocators_history_has_pythons_stacks_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: begun.update(options))
     cuda_history.start()
     assert begun["stacks"] == "python"
+
+
+def test_a_page_shows_a_name_that_no_encoding_has(tmp_path: Path) -> None:
+    line = replace(LINE, allocations=[replace(LINE.allocations[0], module="half \ud800 of a pair")])
+    (tmp_path / "rank0_memory_timeline.json.gz").write_bytes(dump(line))
+    (page,) = memory([str(tmp_path)])
+    assert "half " in page.read_text()
